@@ -1,0 +1,36 @@
+# `make bench` and `make test` do everything from a clean clone.
+
+# The environment that prepare.sh installs into: the active one, else .venv.
+ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)
+PYTHON := $(ENV)/bin/python
+
+BENCH_DIR := runs/bench-$(shell date +%Y%m%d-%H%M%S)
+# Small enough for two cores: a ResNet-18, 25 steps.
+BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O0 \
+	--batch_size=8 --max_steps=25 --warmup_steps=5 --log_interval=5
+
+.PHONY: help bench test check prepare prepare-dev
+
+help:
+	@echo "make bench   train the baseline and the compiled engine on mock images, and compare"
+	@echo "make test    run the tests"
+	@echo "make check   ruff and mypy"
+
+prepare:
+	@bash prepare.sh
+
+prepare-dev:
+	@bash prepare.sh --extras xla,dev --no-data
+
+bench: prepare
+	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/ddp
+	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/xla --compiler-opt
+	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla
+
+test: prepare-dev
+	$(PYTHON) -m pytest -n 2 --dist worksteal
+
+check: prepare-dev
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy

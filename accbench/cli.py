@@ -1,0 +1,119 @@
+"""`accbench run | report | data`."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from accbench import config
+from accbench.errors import RequestError
+
+PROG = "accbench"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `accbench`; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: {PROG} COMMAND ...\n")
+        for name, command in COMMANDS.items():
+            print(f"  {name:<8} {(command.__doc__ or '').splitlines()[0]}")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"{PROG}: no command {argv[0]!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return COMMANDS[argv[0]](argv[1:])
+
+
+def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = ()) -> int:
+    """Train a model, one worker a device; the same as launch_single_task.py."""
+    from accbench import launchers, plugins
+
+    try:
+        task = config.claim_output_dir(config.resolve(config.parse(argv, prog)))
+        launcher = plugins.load("launchers", task.launcher)()
+    except RequestError as error:
+        return refused(prog, error)
+    failure = launcher.launch(task, list(worker) or ["-m", "accbench.worker"])
+    return launchers.conclude(task.run_dir, failure)
+
+
+def refused(prog: str, error: RequestError) -> int:
+    """One line on a request that cannot be met; returns the exit status."""
+    print(f"{prog}: {error}", file=sys.stderr)
+    return 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportFlags:
+    """Show what runs recorded, each beside the first."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of runs, or their records.jsonl."""
+    format: Literal["table", "md", "json"] = "table"
+    """How to write it."""
+
+
+def report(argv: Sequence[str]) -> int:
+    """Show what runs recorded, each beside the first."""
+    from accbench.report import summary, table
+
+    prog = f"{PROG} report"
+    try:
+        flags = config.parse_flags(ReportFlags, argv, prog)
+        if not flags.runs:
+            raise RequestError("name at least one run's folder")
+    except RequestError as error:
+        return refused(prog, error)
+    rows, status = [], 0
+    for path in flags.runs:
+        try:
+            rows.append(summary.of_run(path))
+        except RequestError as error:  # the other runs are still reported
+            status = refused(prog, error)
+    if rows:
+        print(table.render(rows, flags.format), end="")
+    return status
+
+
+@dataclasses.dataclass(frozen=True)
+class MockFlags:
+    """Make a mock ImageNet: real JPEG files, DIR/train and DIR/val, one folder a class."""
+
+    folder: Annotated[Path, tyro.conf.Positional] = Path("data/mock_imagenet")
+    """Where to."""
+    classes: int = 10
+    """Classes; at least 1."""
+    train_images: int = 64
+    """Training images a class; at least 1."""
+    val_images: int = 16
+    """Validation images a class; at least 1."""
+    seed: int = 0
+    """The same seed gives the same files."""
+
+
+def data(argv: Sequence[str]) -> int:
+    """Make data: `data mock [DIR] --classes 10 --train_images 64 --val_images 16 --seed 0`."""
+    from accbench import mock_images
+
+    prog = f"{PROG} data mock"
+    if not argv or argv[0] != "mock":
+        return refused(f"{PROG} data", RequestError("what to make is missing; there is: mock"))
+    try:
+        flags = config.parse_flags(MockFlags, argv[1:], prog)
+        mock_images.make(
+            flags.folder,
+            mock_images.Plan(flags.classes, flags.train_images, flags.val_images, flags.seed),
+        )
+    except RequestError as error:
+        return refused(prog, error)
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "report": report, "data": data}

@@ -1,0 +1,280 @@
+"""Flags, or a YAML file with flags winning, to one frozen `TaskConfig`."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from accbench import plugins
+from accbench.errors import RequestError
+
+RECORDS_FILE = "records.jsonl"
+CONFIG_FILE = "config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """Train a model on this machine, one worker a device, and record how it went.
+
+    Options that only one engine or data source has are listed below it by name,
+    as in `--ddp.no-channels-last`.
+    """
+
+    nproc_per_node: int = 1
+    """Workers on this machine, one a device."""
+    engine: str = "ddp"
+    """What trains: ddp (the baseline), xla, or another file's name in accbench/engines."""
+    compiler_opt: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The same as --engine xla."""
+    amp_level: Literal["O0", "O1"] = "O1"
+    """O0: float32. O1: autocast to --amp_dtype."""
+    amp_dtype: Literal["float16", "bfloat16"] | None = None
+    """Type under O1; float16 adds a GradScaler. Unset: float16 on CUDA, else bfloat16."""
+    batch_size: int | None = None
+    """Samples a worker and step. Unset: 128 on an accelerator, 8 on a CPU."""
+    model: str = "resnet50"
+    """A model's name, or package.module:callable, which is called with num_classes."""
+    image_size: int = 224
+    """Height and width of the images the model sees, in pixels."""
+    data: str = "mock"
+    """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR."""
+    launcher: str = "local"
+    """What starts the workers: a file's name in accbench/launchers."""
+    device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    """auto takes the accelerator that is there and never falls back from it to the CPU."""
+    epochs: int = 1
+    """Passes over the data; the run ends here or at --max_steps, whichever is first."""
+    max_steps: int | None = None
+    """Optimizer steps after which the run ends."""
+    warmup_steps: int = 5
+    """Steps of the first window, which holds compilation and is kept out of every speed."""
+    log_interval: int = 10
+    """Steps of every other window; the host waits for the device only at a window's end."""
+    eval_interval: int = 1
+    """Epochs between evaluations; 0 never evaluates."""
+    lr: float = 1e-3
+    """AdamW's learning rate."""
+    weight_decay: float = 1e-2
+    """AdamW's decoupled weight decay."""
+    seed: int = 0
+    """Seed of the weights, the order of the data and the augmentation."""
+    workers: int | None = None
+    """Data loading processes a worker. Unset: cores / workers, at most 8."""
+    threads: int | None = None
+    """CPU threads a worker computes with. Unset: cores / workers."""
+    max_bad_samples: int = 0
+    """Samples a worker may fail to read and skip before the run ends with an error."""
+    timeout_s: float = 600.0
+    """Seconds a worker waits in a collective for the others before the run ends."""
+    output_dir: str | None = None
+    """The run's folder. Unset: runs/<time>-<engine>-<model>."""
+    config: str | None = None
+    """A YAML file with any of these flags; flags on the command line win."""
+    options: Annotated[Mapping[str, Any], tyro.conf.Suppress] = dataclasses.field(
+        default_factory=dict
+    )
+    """Plug-in name -> its Options, for those that this task uses."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder; only after `resolve`."""
+        assert self.output_dir is not None
+        return Path(self.output_dir)
+
+
+# field -> smallest value allowed
+_MINIMUM = {
+    "nproc_per_node": 1, "batch_size": 1, "image_size": 1, "epochs": 1, "max_steps": 1,
+    "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0, "weight_decay": 0,
+    "workers": 0, "threads": 1, "max_bad_samples": 0, "timeout_s": 1,
+}  # fmt: skip
+
+
+def parse(argv: Sequence[str], prog: str = "launch_single_task.py") -> TaskConfig:
+    """A task from command-line arguments. Nothing is looked up on the machine yet.
+
+    Raises:
+        RequestError: a flag, or a key of the YAML file, is unknown or of a wrong type.
+    """
+    flags_class = _flags_class()
+    given = parse_flags(flags_class, argv, prog)
+    if given.config is not None:
+        from_file = _flags_of_file(Path(given.config))
+        try:
+            parse_flags(flags_class, from_file, prog)
+        except RequestError as error:
+            raise RequestError(f"{given.config}: {error}") from None
+        given = parse_flags(flags_class, [*from_file, *argv], prog)
+    return _task_of(given)
+
+
+def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
+    """`tyro.cli`, with its boxed messages turned into one line.
+
+    Raises:
+        RequestError: the arguments do not fit `flags_class`.
+    """
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return tyro.cli(flags_class, args=list(argv), prog=prog, use_underscores=True)
+    except SystemExit as exit_:
+        if not exit_.code:  # --help
+            raise
+        raise RequestError(_one_line(message.getvalue(), prog)) from None
+
+
+def _one_line(boxed: str, prog: str) -> str:
+    # Frame lines ("╭─ title ─╮") drop out whole; rules inside the box end a part.
+    lines = [line.strip("│ ") for line in boxed.splitlines() if not line.startswith(("╭", "╰"))]
+    parts = re.split(r"─{3,}", "\n".join(lines))
+    text = " ".join(parts[0].split()).rstrip(".")
+    suggestion = re.search(r"Perhaps you meant:\s+(--[\w.-]+)", "\n".join(parts[1:]))
+    if suggestion:
+        text += f"; perhaps you meant {suggestion[1].replace('-', '_').replace('__', '--', 1)}"
+    return f"{text}; see {prog} --help"
+
+
+def _flags_class() -> type:
+    """`TaskConfig` with a nested group for every plug-in that has `Options`."""
+    groups: list[tuple[str, Any, Any]] = []
+    for kind in plugins.KINDS:
+        for name, plugin in plugins.classes(kind).items():
+            options = getattr(plugin, "Options", None)
+            if options is not None and dataclasses.fields(options):
+                groups.append((name, options, dataclasses.field(default_factory=options)))
+    flags = dataclasses.make_dataclass("Flags", groups, bases=(TaskConfig,), frozen=True)
+    flags.__doc__ = TaskConfig.__doc__
+    return flags
+
+
+def _flags_of_file(path: Path) -> list[str]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise RequestError(f"cannot read --config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise RequestError(f"{path} must hold `flag: value` lines, not {type(content).__name__}")
+    return as_flags(content)
+
+
+def as_flags(values: Mapping[str, Any], prefix: str = "--") -> list[str]:
+    """`{"lr": 0.1, "ddp": {"channels_last": False}}` -> `--lr 0.1 --ddp.no-channels_last`.
+
+    None leaves a flag out, so that its default stands.
+    """
+    flags: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flags += as_flags(value, f"{prefix}{key}.")
+        elif key == "compiler_opt" and value is False:
+            continue  # the one flag that has no opposite
+        elif isinstance(value, bool):
+            flags.append(f"{prefix}{'' if value else 'no-'}{key}")
+        elif value is not None:
+            flags.append(f"{prefix}{key}={value}")
+    return flags
+
+
+def _task_of(flags: Any) -> TaskConfig:
+    engine = flags.engine
+    if flags.compiler_opt:
+        if engine not in ("xla", TaskConfig.engine):
+            raise RequestError(f"--compiler-opt means --engine xla, but --engine is {engine}")
+        engine = "xla"
+    values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(TaskConfig)}
+    used = {engine, flags.launcher, data_name(flags.data)[0]}
+    options = {name: getattr(flags, name) for name in used if hasattr(flags, name)}
+    task = TaskConfig(**{**values, "engine": engine, "compiler_opt": False, "options": options})
+    for name, minimum in _MINIMUM.items():
+        value = getattr(task, name)
+        if value is not None and not value >= minimum:
+            raise RequestError(f"--{name} must be at least {minimum}, not {value}")
+    return task
+
+
+def data_name(data: str) -> tuple[str, str | None]:
+    """`--data` as (source, location): NAME, NAME:LOCATION, or a URL, which is both."""
+    if "://" in data:
+        return data.split("://", 1)[0], data
+    name, _, location = data.partition(":")
+    return name, location or None
+
+
+def num_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve(task: TaskConfig) -> TaskConfig:
+    """Fill in what depends on the machine, and check all that can be known before a run.
+
+    Raises:
+        RequestError: the task cannot run here; the message says why and what to do.
+    """
+    from accbench import models
+
+    engine = plugins.load("engines", task.engine)
+    plugins.load("launchers", task.launcher)
+    source_name, location = data_name(task.data)
+    source = plugins.load("data", source_name)
+    models.resolve(task.model)
+    device = engine.find_device(task.device)
+    cores_per_worker = max(1, num_cores() // task.nproc_per_node)
+    task = dataclasses.replace(
+        task,
+        device=device,
+        batch_size=task.batch_size or (8 if device == "cpu" else 128),
+        amp_dtype=task.amp_dtype or ("float16" if device == "cuda" else "bfloat16"),
+        workers=min(8, cores_per_worker) if task.workers is None else task.workers,
+        threads=task.threads or cores_per_worker,
+    )
+    reason = engine.unavailable_reason(task)
+    if reason is not None:
+        raise RequestError(reason)
+    source.check(location)
+    return task
+
+
+def claim_output_dir(task: TaskConfig) -> TaskConfig:
+    """Make the run's folder and write the task into it.
+
+    Raises:
+        RequestError: the folder cannot be written, or holds another run's records.
+    """
+    if task.output_dir is None:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{task.engine}-{task.model.split(':')[-1]}"
+        folder, number = Path("runs") / name, 1
+        while folder.exists():
+            number += 1
+            folder = Path("runs") / f"{name}-{number}"
+    else:
+        folder = Path(task.output_dir)
+    if (folder / RECORDS_FILE).exists():
+        raise RequestError(f"{folder} already holds a run; choose another --output_dir")
+    task = dataclasses.replace(task, output_dir=str(folder.absolute()))
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
+    except OSError as error:
+        raise RequestError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
+    return task
+
+
+def as_mapping(task: TaskConfig) -> dict[str, Any]:
+    """The task as plain values: what `config.json` and a run record hold, and `--config` reads."""
+    values = dataclasses.asdict(task)
+    options = values.pop("options")
+    del values["compiler_opt"], values["config"]
+    return {**values, **options}

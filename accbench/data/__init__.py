@@ -1,0 +1,144 @@
+"""The data contract: where batches come from.
+
+`accbench/data/<name>.py` defines `class Source(data.Source)`. A batch is
+(images (N, 3, H, W) uint8, labels (N,) int64) on the host.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset
+
+from accbench.config import TaskConfig
+from accbench.errors import BadSampleError, RequestError
+from accbench.process_group import Topology
+
+Batch = tuple[torch.Tensor, ...]
+# (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)
+Sample = tuple[torch.Tensor, int, str | None]
+PADDING_LABEL = -1
+
+
+class Source(abc.ABC):
+    """A training set and perhaps a validation set. Made in the worker."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Knobs of this source alone; each becomes the flag `--<source>.<knob>`."""
+
+    num_classes: int
+
+    @classmethod
+    @abc.abstractmethod
+    def check(cls, location: str | None) -> None:
+        """A quick look before workers start.
+
+        Raises:
+            RequestError: there is no data; the message says what to do.
+        """
+
+    @abc.abstractmethod
+    def train_loader(self) -> Any:
+        """Full batches of this rank's shard; see `Loader` for what a loader has."""
+
+    def eval_loader(self) -> Any | None:
+        """The rank's part of the validation set, every sample once; None if there is none."""
+        return None
+
+
+class Loader:
+    """Batches of a rank's shard from worker processes, on the host.
+
+    Samples that could not be read arrive replaced and described, see `Sample`;
+    here they are counted, and beyond `--max_bad_samples` they are an error.
+    """
+
+    resident = False
+    """True where the batches are few and fixed and may stay on the device."""
+
+    def __init__(
+        self, dataset: Dataset[Sample], task: TaskConfig, topology: Topology, train: bool
+    ) -> None:
+        assert task.batch_size is not None
+        assert task.workers is not None
+        size = len(dataset)  # type: ignore[arg-type]
+        sampler: Sampler[int] | None = None
+        if train:
+            sampler = DistributedSampler(
+                dataset, topology.world_size, topology.rank, seed=task.seed, drop_last=False
+            )
+            if len(sampler) < task.batch_size:
+                raise RequestError(
+                    f"{size} images make {len(sampler)} a worker, fewer than one batch; "
+                    f"lower --batch_size {task.batch_size} or --nproc_per_node"
+                )
+        else:  # strided like the sampler's shards, but nothing twice
+            dataset = Subset(dataset, range(topology.rank, size, topology.world_size))
+        self.num_bad_samples = 0
+        self.problems: Callable[[str], None] = lambda problem: None
+        self._max_bad_samples = task.max_bad_samples
+        self._sampler = sampler
+        self._loader = DataLoader(
+            dataset,
+            batch_size=task.batch_size,
+            sampler=sampler,
+            drop_last=train,
+            num_workers=task.workers,
+            collate_fn=Collate(0 if train else task.batch_size),
+            pin_memory=task.device == "cuda",
+            # Not fork: the parent has a device and threads by the time this starts.
+            multiprocessing_context="forkserver" if task.workers else None,
+            persistent_workers=train and task.workers > 0,
+            generator=torch.Generator().manual_seed(task.seed + topology.rank),
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle anew for this epoch; the same on all ranks."""
+        if isinstance(self._sampler, DistributedSampler):
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for images_NCHW, labels_N, problems in self._loader:
+            for problem in problems:
+                self._count(problem)
+            yield images_NCHW, labels_N
+
+    def _count(self, problem: str) -> None:
+        self.num_bad_samples += 1
+        if self.num_bad_samples > self._max_bad_samples:
+            raise BadSampleError(
+                f"{problem}; {self.num_bad_samples} bad so far, --max_bad_samples "
+                f"{self._max_bad_samples} a worker: mend the file or raise the limit"
+            )
+        self.problems(problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collate:
+    """Samples to (images (N, 3, H, W) uint8, labels (N,), problems).
+
+    The images are NHWC in memory, as decoders write them: torch calls that
+    channels_last, and nothing is copied twice. With `pad_to`, a short batch is
+    filled up with black images of label `PADDING_LABEL`, for a compiler wants
+    one shape.
+    """
+
+    pad_to: int = 0
+
+    def __call__(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+        images_NHWC = torch.stack([image for image, _, _ in samples])
+        labels_N = torch.tensor([label for _, label, _ in samples])
+        missing = self.pad_to - len(samples)
+        if missing > 0:
+            images_NHWC = torch.cat(
+                [images_NHWC, images_NHWC.new_zeros(missing, *images_NHWC.shape[1:])]
+            )
+            labels_N = torch.cat([labels_N, labels_N.new_full((missing,), PADDING_LABEL)])
+        problems = [problem for _, _, problem in samples if problem is not None]
+        return images_NHWC.permute(0, 3, 1, 2), labels_N, problems

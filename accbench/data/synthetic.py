@@ -1,0 +1,68 @@
+"""`--data synthetic`: fixed random batches that live on the device, to measure without input."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from accbench import data
+from accbench.config import TaskConfig
+from accbench.process_group import Topology
+
+
+class Source(data.Source):
+    """Random bytes as images."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the data source synthetic."""
+
+        num_classes: int = 1000
+        """Classes of the random labels."""
+        num_batches: int = 2
+        """Different batches a worker; they take turns."""
+        steps_per_epoch: int = 100
+        """Steps that count as one epoch."""
+
+    @classmethod
+    def check(cls, location: str | None) -> None:
+        return  # there is nothing that could be missing
+
+    def __init__(
+        self, location: str | None, task: TaskConfig, options: Options, topology: Topology
+    ) -> None:
+        self.options = options
+        self.num_classes = options.num_classes
+        generator = torch.Generator().manual_seed(task.seed * 100_003 + topology.rank)
+        assert task.batch_size is not None
+        shape_NHWC = (task.batch_size, task.image_size, task.image_size, 3)
+        self.batches: list[data.Batch] = [
+            (
+                torch.randint(0, 256, shape_NHWC, dtype=torch.uint8, generator=generator)
+                .permute(0, 3, 1, 2),
+                torch.randint(0, options.num_classes, (task.batch_size,), generator=generator),
+            )
+            for _ in range(options.num_batches)
+        ]  # fmt: skip
+
+    def train_loader(self) -> "FixedBatches":
+        return FixedBatches(self.batches, self.options.steps_per_epoch)
+
+
+class FixedBatches:
+    """A loader that engines copy to the device once."""
+
+    resident = True
+    num_bad_samples = 0
+
+    def __init__(self, batches: list[data.Batch], num_steps: int) -> None:
+        self.batches, self.num_steps = batches, num_steps
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[data.Batch]:
+        return iter(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing changes between epochs."""

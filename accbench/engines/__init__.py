@@ -1,0 +1,183 @@
+"""The engine contract: what differs between training plainly and through a compiler.
+
+`accbench/engines/<name>.py` defines `class Engine(engines.Engine)`. The training
+loop knows this contract and nothing below it.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench.config import TaskConfig
+from accbench.errors import ReductionError
+from accbench.process_group import Topology, gather_values
+
+Batch = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileStats:
+    """Counts since the process started."""
+
+    num_compiles: int = 0
+    compile_s: float = 0.0
+    num_executions: int = 0
+    """Compiled graphs run."""
+    num_fallbacks: int = 0
+    """Operations that left the compiler."""
+
+    def __sub__(self, other: "CompileStats") -> "CompileStats":
+        return CompileStats(*(a - b for a, b in self._pairs(other)))
+
+    def __add__(self, other: "CompileStats") -> "CompileStats":
+        return CompileStats(*(a + b for a, b in self._pairs(other)))
+
+    def _pairs(self, other: "CompileStats") -> Iterator[tuple[Any, Any]]:
+        return zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+
+
+class Engine(abc.ABC):
+    """One worker's way to train. Made in the worker, after the process group."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Knobs of this engine alone; each becomes the flag `--<engine>.<knob>`."""
+
+    collectives: str
+    """Where gradients are reduced: in_graph, process_group or host."""
+
+    def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
+        self.task = task
+        self.options = options
+        self.topology = topology
+        self.autocast_dtype = (
+            getattr(torch, task.amp_dtype) if task.amp_level == "O1" and task.amp_dtype else None
+        )
+        self._resident: list[Batch] = []
+
+    # Asked by the launcher, before any backend is imported.
+
+    @classmethod
+    @abc.abstractmethod
+    def find_device(cls, requested: str) -> str:
+        """`--device` as cpu, cuda or tpu; auto is the accelerator that is there."""
+
+    @classmethod
+    @abc.abstractmethod
+    def unavailable_reason(cls, task: TaskConfig) -> str | None:
+        """Why this task cannot run here, and what to do; None if it can."""
+
+    @classmethod
+    def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
+        """Environment that a worker's process starts with."""
+        return {}
+
+    # In the worker.
+
+    @property
+    @abc.abstractmethod
+    def device_name(self) -> str:
+        """The device as its maker names it."""
+
+    @property
+    def compile_cache(self) -> str:
+        """The persistent compile cache's folder, or `off: ` and the reason."""
+        return "off: this engine compiles nothing"
+
+    @abc.abstractmethod
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Place the model (on the host, equal on all ranks) on the device; wrap or compile it."""
+
+    @abc.abstractmethod
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW with its state made, so that the first step is like every other."""
+
+    @abc.abstractmethod
+    def to_device(self, batch: Batch) -> Batch:
+        """One batch from the host to the device."""
+
+    @abc.abstractmethod
+    def stream(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches on the device, copied while the step before computes where that can be."""
+
+    @abc.abstractmethod
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The forward pass runs in this."""
+
+    @abc.abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of the (scaled) loss."""
+
+    @abc.abstractmethod
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average gradients over ranks, unscale, step; nothing on overflow."""
+
+    def end_step(self) -> None:
+        """Hand the step to the device; never waits."""
+        return
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Wait until the device has done all it was given. Only the timer calls this."""
+
+    @abc.abstractmethod
+    def peak_memory_bytes(self) -> int:
+        """Peak of the device's allocator; on a CPU, of the process's resident size."""
+
+    @abc.abstractmethod
+    def averaged_probe(self, value: float) -> list[float]:
+        """Average a gradient of `value` over ranks, the way training does, and return it."""
+
+    def compile_stats(self) -> CompileStats:
+        """Counts of the compiler; zeros where there is none."""
+        return CompileStats()
+
+    def close(self) -> None:
+        """Let go of the device."""
+        return
+
+    # The same for all.
+
+    def device_batches(self, loader: Any) -> Generator[Batch, None, None]:
+        """The loader's batches on the device; those of a resident loader are copied once.
+
+        Close it when leaving early: the copying behind it ends there.
+        """
+        if not loader.resident:
+            yield from self.stream(loader)
+            return
+        if not self._resident:
+            self._resident = [self.to_device(batch) for batch in loader]
+        yield from islice(cycle(self._resident), len(loader))
+
+    def prove_reduction(self) -> None:
+        """Average known values, a different one on each rank, and look at the result.
+
+        Raises:
+            ReductionError: on every rank, if it is wrong on any.
+        """
+        world_size = self.topology.world_size
+        if world_size == 1:
+            return
+        expected = (world_size + 1) / 2  # mean of 1..world_size
+        averaged = self.averaged_probe(float(self.topology.rank + 1))
+        wrong = [value for value in averaged if abs(value - expected) > 1e-6]
+        of_ranks = [rank for rank, (bad,) in enumerate(gather_values([len(wrong)])) if bad]
+        if of_ranks:
+            raise ReductionError(
+                f"gradients are not averaged over the {world_size} ranks ({self.collectives}): "
+                f"rank {self.topology.rank} has {averaged[0]} where {expected} is right; "
+                f"wrong on ranks {of_ranks}"
+            )
+
+    @staticmethod
+    def applied_steps(optimizer: torch.optim.Optimizer) -> int:
+        """Steps that changed the parameters, by the optimizer's own count; waits for it."""
+        state = next(iter(optimizer.state.values()), None)
+        return int(state["step"].cpu().item()) if state else 0

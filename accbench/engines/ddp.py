@@ -1,0 +1,141 @@
+"""The baseline: eager PyTorch under DistributedDataParallel, as a careful user sets it up."""
+
+import dataclasses
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accbench import engines, provenance
+from accbench.config import TaskConfig
+from accbench.data import prefetch
+from accbench.process_group import Topology
+
+
+def peak_resident_bytes() -> int:
+    """The process's peak resident size; getrusage counts KiB, on macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Engine(engines.Engine):
+    """DDP over NCCL (CUDA) or gloo (CPU), autocast, fused AdamW."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the engine ddp."""
+
+        channels_last: bool = True
+        """Keep images and weights NHWC in memory, which convolutions are fastest in."""
+
+    collectives = "process_group"
+
+    @classmethod
+    def find_device(cls, requested: str) -> str:
+        if requested != "auto":
+            return requested
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @classmethod
+    def unavailable_reason(cls, task: TaskConfig) -> str | None:
+        if task.device == "tpu":
+            return "engine ddp has no TPU support; use --engine xla or --device cpu"
+        if task.device == "cuda":
+            num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if num_devices == 0:
+                return "PyTorch sees no CUDA device here; use --device cpu"
+            if task.nproc_per_node > num_devices:
+                return (
+                    f"--nproc_per_node {task.nproc_per_node} is more than the "
+                    f"{num_devices} CUDA devices here"
+                )
+        return None
+
+    def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
+        super().__init__(task, options, topology)
+        self.device = torch.device("cpu")
+        if task.device == "cuda":
+            self.device = torch.device("cuda", topology.local_rank)
+            torch.cuda.set_device(self.device)
+            torch.backends.cudnn.benchmark = True  # shapes do not change
+        self.memory_format = (
+            torch.channels_last if options.channels_last else torch.contiguous_format
+        )
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.autocast_dtype is torch.float16
+        )
+
+    @property
+    def device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return provenance.cpu_name()
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.device, memory_format=self.memory_format)  # type: ignore[call-overload]
+        return self._distributed(model)
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        if self.topology.world_size == 1:
+            return model
+        # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
+        # statistics are those of the rank's shard.
+        return DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            model.parameters(), lr=self.task.lr, weight_decay=self.task.weight_decay, fused=True
+        )
+
+    def to_device(self, batch: engines.Batch) -> engines.Batch:
+        return tuple(
+            tensor.to(self.device, non_blocking=True, memory_format=self.memory_format)
+            if tensor.dim() == 4
+            else tensor.to(self.device, non_blocking=True)
+            for tensor in batch
+        )
+
+    def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
+        if self.device.type == "cpu":
+            return map(self.to_device, batches)
+        return prefetch.to_cuda(batches, self.to_device, self.device)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(
+            self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
+        )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()  # DDP averages the gradients in here
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        # Fused AdamW unscales and skips on overflow by a tensor, so nothing waits.
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return peak_resident_bytes()
+
+    def averaged_probe(self, value: float) -> list[float]:
+        probe = nn.Linear(2, 1, bias=False).to(self.device)
+        inputs = torch.full((1, 2), value, device=self.device)
+        distributed = self._distributed(probe)  # kept by name: it averages while it lives
+        distributed(inputs).sum().backward()
+        assert probe.weight.grad is not None
+        return probe.weight.grad.flatten().tolist()

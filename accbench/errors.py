@@ -1,0 +1,32 @@
+"""Exceptions whose message is meant for a person: one line, the cause and the remedy."""
+
+
+class RequestError(Exception):
+    """What was asked for cannot be done. Ends a command with exit status 2."""
+
+
+class BadSampleError(Exception):
+    """More samples could not be read than `--max_bad_samples` allows."""
+
+
+class NonFiniteLossError(Exception):
+    """The loss became infinite or NaN; the run's record ends with status `nan`."""
+
+
+class ReductionError(Exception):
+    """Gradients are not averaged over the ranks, so the run would train something else."""
+
+
+# Exception class name -> `status` of the end record. By name, because a
+# launcher learns of a worker's exception from a file, not from the object.
+_END_STATUS = {
+    "OutOfMemoryError": "oom",
+    "MemoryError": "oom",
+    "NonFiniteLossError": "nan",
+    "KeyboardInterrupt": "interrupted",
+}
+
+
+def end_status(exception_name: str) -> str:
+    """`status` of the end record for a run that an exception of this class ended."""
+    return _END_STATUS.get(exception_name, "error")

@@ -1,0 +1,62 @@
+"""The launcher contract: what starts the workers and sees them end.
+
+`accbench/launchers/<name>.py` defines `class Launcher` with `launch`. The
+helpers here are what every launcher tells a person and the record.
+"""
+
+import abc
+import dataclasses
+import sys
+from pathlib import Path
+
+from accbench import config, records
+from accbench.config import TaskConfig
+from accbench.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a run did not end well."""
+
+    status: str
+    """As in the end record."""
+    error: str
+    """One line."""
+    traceback: str = ""
+    exit_status: int = 1
+
+
+class Launcher(abc.ABC):
+    """Starts one worker a device with the environment that the engine asks for."""
+
+    @abc.abstractmethod
+    def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
+        """Run the workers to their end; nothing of them is left when this returns.
+
+        Args:
+            task: resolved, its folder made.
+            worker: arguments to the Python interpreter that start a worker.
+        """
+
+
+def conclude(run_dir: Path, failure: Failure | None) -> int:
+    """Tell the person and the record how a run ended; returns the exit status."""
+    if failure is None:
+        return 0
+    if failure.traceback:
+        print(failure.traceback.rstrip(), file=sys.stderr)
+    print(f"accbench: {failure.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
+    path = run_dir / config.RECORDS_FILE
+    try:
+        found = records.read(path)
+    except RequestError:  # it failed before the first record
+        found = []
+    windows = [record for record in found if isinstance(record, records.WindowRecord)]
+    end = records.EndRecord(
+        status=failure.status,
+        error=failure.error,
+        num_steps=sum(window.num_steps for window in windows),
+        num_samples=sum(window.num_samples for window in windows),
+    )
+    records.append(path, end)
+    return failure.exit_status

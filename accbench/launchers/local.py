@@ -1,0 +1,157 @@
+"""Workers on this machine, through torch elastic's multiprocessing layer.
+
+That layer rather than the elastic agent: it takes an environment a worker and a
+time to end in, and one machine needs no rendezvous. Several machines run
+`torchrun main.py`, which is the agent.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+    start_processes,
+)  # fmt: skip
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from accbench import config, launchers, plugins
+from accbench.config import TaskConfig
+from accbench.errors import end_status
+from accbench.launchers import Failure
+from accbench.worker import ERROR_FILE_VARIABLE
+
+# Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
+# also kills one that is stopped.
+GRACE_S = 5
+_HOST = "127.0.0.1"
+
+
+class Launcher(launchers.Launcher):
+    """torch elastic on this machine."""
+
+    def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
+        # The launcher holds the store where workers meet, so no port is guessed.
+        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        arguments = (*worker, f"--config={task.run_dir / config.CONFIG_FILE}")
+        ranks = range(task.nproc_per_node)
+        with tempfile.TemporaryDirectory() as elastic_dir, _signals_restored():
+            context = start_processes(
+                name="accbench",
+                entrypoint=sys.executable,
+                args={rank: ("-u", *arguments) for rank in ranks},
+                envs={rank: worker_env(task, rank, store.port) for rank in ranks},
+                logs_specs=DefaultLogsSpecs(log_dir=elastic_dir),
+            )
+            assert context is not None
+            # It closes itself on a failure, with thirty seconds unless told otherwise.
+            context.close = partial(context.close, timeout=GRACE_S)  # type: ignore[method-assign]
+            return _wait(context, task)
+
+
+def worker_env(task: TaskConfig, rank: int, port: int) -> dict[str, str]:
+    """A worker's environment: torchrun's names, the engine's, the threads, the error file."""
+    engine = plugins.load("engines", task.engine)
+    wanted = {"OMP_NUM_THREADS": str(task.threads), **engine.worker_env(task, rank)}
+    num_workers = str(task.nproc_per_node)
+    return {
+        **{name: value for name, value in wanted.items() if name not in os.environ},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": num_workers,
+        "LOCAL_WORLD_SIZE": num_workers,
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        ERROR_FILE_VARIABLE: str(_error_file(task, rank)),
+    }
+
+
+def _error_file(task: TaskConfig, rank: int) -> Path:
+    return task.run_dir / "logs" / f"rank{rank}.error.json"
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Undo the handlers that torch elastic sets, and silence its own account of failures."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    kept = {number: signal.getsignal(number) for number in numbers}
+    elastic_log = logging.getLogger("torch.distributed.elastic")
+    level = elastic_log.level
+    elastic_log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        elastic_log.setLevel(level)
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _wait(context: PContext, task: TaskConfig) -> Failure | None:
+    pids = context.pids()
+    try:
+        result = context.wait(period=0.1)
+    except SignalException as caught:
+        # A second Ctrl-C must not keep workers alive.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        context.close(death_sig=signal.SIGTERM)
+        return Failure("interrupted", f"stopped by {caught.sigval.name}", exit_status=130)
+    finally:
+        _end_groups(list(pids.values()))
+        console = Console()
+        if console.is_terminal:
+            console.show_cursor()  # rank 0's progress bar may have died with it hidden
+    if result is None or not result.failures:
+        return None
+    return _first_failure(result.failures, task)
+
+
+def _end_groups(pids: list[int]) -> None:
+    """Kill what workers left behind: each leads a process group that holds its loaders too."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _first_failure(failures: dict[int, ProcessFailure], task: TaskConfig) -> Failure:
+    """The failure that caused the others.
+
+    A rank that was killed comes before one that raised: what a rank raises because
+    another is gone may be written down first. Of those that raised, the earliest.
+    """
+    for rank, process in failures.items():
+        if process.exitcode < 0 and process.exitcode != -signal.SIGTERM:
+            name = signal.Signals(-process.exitcode).name
+            hint = " (is the machine out of memory?)" if name == "SIGKILL" else ""
+            return Failure("error", f"rank {rank} was killed by {name}{hint}")
+    raised = {rank: _read_error(_error_file(task, rank)) for rank in range(task.nproc_per_node)}
+    known = {rank: error for rank, error in raised.items() if error is not None}
+    if not known:
+        rank, process = next(iter(failures.items()))
+        return Failure("error", f"rank {rank} exited with status {process.exitcode}, see above")
+    rank, error = min(known.items(), key=lambda item: item[1]["time"])
+    if error["name"] == "RequestError":
+        return Failure("error", error["message"], exit_status=2)
+    line = f"rank {rank} failed: {error['name']}: {' '.join(error['message'].split())}"
+    return Failure(end_status(error["name"]), line, f"rank {rank}: {error['traceback']}")
+
+
+def _read_error(path: Path) -> Any | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

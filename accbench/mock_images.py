@@ -1,0 +1,157 @@
+"""A mock ImageNet: real JPEG files whose class shows in colours, shapes and texture.
+
+Sizes, quality and kinds are spread as in ImageNet: most photographs 500 x 375,
+a quarter upright, a few per cent grey, around 100 kB each.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+from rich.progress import track
+
+from accbench.errors import RequestError
+
+DEFAULT_FOLDER = "data/mock_imagenet"
+_MANIFEST = "mock.json"
+_VERSION = 1  # of the pictures; another number makes them anew
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much to make."""
+
+    num_classes: int = 10
+    num_train: int = 64
+    """Training images a class."""
+    num_val: int = 16
+    """Validation images a class."""
+    seed: int = 0
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `make` finished here."""
+    return bool(_manifest(folder).get("complete"))
+
+
+def _manifest(folder: Path) -> dict[str, object]:
+    try:
+        found = json.loads((folder / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def make(folder: Path, plan: Plan) -> None:
+    """Make the files of `plan` in `folder`; what is there of the same plan is kept.
+
+    Files of another plan that this function made are removed first. A file gets
+    its name when it is whole, so an interrupted call is taken up where it stopped.
+
+    Raises:
+        RequestError: a number below 1; a folder that holds something else or
+            cannot be written.
+    """
+    if min(plan.num_classes, plan.num_train, plan.num_val) < 1:
+        raise RequestError("--classes, --train_images and --val_images must be at least 1")
+    wanted = {"version": _VERSION, **dataclasses.asdict(plan)}
+    found = _manifest(folder)
+    if found == {**wanted, "complete": True}:
+        return
+    try:
+        if folder.exists() and not found and any(folder.iterdir()):
+            raise RequestError(
+                f"{folder} holds something else than mock images; name another folder"
+            )
+        if found and {**found, "complete": None} != {**wanted, "complete": None}:
+            for split in ("train", "val"):
+                shutil.rmtree(folder / split, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_manifest(folder, {**wanted, "complete": False})
+        _make_missing(folder, plan)
+        _write_manifest(folder, {**wanted, "complete": True})
+    except OSError as error:
+        raise RequestError(f"cannot write mock images to {folder}: {error}") from None
+
+
+def _write_manifest(folder: Path, content: dict[str, object]) -> None:
+    (folder / _MANIFEST).write_text(json.dumps(content) + "\n")
+
+
+def _make_missing(folder: Path, plan: Plan) -> None:
+    files = [(path, seed, label) for path, seed, label in _files(folder, plan) if not path.exists()]
+    for parent in {path.parent for path, _, _ in files}:
+        parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor() as pool:
+        done = pool.map(_write_picture, *zip(*files, strict=True), chunksize=8) if files else ()
+        try:
+            for _ in track(done, f"mock images in {folder}", total=len(files)):
+                pass
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _files(folder: Path, plan: Plan) -> Iterator[tuple[Path, tuple[int, ...], int]]:
+    for split_number, (split, count) in enumerate(
+        (("train", plan.num_train), ("val", plan.num_val))
+    ):
+        for label in range(plan.num_classes):
+            for index in range(count):
+                path = folder / split / f"class{label:04d}" / f"{split}_{label:04d}_{index:05d}.jpg"
+                yield path, (plan.seed, split_number, label, index), label
+
+
+def _write_picture(path: Path, seed: tuple[int, ...], label: int) -> None:
+    random = np.random.default_rng(seed)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        picture(random, label).save(part, "JPEG", quality=int(random.integers(75, 97)))
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def picture(random: np.random.Generator, label: int) -> Image.Image:
+    """A picture of class `label`: its hues, its shape, its stripes; the rest is chance."""
+    width, height = _size(random)
+    of_class = np.random.default_rng(label)  # the look of a class is the same in every data set
+    background_RGB, shape_RGB = of_class.integers(40, 216, (2, 3))
+    num_corners = int(of_class.integers(3, 9))
+    angle, period_px = of_class.uniform(0, np.pi), of_class.uniform(8, 40)
+
+    y_H1, x_1W = np.mgrid[0:height, 0:1][0], np.mgrid[0:1, 0:width][1]
+    phase = 2 * np.pi * random.uniform()
+    along_HW = x_1W * np.cos(angle) + y_H1 * np.sin(angle)
+    stripes_HW = np.sin(2 * np.pi * along_HW / period_px + phase)
+    light_HW = 30 * (x_1W / width - 0.5) * random.normal() + 30 * (y_H1 / height - 0.5)
+    grain_HW = random.standard_normal((height, width), dtype=np.float32) * random.uniform(4, 14)
+    shade_HW1 = (25 * stripes_HW + light_HW + grain_HW)[..., None]
+    tint_RGB = background_RGB + random.normal(0, 12, 3)
+    pixels_HWC = np.clip(tint_RGB + shade_HW1, 0, 255).astype(np.uint8)
+    image = Image.fromarray(pixels_HWC)
+    draw = ImageDraw.Draw(image)
+    for _ in range(int(random.integers(2, 6))):
+        radius_px = random.uniform(0.08, 0.3) * min(width, height)
+        centre = (random.uniform(0, width), random.uniform(0, height), radius_px)
+        colour = np.clip(shape_RGB + random.normal(0, 15, 3), 0, 255).astype(int)
+        draw.regular_polygon(centre, num_corners, random.uniform(0, 360), tuple(colour.tolist()))
+    return image.convert("L") if random.uniform() < 0.03 else image
+
+
+def _size(random: np.random.Generator) -> tuple[int, int]:
+    """(width, height) in pixels."""
+    kind = random.uniform()
+    if kind < 0.55:
+        size = (500, 375)
+    elif kind < 0.8:
+        size = (375, 500)
+    else:
+        size = (int(random.integers(200, 801)), int(random.integers(200, 801)))
+    return size

@@ -1,0 +1,104 @@
+"""The model contract: what trains, and by which loss.
+
+`accbench/models/<family>.py` defines `class Family` with `names`, the models it
+has, and `spec(name)`. Any other model is reached as `package.module:callable`.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from accbench import plugins
+from accbench.errors import RequestError
+
+# Per channel, of images scaled to 0..1; the ImageNet values that torchvision documents.
+_MEAN = (0.485, 0.456, 0.406)
+_STD = (0.229, 0.224, 0.225)
+
+
+class Classifier(nn.Module):
+    """A network behind the normalisation of uint8 images.
+
+    Bytes travel to the device and are normalised there: a quarter of the copy.
+    """
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        scale = 1 / (255 * torch.tensor(_STD))
+        self.register_buffer("scale", scale.view(1, 3, 1, 1), persistent=False)
+        shift = -torch.tensor(_MEAN) / torch.tensor(_STD)
+        self.register_buffer("shift", shift.view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        """uint8 (N, 3, H, W) to logits (N, num_classes)."""
+        return self.net(images_NCHW.to(self.scale.dtype) * self.scale + self.shift)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageClassification:
+    """Images (N, 3, H, W) uint8 and labels (N,) int64; cross-entropy."""
+
+    name: str
+    build_net: Callable[..., nn.Module]
+    """Called with num_classes; its module maps normalised images to logits."""
+
+    def build(self, num_classes: int) -> nn.Module:
+        """The model on the host, weights drawn from torch's global generator."""
+        return Classifier(self.build_net(num_classes=num_classes))
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Mean over the batch, in float32."""
+        images_NCHW, labels_N = batch
+        return functional.cross_entropy(model(images_NCHW).float(), labels_N)
+
+    def score(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Sums over the samples whose label is not negative: loss, top-1, top-5, samples; (4,)."""
+        images_NCHW, labels_N = batch
+        logits_NC = model(images_NCHW).float()
+        valid_N = labels_N >= 0
+        loss = functional.cross_entropy(logits_NC, labels_N, ignore_index=-1, reduction="sum")
+        best_N5 = logits_NC.topk(min(5, logits_NC.shape[1]), dim=1).indices
+        hits_N5 = (best_N5 == labels_N.unsqueeze(1)) & valid_N.unsqueeze(1)
+        return torch.stack(
+            [loss, hits_N5[:, 0].sum().float(), hits_N5.sum().float(), valid_N.sum().float()]
+        )
+
+
+def names() -> list[str]:
+    """All models that families here and in installed packages have."""
+    return sorted(n for family in plugins.classes("models").values() for n in family.names)
+
+
+def resolve(name: str) -> Any:
+    """The model `name`, or `package.module:callable`, as a spec.
+
+    Raises:
+        RequestError: there is no such model; the message lists the right ones.
+    """
+    if ":" in name:
+        return ImageClassification(name, _callable(name))
+    for family in plugins.classes("models").values():
+        if name in family.names:
+            return family.spec(name)
+    known = ", ".join(names())
+    raise RequestError(f"unknown model {name!r}; there are: {known}, or package.module:callable")
+
+
+def _callable(name: str) -> Callable[..., nn.Module]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise RequestError(f"--model {name}: {error}") from None
+    if not callable(found):
+        raise RequestError(f"--model {name} is not callable")
+    return found

@@ -1,0 +1,23 @@
+"""ResNets as torchvision builds them (He et al., Deep Residual Learning, 2015; v1.5)."""
+
+from torch import nn
+
+from accbench.models import ImageClassification
+
+
+class Family:
+    """resnet18 to resnet152."""
+
+    names = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+    @staticmethod
+    def spec(name: str) -> ImageClassification:
+        """One of `names`, with random weights."""
+
+        def build_net(num_classes: int) -> nn.Module:
+            from torchvision.models import resnet  # takes seconds, and a launcher needs only names
+
+            net: nn.Module = getattr(resnet, name)(num_classes=num_classes)
+            return net
+
+        return ImageClassification(name, build_net)

@@ -1,0 +1,80 @@
+"""Which worker this is, and the few things that workers tell each other on the host."""
+
+import dataclasses
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """This worker's place among all: ranks count from 0."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @staticmethod
+    def from_env() -> "Topology":
+        """As torchrun says it through the environment; a single worker without it."""
+        return Topology(
+            rank=int(os.environ.get("RANK", 0)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
+
+
+def start(topology: Topology, device: str, timeout_s: float) -> None:
+    """Join the process group: gloo for host tensors, NCCL beside it on CUDA.
+
+    One worker alone joins nothing, and what is below then returns its own values.
+    """
+    if topology.world_size == 1:
+        return
+    # Gloo looks for its network interface by the host's name, which on a laptop
+    # or in a container often leads nowhere.
+    if topology.local_world_size == topology.world_size and os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    nccl = device == "cuda" and torch.cuda.is_available()
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def close() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_values(values: list[float]) -> list[list[float]]:
+    """Every rank's `values`, by rank; all ranks give equally many."""
+    if not dist.is_initialized():
+        return [values]
+    own = torch.tensor(values, dtype=torch.float64)
+    of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, own)
+    return [tensor.tolist() for tensor in of_all]
+
+
+def from_rank0(value: Any) -> Any:
+    """Rank 0's `value` (a string, a number or None) on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def broadcast_module(module: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers; the module is on the host."""
+    if dist.is_initialized():
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0)

@@ -1,0 +1,44 @@
+"""What a number needs so that someone can repeat it: versions, commit, device."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("accbench", "torch", "torchvision", "torch_xla", "numpy", "pillow")
+
+
+def versions() -> dict[str, str]:
+    """Version by name: Python, and the packages that are installed of those that matter."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """accbench's commit, `-dirty` behind it where files differ; None outside a checkout."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():  # installed, perhaps inside someone else's checkout
+        return None
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def cpu_name() -> str:
+    """The processor's name as the kernel gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

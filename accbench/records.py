@@ -1,0 +1,187 @@
+"""A run's records: one JSON object a line in `records.jsonl`.
+
+Raw counts and seconds only. Rates, ratios and verdicts are derived from them in
+`accbench.report`.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accbench.errors import RequestError
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What ran, on what. The first line."""
+
+    kind: ClassVar[str] = "run"
+    task: dict[str, Any]
+    engine: str
+    model: str
+    world_size: int
+    batch_size: int
+    """Samples a worker and step."""
+    amp_level: str
+    amp_dtype: str | None
+    """None under O0."""
+    device_type: str
+    device_name: str
+    collectives: str
+    """Where gradients are reduced: in_graph, process_group or host."""
+    compile_cache: str
+    """The persistent compile cache's folder, or `off: ` and the reason."""
+    num_threads: int
+    versions: dict[str, str]
+    commit: str | None
+    hostname: str
+    started_at: str
+    """ISO 8601, UTC."""
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowRecord:
+    """Steps between two points at which the host waited for the device."""
+
+    kind: ClassVar[str] = "window"
+    epoch: int
+    first_step: int
+    """Counted from 0 over the run."""
+    num_steps: int
+    num_samples: int
+    """Of all ranks."""
+    wall_s: float
+    """On rank 0's clock, from the end of the window before."""
+    data_wait_s: float
+    """Seconds in which the loop waited for a batch; mean over ranks."""
+    loss: float | None
+    """Mean over ranks at the window's last step; None where it was not finite."""
+    peak_memory_bytes: int
+    """Since the start, the largest of any rank, by the allocator in use."""
+    num_compiles: int
+    """Graphs that this rank compiled in the window."""
+    warmup: bool
+    """True for the first window of a run, which holds compilation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRecord:
+    """One pass over the validation set, every sample once."""
+
+    kind: ClassVar[str] = "eval"
+    epoch: int
+    loss: float | None
+    top1: float
+    """Fraction in 0..1."""
+    top5: float
+    num_samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EndRecord:
+    """How it ended. A run without this line was killed together with its launcher.
+
+    What is None is not known, because the worker that knew is gone.
+    """
+
+    kind: ClassVar[str] = "end"
+    status: str
+    """ok, oom, nan, error or interrupted."""
+    error: str | None = None
+    time_to_first_step_s: float | None = None
+    """From the worker's first line, imports included, to the first step's result."""
+    compile_s: float | None = None
+    num_compiles: int | None = None
+    """Graphs compiled in the whole run, evaluation included."""
+    num_recompiles: int | None = None
+    """Graphs compiled in training windows after the warm-up."""
+    num_graphs: float | None = None
+    """Compiled graphs that a training step after the warm-up executes; 0 where eager."""
+    num_fallbacks: int | None = None
+    """Operations in training steps that left the compiler."""
+    skipped_steps: int | None = None
+    """Optimizer steps left out because a float16 gradient overflowed."""
+    num_steps: int = 0
+    num_samples: int = 0
+    num_bad_samples: int | None = None
+    """Samples that could not be read and were replaced, over all ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamsRecord:
+    """What a user's script noted with `log_params`."""
+
+    kind: ClassVar[str] = "params"
+    params: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsRecord:
+    """What a user's script noted with `log_metrics`."""
+
+    kind: ClassVar[str] = "metrics"
+    metrics: dict[str, float | None]
+    step: int | None
+
+
+Record = RunRecord | WindowRecord | EvalRecord | EndRecord | ParamsRecord | MetricsRecord
+_CLASSES: dict[str, Any] = {
+    c.kind: c for c in (RunRecord, WindowRecord, EvalRecord, EndRecord, ParamsRecord, MetricsRecord)
+}
+
+
+def finite_or_none(value: float) -> float | None:
+    """`value`, or None for NaN and infinities, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def append(path: Path, record: Record) -> None:
+    """Add one line; it is with the operating system when this returns.
+
+    A line that a killed writer left unfinished is closed first, so that it
+    spoils nothing but itself.
+    """
+    line = json.dumps({"kind": record.kind, **dataclasses.asdict(record)}, allow_nan=False)
+    with path.open("ab+") as file:
+        file.seek(0, 2)
+        if file.tell():
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(f"{line}\n".encode())
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file, in order.
+
+    A line cut off by a kill is passed over. Fields of a newer schema are too.
+
+    Raises:
+        RequestError: no such file, or it does not hold accbench's records.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    found: list[Record] = []
+    for line in lines:
+        try:
+            values = json.loads(line)
+            record_class = _CLASSES.get(values.pop("kind"))
+        except (ValueError, AttributeError, KeyError, TypeError):
+            continue
+        if record_class is None:
+            continue
+        names = {f.name for f in dataclasses.fields(record_class)}
+        try:
+            found.append(record_class(**{k: v for k, v in values.items() if k in names}))
+        except TypeError:
+            continue
+    if not found:
+        raise RequestError(f"{path} holds no record of a run")
+    return found

@@ -1,0 +1,80 @@
+"""What a run's records say, in the numbers people compare."""
+
+import dataclasses
+from pathlib import Path
+
+from accbench import config, records
+from accbench.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """One run. None: not known, because the run did not get that far."""
+
+    name: str
+    engine: str
+    model: str
+    device: str
+    world_size: int
+    batch_size: int
+    amp: str
+    status: str
+    samples_per_s: float | None
+    """All ranks; samples over wall seconds of the windows after the warm-up."""
+    step_ms: float | None
+    """Wall milliseconds a step, of the same windows."""
+    data_wait_share: float | None
+    """Part of that wall time in which the loop waited for a batch, 0..1."""
+    time_to_first_step_s: float | None
+    compile_s: float | None
+    num_recompiles: int | None
+    num_fallbacks: int | None
+    peak_memory_bytes: int | None
+    last_loss: float | None
+    error: str | None
+
+
+def of_run(path: Path) -> RunSummary:
+    """Summarise a run by its folder or its records file.
+
+    Raises:
+        RequestError: there are no records of a run.
+    """
+    file = path / config.RECORDS_FILE if path.is_dir() else path
+    return of_records(file.parent.name, records.read(file))
+
+
+def of_records(name: str, found: list[records.Record]) -> RunSummary:
+    """Summarise a run's records.
+
+    Raises:
+        RequestError: there is no run among them.
+    """
+    run = next((r for r in found if isinstance(r, records.RunRecord)), None)
+    end = next((r for r in reversed(found) if isinstance(r, records.EndRecord)), None)
+    if run is None:
+        why = f" ({end.error})" if end and end.error else ""
+        raise RequestError(f"{name} ended before it began to train{why}")
+    windows = [r for r in found if isinstance(r, records.WindowRecord)]
+    steady = [window for window in windows if not window.warmup]
+    wall_s = sum(window.wall_s for window in steady)
+    return RunSummary(
+        name=name,
+        engine=run.engine,
+        model=run.model,
+        device=run.device_name,
+        world_size=run.world_size,
+        batch_size=run.batch_size,
+        amp=f"{run.amp_level} {run.amp_dtype}" if run.amp_dtype else run.amp_level,
+        status=end.status if end else "killed",
+        samples_per_s=sum(window.num_samples for window in steady) / wall_s if steady else None,
+        step_ms=1e3 * wall_s / sum(window.num_steps for window in steady) if steady else None,
+        data_wait_share=sum(window.data_wait_s for window in steady) / wall_s if steady else None,
+        time_to_first_step_s=end.time_to_first_step_s if end else None,
+        compile_s=end.compile_s if end else None,
+        num_recompiles=end.num_recompiles if end else None,
+        num_fallbacks=end.num_fallbacks if end else None,
+        peak_memory_bytes=max((w.peak_memory_bytes for w in windows), default=None),
+        last_loss=windows[-1].loss if windows else None,
+        error=end.error if end else None,
+    )

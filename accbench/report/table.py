@@ -1,0 +1,78 @@
+"""Runs side by side: a terminal table, Markdown or JSON."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from accbench.report.summary import RunSummary
+
+_NOT_KNOWN = "-"
+
+
+def _ratio(row: RunSummary, first: RunSummary) -> str:
+    if row.samples_per_s is None or first.samples_per_s is None:
+        return _NOT_KNOWN
+    return f"{row.samples_per_s / first.samples_per_s:.2f}x"
+
+
+def _format(value: float | None, pattern: str) -> str:
+    return _NOT_KNOWN if value is None else pattern.format(value)
+
+
+def _peak(row: RunSummary) -> str:
+    return _format(row.peak_memory_bytes and row.peak_memory_bytes / 2**20, "{:,.0f}")
+
+
+# title -> cell, of a row and the first row
+COLUMNS: dict[str, Callable[[RunSummary, RunSummary], str]] = {
+    "engine": lambda row, _: row.engine,
+    "samples/s": lambda row, _: _format(row.samples_per_s, "{:,.1f}"),
+    "ratio": _ratio,
+    "step ms": lambda row, _: _format(row.step_ms, "{:,.1f}"),
+    "first step s": lambda row, _: _format(row.time_to_first_step_s, "{:.1f}"),
+    "compile s": lambda row, _: _format(row.compile_s, "{:.1f}"),
+    "peak MiB": lambda row, _: _peak(row),
+    "last loss": lambda row, _: _format(row.last_loss, "{:.4f}"),
+    "status": lambda row, _: row.status,
+}
+
+
+def caption(rows: list[RunSummary]) -> list[str]:
+    """What the rows share, and what the numbers are; a line each."""
+    settings = {
+        f"{r.model}, {r.world_size} x {r.device}, {r.amp}, batch {r.batch_size} a worker"
+        for r in rows
+    }
+    lines = sorted(settings) if len(settings) == 1 else ["settings differ between the rows:"]
+    if len(settings) > 1:
+        lines += [f"{r.name}: {r.model}, {r.world_size} x {r.device}, {r.amp}, "
+                  f"batch {r.batch_size} a worker" for r in rows]  # fmt: skip
+    lines.append("samples/s of all workers after the warm-up; ratio to the first row")
+    return lines + [f"{row.name}: {row.error}" for row in rows if row.error]
+
+
+def render(rows: list[RunSummary], format: str) -> str:
+    """All rows as table, md or json, ending in a newline."""
+    if format == "json":
+        return json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n"
+    cells = [[cell(row, rows[0]) for cell in COLUMNS.values()] for row in rows]
+    if format == "md":
+        lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 2), "---"], *cells]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return body + "\n\n" + "\n".join(caption(rows)) + "\n"
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in COLUMNS:
+        table.add_column(title, justify="left" if title in ("engine", "status") else "right")
+    for line in cells:
+        table.add_row(*map(escape, line))
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(table)
+    for text in caption(rows):
+        console.print(escape(text), soft_wrap=True)
+    return console.file.getvalue()  # type: ignore[attr-defined]

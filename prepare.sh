@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Installs accbench and makes mock data. Safe to repeat, and quick when nothing changed.
+#
+#   bash prepare.sh [--extras xla,dev] [--no-data] [-- FLAGS OF `accbench data mock`]
+#
+# Installs into the environment that is active (venv or conda), else into .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+fail() { echo "prepare.sh: $*" >&2; exit 2; }
+
+extras=
+[[ $(uname -sm) == "Linux x86_64" ]] && extras=xla # torch_xla has wheels for nothing else
+data=yes
+while (($#)); do
+  case $1 in
+    --extras) (($# > 1)) || fail "--extras needs a list, such as xla,dev"; extras=$2; shift 2 ;;
+    --no-data) data=; shift ;;
+    --) shift; break ;;
+    *) fail "unknown flag $1; there are: --extras LIST, --no-data, -- (then flags for the mock data)" ;;
+  esac
+done
+
+right_version() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+
+if [[ -n ${VIRTUAL_ENV:-} ]]; then
+  env=$VIRTUAL_ENV
+elif [[ -n ${CONDA_PREFIX:-} ]]; then
+  env=$CONDA_PREFIX
+else
+  env=$PWD/.venv
+  # A set-up that was interrupted leaves a folder without pip.
+  if ! "$env/bin/python" -m pip --version >/dev/null 2>&1; then
+    for python in python3 python3.12 python3.11 python3.10; do
+      right_version "$python" && break || python=
+    done
+    [[ -n $python ]] || fail "no Python 3.10 to 3.12 found; install one, or activate an environment that has it"
+    "$python" -m venv --clear "$env" || fail "cannot make .venv with $python; on Debian: apt install python3-venv"
+  fi
+fi
+python=$env/bin/python
+right_version "$python" || fail "$env has $("$python" --version 2>&1 || true); accbench needs Python 3.10 to 3.12"
+
+# What was installed last time, and from what.
+stamp=$env/.accbench-${extras//[^a-z0-9]/-}
+now=$(cat setup.py pyproject.toml accbench/__init__.py | cksum)-$PWD
+if [[ ! -f $stamp || $(<"$stamp") != "$now" ]]; then
+  uv=$(command -v uv || true)
+  if [[ -z $uv ]]; then
+    "$python" -m pip install --quiet --disable-pip-version-check uv
+    uv=$env/bin/uv
+  fi
+  what=.${extras:+[$extras]}
+  echo "installing accbench${extras:+[$extras]} into $env"
+  "$uv" pip install --quiet --python "$python" --editable "$what"
+  echo "$now" >"$stamp"
+fi
+
+if [[ -n $data ]]; then
+  "$python" -m accbench data mock "$@"
+fi
