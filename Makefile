@@ -7,7 +7,7 @@ PYTHON := $(ENV)/bin/python
 BENCH_DIR := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 # Small enough for two cores: a ResNet-18, 25 steps.
 BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O0 \
-	--batch_size=8 --max_steps=25 --warmup_steps=5 --log_interval=5
+	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5
 
 .PHONY: help bench test check prepare prepare-dev
 

@@ -39,7 +39,7 @@ class StepTimer:
         self.warmup, self.steady = CompileStats(), CompileStats()
         self.num_steady_steps = 0
         self._steps_in_window = 0
-        self._data_wait_s = 0.0
+        self._data_wait_s = self._dispatch_s = self._got_batch = 0.0
         self._loss: torch.Tensor | None = None
         self._window_started = 0.0
         self._stats = CompileStats()
@@ -61,11 +61,13 @@ class StepTimer:
             except StopIteration:
                 return
             finally:
-                self._data_wait_s += time.perf_counter() - asked
+                self._got_batch = time.perf_counter()
+                self._data_wait_s += self._got_batch - asked
             yield batch
 
     def step_done(self, loss: torch.Tensor) -> None:
         """Count a step; closes the window when it is full."""
+        self._dispatch_s += time.perf_counter() - self._got_batch
         self.num_steps += 1
         self._steps_in_window += 1
         self._loss = loss
@@ -100,6 +102,7 @@ class StepTimer:
             num_samples=self._steps_in_window * self.engine.task.batch_size * world_size,  # type: ignore[operator]
             wall_s=now - self._window_started,
             data_wait_s=sum(data_waits_s) / world_size,
+            dispatch_s=self._dispatch_s,
             loss=finite_or_none(sum(losses) / world_size),
             peak_memory_bytes=int(max(peaks)),
             num_compiles=in_window.num_compiles,
@@ -111,7 +114,8 @@ class StepTimer:
             self.steady += in_window
             self.num_steady_steps += window.num_steps
         self._in_warmup = False
-        self._window_started, self._data_wait_s = now, 0.0
+        self._window_started = now
+        self._data_wait_s = self._dispatch_s = 0.0
         self._steps_in_window, self._loss = 0, None
         self.listener.window(window)
         if window.loss is None:
