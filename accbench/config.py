@@ -134,13 +134,15 @@ def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
 
 
 def _one_line(boxed: str, prog: str) -> str:
-    # Frame lines ("╭─ title ─╮") drop out whole; rules inside the box end a part.
-    lines = [line.strip("│ ") for line in boxed.splitlines() if not line.startswith(("╭", "╰"))]
-    parts = re.split(r"─{3,}", "\n".join(lines))
-    text = " ".join(parts[0].split()).rstrip(".")
-    suggestion = re.search(r"Perhaps you meant:\s+(--[\w.-]+)", "\n".join(parts[1:]))
+    # tyro frames its message, where the terminal has no line-drawing characters by
+    # dashes; rules inside the frame end a part, and the first line is a title.
+    lines = [line.strip("│|╭╰+ ") for line in boxed.splitlines()]
+    parts = re.split(r"[─-]{4,}", "\n".join(line for line in lines if line), maxsplit=2)
+    message = " ".join((parts[1] if len(parts) > 1 else boxed).split("Got errors:")[0].split())
+    text = message.replace(" .", ".").strip("─╮ ").rstrip(".")
+    suggestion = re.search(r"Perhaps you meant:\s+(--[\w.-]+)", "\n".join(lines))
     if suggestion:
-        text += f"; perhaps you meant {suggestion[1].replace('-', '_').replace('__', '--', 1)}"
+        text += f"; perhaps you meant {suggestion[1]}"
     return f"{text}; see {prog} --help"
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -88,8 +88,9 @@ def _make_missing(folder: Path, plan: Plan) -> None:
     files = [(path, seed, label) for path, seed, label in _files(folder, plan) if not path.exists()]
     for parent in {path.parent for path, _, _ in files}:
         parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor() as pool:
-        done = pool.map(_write_picture, *zip(*files, strict=True), chunksize=8) if files else ()
+    # Threads do: drawing and encoding leave Python's lock most of the time.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(_write_picture, *zip(*files, strict=True)) if files else ()
         try:
             for _ in track(done, f"mock images in {folder}", total=len(files)):
                 pass
@@ -110,7 +111,7 @@ def _files(folder: Path, plan: Plan) -> Iterator[tuple[Path, tuple[int, ...], in
 
 def _write_picture(path: Path, seed: tuple[int, ...], label: int) -> None:
     random = np.random.default_rng(seed)
-    part = path.with_suffix(f".{os.getpid()}.part")
+    part = path.with_suffix(f".{os.getpid()}.part")  # another process may make it too
     try:
         picture(random, label).save(part, "JPEG", quality=int(random.integers(75, 97)))
         part.rename(path)

@@ -1,0 +1,102 @@
+"""Runs accbench as a user would, and sees to it that a test leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from accbench import mock_images, records
+
+ROOT = Path(__file__).parent.parent
+
+# A net and sizes with which two workers take a few steps in seconds.
+TINY = (
+    "--model=tests.nets:tiny",
+    "--image_size=32",
+    "--batch_size=4",
+    "--amp_level=O0",
+    "--workers=0",
+    "--threads=1",
+    "--max_steps=6",
+    "--warmup_steps=2",
+    "--log_interval=2",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    environment = dict(os.environ)
+    children = set(psutil.Process().children(recursive=True))
+    yield
+    after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    assert after == environment, "the test changed the environment"
+    new = set(psutil.Process().children(recursive=True)) - children
+    # Python keeps these two for the whole process, once something needed them.
+    new -= {p for p in new if p.is_running() and "multiprocessing." in " ".join(p.cmdline())}
+    _, alive = psutil.wait_procs(new, timeout=10)
+    assert not alive, "the test left processes"
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> Path:
+    """A small mock ImageNet: 3 classes, 48 images to train and 12 to validate."""
+    folder = tmp_path_factory.mktemp("images") / "mock"
+    mock_images.make(folder, mock_images.Plan(num_classes=3, num_train=16, num_val=4))
+    return folder
+
+
+def command(*arguments: object, script: str = "launch_single_task.py") -> list[str]:
+    return [sys.executable, script, *map(str, arguments)]
+
+
+def run(*arguments: object, script: str = "launch_single_task.py", timeout_s: float = 200):
+    """Run a script of the repository to its end; output as text."""
+    return subprocess.run(
+        command(*arguments, script=script),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def read(run_dir: Path) -> list[records.Record]:
+    return records.read(run_dir / "records.jsonl")
+
+
+def of_kind(run_dir: Path, kind: type) -> list:
+    return [record for record in read(run_dir) if isinstance(record, kind)]
+
+
+def end_of(run_dir: Path) -> records.EndRecord:
+    """The one end record, which is the last line."""
+    ends = of_kind(run_dir, records.EndRecord)
+    assert len(ends) == 1
+    assert read(run_dir)[-1] == ends[0]
+    return ends[0]
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Processes, loaders included, whose environment or arguments name the run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            named = "\0".join([*process.cmdline(), *process.environ().values()])
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if str(run_dir) in named and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def wait_until(condition, timeout_s: float = 60) -> None:
+    """Wait for `condition()`; fail the test if it does not come."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)

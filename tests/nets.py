@@ -1,0 +1,74 @@
+"""Small networks for `--model tests.nets:...`, some of which go wrong on purpose."""
+
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+
+
+def tiny(num_classes: int) -> nn.Module:
+    """A convolution, BatchNorm and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(128, num_classes),
+    )
+
+
+class _Faulty(nn.Module):
+    """`tiny`, but in its third forward pass on rank 1 something happens."""
+
+    def __init__(self, num_classes: int, fault) -> None:
+        super().__init__()
+        self.net, self.fault, self.calls = tiny(num_classes), fault, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3 and os.environ.get("RANK") == "1":
+            self.fault()
+        return self.net(images)
+
+
+def _raise() -> None:
+    raise ValueError("planted fault")
+
+
+def raises_on_rank1(num_classes: int) -> nn.Module:
+    return _Faulty(num_classes, _raise)
+
+
+def killed_on_rank1(num_classes: int) -> nn.Module:
+    return _Faulty(num_classes, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def sleeps_on_rank1(num_classes: int) -> nn.Module:
+    return _Faulty(num_classes, lambda: time.sleep(3600))
+
+
+def stopped_on_rank1(num_classes: int) -> nn.Module:
+    return _Faulty(num_classes, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+class _NotANumber(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net = tiny(num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.net(images) * float("nan")
+
+
+def not_a_number(num_classes: int) -> nn.Module:
+    return _NotANumber(num_classes)
+
+
+def slow(num_classes: int) -> nn.Module:
+    """Takes its time, so that a test can interrupt it."""
+    net = tiny(num_classes)
+    net.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    return net
