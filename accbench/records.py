@@ -60,8 +60,8 @@ class WindowRecord:
     data_wait_s: float
     """Seconds in which the loop waited for a batch; mean over ranks."""
     dispatch_s: float
-    """Seconds in which the host traced or ran steps on rank 0; what is left of the wall
-    after this and the data wait, the host waited for the device."""
+    """Seconds in which the host traced or ran steps, mean over ranks; in what is left of
+    the wall after this and the data wait, the host waited for the device."""
     loss: float | None
     """Mean over ranks at the window's last step; None where it was not finite."""
     peak_memory_bytes: int

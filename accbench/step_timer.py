@@ -90,8 +90,13 @@ class StepTimer:
             return
         self.engine.wait()
         now = time.perf_counter()
-        own = [self._loss.cpu().item(), self._data_wait_s, float(self.engine.peak_memory_bytes())]
-        losses, data_waits_s, peaks = zip(*gather_values(own), strict=True)
+        own = [
+            self._loss.cpu().item(),
+            self._data_wait_s,
+            self._dispatch_s,
+            float(self.engine.peak_memory_bytes()),
+        ]
+        losses, data_waits_s, dispatches_s, peaks = zip(*gather_values(own), strict=True)
         world_size = len(losses)
         stats = self.engine.compile_stats()
         in_window, self._stats = stats - self._stats, stats
@@ -102,7 +107,7 @@ class StepTimer:
             num_samples=self._steps_in_window * self.engine.task.batch_size * world_size,  # type: ignore[operator]
             wall_s=now - self._window_started,
             data_wait_s=sum(data_waits_s) / world_size,
-            dispatch_s=self._dispatch_s,
+            dispatch_s=sum(dispatches_s) / world_size,
             loss=finite_or_none(sum(losses) / world_size),
             peak_memory_bytes=int(max(peaks)),
             num_compiles=in_window.num_compiles,

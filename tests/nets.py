@@ -11,13 +11,20 @@ from torch import nn
 def tiny(num_classes: int) -> nn.Module:
     """A convolution, BatchNorm and a linear layer."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, bias=False),
-        nn.BatchNorm2d(8),
+        nn.Conv2d(3, 16, 3, stride=2, bias=False),
+        nn.BatchNorm2d(16),
         nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4),
+        nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(128, num_classes),
+        nn.Linear(16, num_classes),
     )
+
+
+def leaves_the_compiler(num_classes: int) -> nn.Module:
+    """Has a pooling that torch_xla 2.8.1 knows no XLA operation for."""
+    net = tiny(num_classes)
+    net.insert(3, nn.AdaptiveAvgPool2d(4))
+    return net
 
 
 class _Faulty(nn.Module):
@@ -72,3 +79,19 @@ def slow(num_classes: int) -> nn.Module:
     net = tiny(num_classes)
     net.register_forward_pre_hook(lambda *_: time.sleep(0.2))
     return net
+
+
+def loud(num_classes: int) -> nn.Module:
+    """Its gradients overflow float16 until the loss scale has come down from 2^16."""
+    net = tiny(num_classes)
+    net.append(_Times(2.0**6))
+    return net
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.factor

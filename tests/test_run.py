@@ -33,7 +33,10 @@ def test_two_workers_train_and_evaluate_on_images(images, tmp_path):
     assert [w.warmup for w in windows] == [True] + [False] * 5
     for window in windows:
         assert window.num_samples == 2 * 4 * 2
-        assert 0 <= window.data_wait_s + window.dispatch_s <= window.wall_s
+        # Means over ranks beside rank 0's clock, on a machine that other tests share.
+        assert window.dispatch_s > 0
+        assert window.data_wait_s >= 0
+        assert window.data_wait_s + window.dispatch_s < 1.2 * window.wall_s + 0.02
         assert window.peak_memory_bytes > 50 * 2**20
 
     evals = of_kind(run_dir, records.EvalRecord)

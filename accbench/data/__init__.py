@@ -89,8 +89,9 @@ class Loader:
             num_workers=task.workers,
             collate_fn=Collate(0 if train else task.batch_size),
             pin_memory=task.device == "cuda",
-            # Not fork: the parent has a device and threads by the time this starts.
-            multiprocessing_context="forkserver" if task.workers else None,
+            # Not fork: the parent has a device and threads by now. Not forkserver: its
+            # children outlive a parent that is killed, for they watch the server alone.
+            multiprocessing_context="spawn" if task.workers else None,
             persistent_workers=train and task.workers > 0,
             generator=torch.Generator().manual_seed(task.seed + topology.rank),
         )

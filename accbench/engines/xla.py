@@ -68,7 +68,12 @@ class Engine(engines.Engine):
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
-        env = {"PJRT_DEVICE": _PJRT_DEVICE[task.device]}
+        env = {
+            "PJRT_DEVICE": _PJRT_DEVICE[task.device],
+            # Importing torch_xla imports inductor, which starts a process a core to
+            # compile in; they would take the cores from the first steps for nothing.
+            "TORCH_WARM_POOL": "0",
+        }
         if task.device == "cpu" and task.threads:
             # XLA sizes its thread pool by this name or by the machine's cores.
             env["NPROC"] = str(task.threads)

@@ -1,0 +1,187 @@
+"""What an engine costs over a bare hand-written loop of the same model, data and settings.
+
+    python benchmarks/engine_overhead.py --engine ddp
+    python benchmarks/engine_overhead.py --engine xla
+    torchrun --nproc_per_node=2 benchmarks/engine_overhead.py --engine ddp
+
+Both sides run in one process, in turns of a few steps (A B, B A, ...), on fixed
+batches. Printed is the ratio of their times, turn by turn: median, and the
+interval that holds 95 % of medians of resampled turns.
+"""
+
+import argparse
+import contextlib
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from accbench import config, models, plugins, process_group
+from accbench.process_group import Topology
+from accbench.step_timer import StepTimer
+from accbench.train_loop import train_step
+from accbench.worker import apply_environment
+
+
+class Nobody:
+    """Listens to a timer and does nothing."""
+
+    def step(self, num_steps: int) -> None: ...
+
+    def window(self, record: object) -> None: ...
+
+
+def engine_turn(engine, spec, num_classes: int, loader) -> Callable[[int], None]:
+    """A turn of the training loop as accbench runs it, timer included."""
+    model = engine.prepare(spec.build(num_classes))
+    optimizer = engine.build_optimizer(model)
+    timer = StepTimer(engine, time.perf_counter(), Nobody())
+
+    def turn(num_steps: int) -> None:
+        timer.start(0)
+        for batch in timer.batches(islice(engine.device_batches(loader), num_steps)):
+            timer.step_done(train_step(engine, model, spec, optimizer, batch))
+        timer.close_window()
+
+    return turn
+
+
+def bare_eager_turn(task, topology: Topology, net, batches) -> Callable[[int], None]:
+    """PyTorch as its tutorials write it, with the settings of the engine ddp."""
+    device = torch.device(task.device, topology.local_rank if task.device == "cuda" else None)
+    net = net.to(device, memory_format=torch.channels_last)
+    if topology.world_size > 1:
+        net = DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=task.lr, fused=True)
+    on_device = [
+        (x.to(device, memory_format=torch.channels_last), y.to(device)) for x, y in batches
+    ]
+    dtype = getattr(torch, task.amp_dtype)
+
+    def turn(num_steps: int) -> None:
+        for step in range(num_steps):
+            images, labels = on_device[step % len(on_device)]
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, dtype=dtype, enabled=task.amp_level == "O1"):
+                logits = net(images)
+            loss = functional.cross_entropy(logits.float(), labels)
+            loss.backward()
+            optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        loss.item()
+
+    return turn
+
+
+def bare_xla_turn(task, topology: Topology, net, batches) -> Callable[[int], None]:
+    """torch_xla as its tutorials write it; one worker."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from torch_xla.amp import syncfree
+
+    device = torch_xla.device()
+    net = net.to(device)
+    optimizer = syncfree.AdamW(net.parameters(), lr=task.lr)
+    no_overflow = torch.zeros(()).to(device)
+    on_device = [(x.to(device), y.to(device)) for x, y in batches]
+    autocast = (
+        torch.autocast("xla", dtype=getattr(torch, task.amp_dtype))
+        if task.amp_level == "O1"
+        else contextlib.nullcontext()
+    )
+
+    def turn(num_steps: int) -> None:
+        for step in range(num_steps):
+            images, labels = on_device[step % len(on_device)]
+            optimizer.zero_grad(set_to_none=True)
+            with autocast:
+                logits = net(images)
+            loss = functional.cross_entropy(logits.float(), labels)
+            loss.backward()
+            optimizer.step(found_inf=no_overflow)
+            torch_xla.sync()
+        xm.wait_device_ops()
+        loss.item()
+
+    return turn
+
+
+BARE = {"ddp": bare_eager_turn, "xla": bare_xla_turn}
+
+
+def measure(sides: list[Callable[[int], None]], turns: int, num_steps: int) -> list[list[float]]:
+    """Seconds of each turn of each side; which side is first alternates."""
+    seconds: list[list[float]] = [[], []]
+    for number in range(turns):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            started = time.perf_counter()
+            sides[side](num_steps)
+            seconds[side].append(time.perf_counter() - started)
+    return seconds
+
+
+def interval_95(ratios: list[float]) -> tuple[float, float]:
+    """Bootstrap interval of the median."""
+    resample = random.Random(0)
+    medians = sorted(
+        statistics.median(resample.choices(ratios, k=len(ratios))) for _ in range(2000)
+    )
+    return medians[50], medians[1949]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=BARE, default="ddp")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--image_size", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--amp_level", default="O0")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
+    flags = parser.parse_args()
+    topology = Topology.from_env()
+    task = config.resolve(
+        config.parse(
+            [f"--engine={flags.engine}", f"--model={flags.model}", "--data=synthetic",
+             f"--image_size={flags.image_size}", f"--batch_size={flags.batch_size}",
+             f"--amp_level={flags.amp_level}", f"--nproc_per_node={topology.local_world_size}",
+             f"--warmup_steps={flags.steps}", f"--log_interval={flags.steps}"]
+        )
+    )  # fmt: skip
+    apply_environment(task, topology)
+    process_group.start(topology, task.device, task.timeout_s)
+    engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
+    source = plugins.load("data", "synthetic")(None, task, task.options["synthetic"], topology)
+    spec = models.resolve(task.model)
+    sides = [
+        engine_turn(engine, spec, source.num_classes, source.train_loader()),
+        BARE[task.engine](task, topology, spec.build(source.num_classes), source.batches),
+    ]
+    measure(sides, turns=2, num_steps=flags.steps)  # compilation and caches
+    of_engine, of_bare = measure(sides, flags.turns, flags.steps)
+    ratios = [a / b for a, b in zip(of_engine, of_bare, strict=True)]
+    low, high = interval_95(ratios)
+    if topology.rank == 0:
+        print(
+            f"{task.engine}, {topology.world_size} worker(s), {task.model} {task.image_size} px, "
+            f"batch {task.batch_size}, {task.amp_level}, {task.threads} threads: "
+            f"{1e3 * statistics.median(of_engine) / flags.steps:.2f} ms a step, "
+            f"bare loop {1e3 * statistics.median(of_bare) / flags.steps:.2f} ms; "
+            f"ratio {statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}, "
+            f"{flags.turns} turns of {flags.steps} steps"
+        )
+    process_group.close()
+
+
+if __name__ == "__main__":
+    main()

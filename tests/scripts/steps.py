@@ -1,0 +1,63 @@
+"""Under torchrun: take `--max_steps` steps through accbench's contracts, and save what came out.
+
+    steps.py OUT [--break_reduction] FLAGS...
+
+Each rank writes OUT/rank<N>.pt: losses of its shard, parameters, buffers, step counts.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from accbench import config, models, plugins, process_group
+from accbench.engines import ddp
+from accbench.process_group import Topology
+from accbench.train_loop import train_step
+from accbench.worker import apply_environment
+
+
+def main(out: str, flags: list[str]) -> None:
+    topology = Topology.from_env()
+    task = config.resolve(config.parse(flags))
+    apply_environment(task, topology)
+    process_group.start(topology, task.device, task.timeout_s)
+    engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
+    engine.prove_reduction()
+    name, location = config.data_name(task.data)
+    source = plugins.load("data", name)(location, task, task.options.get(name), topology)
+    spec = models.resolve(task.model)
+    # Differs by rank, so that starting from equal weights takes the broadcast.
+    torch.manual_seed(task.seed + topology.rank)
+    model = spec.build(source.num_classes)
+    process_group.broadcast_module(model)
+    model = engine.prepare(model)
+    optimizer = engine.build_optimizer(model)
+    losses = []
+    for step, batch in enumerate(engine.device_batches(source.train_loader())):
+        losses.append(train_step(engine, model, spec, optimizer, batch))
+        if step + 1 == task.max_steps:
+            break
+    engine.wait()
+    result = {
+        "losses": [loss.cpu().item() for loss in losses],
+        "state": {k.removeprefix("module."): t.cpu() for k, t in model.state_dict().items()},
+        "applied_steps": engine.applied_steps(optimizer),
+    }
+    torch.save(result, Path(out) / f"rank{topology.rank}.pt")
+    process_group.close()
+
+
+def break_reduction() -> None:
+    """Make both ways of averaging gradients do nothing and say nothing."""
+    dist.all_reduce = lambda tensor, *_, **__: None
+    ddp.DistributedDataParallel = lambda module, **_: module
+
+
+if __name__ == "__main__":
+    out, *flags = sys.argv[1:]
+    if flags[0] == "--break_reduction":
+        break_reduction()
+        flags = flags[1:]
+    main(out, flags)
