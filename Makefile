@@ -28,7 +28,7 @@ bench: prepare
 	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla
 
 test: prepare-dev
-	$(PYTHON) -m pytest -n 2 --dist loadgroup
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 check: prepare-dev
 	$(PYTHON) -m ruff format --check .

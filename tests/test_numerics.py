@@ -13,8 +13,6 @@ from accbench import config, mock_images, models, plugins
 from accbench.process_group import Topology
 from tests.conftest import ROOT
 
-# The runs that the tests look at are made once, in one of pytest's processes.
-pytestmark = pytest.mark.xdist_group("numerics")
 NUM_STEPS = 10
 # Adam divides by the gradient's size, so rounding in gradients that are nearly
 # zero is blown up to the size of a step; small steps keep ten of them comparable.
