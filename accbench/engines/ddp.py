@@ -1,6 +1,7 @@
 """The baseline: eager PyTorch under DistributedDataParallel, as a careful user sets it up."""
 
 import dataclasses
+import inspect
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,14 @@ from accbench import engines, provenance
 from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.process_group import Topology
+
+
+# The flag's name from torch 2.15 on, and the one before, which warns there.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 def peak_resident_bytes() -> int:
@@ -88,8 +97,8 @@ class Engine(engines.Engine):
         return DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
+            **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
         )
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
