@@ -37,6 +37,9 @@ def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = 
         launcher = plugins.load("launchers", task.launcher)()
     except RequestError as error:
         return refused(prog, error)
+    # The workers' imports take seconds in which nothing else is said.
+    print(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
+    sys.stdout.flush()
     failure = launcher.launch(task, list(worker) or ["-m", "accbench.worker"])
     return launchers.conclude(task.run_dir, failure)
 

@@ -1,6 +1,10 @@
 """Whole runs through the scripts, as a person starts them."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 
@@ -95,23 +99,25 @@ def test_runs_repeat_exactly(tmp_path, images):
 
 
 def test_progress_bar_where_there_is_a_terminal(tmp_path):
-    flags = (
-        *TINY,
-        "--data=synthetic",
-        "--model=tests.nets:slow",
-        f"--output_dir={tmp_path / 'run'}",
+    flags = (*TINY, "--data=synthetic", "--model=tests.nets:slow", f"--output_dir={tmp_path}")
+    ours, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        command(*flags), cwd=ROOT, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
     )
-    # script(1) gives the command a terminal.
-    quoted = " ".join(command(*flags))
-    result = subprocess.run(
-        ["script", "--quiet", "--return", "--command", quoted, str(tmp_path / "typescript")],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert result.returncode == 0
-    assert "steps" in result.stdout
-    assert "━" in result.stdout
-    assert "samples/s" in result.stdout
-    assert "━" not in (tmp_path / "run" / "logs" / "rank0.log").read_text()
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that its last process is gone
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert "━" in text
+    assert "6/6 steps" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "samples/s" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+    assert "━" not in (tmp_path / "logs" / "rank0.log").read_text()
 
 
 @pytest.mark.parametrize("format", ["table", "md", "json"])

@@ -17,7 +17,6 @@ from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.process_group import Topology
 
-
 # The flag's name from torch 2.15 on, and the one before, which warns there.
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
