@@ -29,6 +29,16 @@ setup(
     extras_require={
         # The last torch_xla that knows the device type CUDA, and what it was built for.
         "xla": ["torch==2.8.0", "torchvision==0.23.0", "torch_xla==2.8.1"],
+        # The same on NVIDIA GPUs. The plugin is the release of the same summer as torch_xla's
+        # XLA; nvcc brings ptxas and libdevice of the CUDA that torch 2.8 is built with. cuDNN
+        # (9.10.2, the plugin wants 9.8 or newer) and NCCL (2.27.3) are those that torch pins.
+        "xla-cuda12": [
+            "torch==2.8.0",
+            "torchvision==0.23.0",
+            "torch_xla==2.8.1",
+            "jax-cuda12-pjrt==0.6.2",
+            "nvidia-cuda-nvcc-cu12==12.8.93",
+        ],
         "dev": [
             "mypy==2.4.1",
             "pytest==9.2.0",
@@ -39,5 +49,8 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["accbench=accbench.cli:main"]},
+    entry_points={
+        "console_scripts": ["accbench=accbench.cli:main"],
+        "torch_xla.plugins": ["CUDA=accbench.pjrt.cuda:plugin"],
+    },
 )

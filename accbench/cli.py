@@ -1,4 +1,4 @@
-"""`accbench run | report | data`."""
+"""`accbench run | report | data | doctor`."""
 
 import dataclasses
 import sys
@@ -119,4 +119,37 @@ def data(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "report": report, "data": data}
+@dataclasses.dataclass(frozen=True)
+class DoctorFlags:
+    """Tell what is on this machine and what can train on it."""
+
+    format: Literal["table", "json"] = "table"
+    """How to write it; json is for a bug report and holds nothing private."""
+    self_test: bool = False
+    """Also train three steps with every engine and device, alone and with two workers."""
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Tell what is on this machine and what can train on it; --self-test tries it."""
+    from accbench import doctor as examination
+
+    prog = f"{PROG} doctor"
+    try:
+        flags = config.parse_flags(DoctorFlags, argv, prog)
+    except RequestError as error:
+        return refused(prog, error)
+    facts = examination.examine()
+    if flags.self_test:
+        from accbench import self_test
+
+        facts["self_test"] = self_test.run()
+    print(examination.render(facts, flags.format), end="")
+    return int(any(result["error"] is not None for result in facts.get("self_test", [])))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": run,
+    "report": report,
+    "data": data,
+    "doctor": doctor,
+}

@@ -36,7 +36,7 @@ def train_epoch(
     with closing(engine.device_batches(loader)) as batches:
         num_done = 0
         for batch in timer.batches(batches):
-            timer.step_done(train_step(engine, model, spec, optimizer, batch))
+            timer.step_done(engine.run_step(train_step, model, spec, optimizer, batch))
             num_done += 1
             if timer.num_steps == engine.task.max_steps:
                 break

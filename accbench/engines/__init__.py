@@ -6,7 +6,7 @@ loop knows this contract and nothing below it.
 
 import abc
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import cycle, islice
 from typing import Any
@@ -121,6 +121,17 @@ class Engine(abc.ABC):
     def end_step(self) -> None:
         """Hand the step to the device; never waits."""
         return
+
+    def run_step(
+        self,
+        step: Callable[..., torch.Tensor],
+        model: nn.Module,
+        spec: Any,
+        optimizer: torch.optim.Optimizer,
+        batch: Batch,
+    ) -> torch.Tensor:
+        """The loop's `train_step` on a batch; an engine may run one that it recorded instead."""
+        return step(self, model, spec, optimizer, batch)
 
     @abc.abstractmethod
     def wait(self) -> None:

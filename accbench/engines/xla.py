@@ -10,9 +10,10 @@ host in between.
 import dataclasses
 import importlib.util
 import os
+import socket
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accbench import engines, provenance
+from accbench import engines, process_group, provenance
 from accbench.config import TaskConfig
 from accbench.data import prefetch
+from accbench.engines import xla_flags
 from accbench.engines.ddp import peak_resident_bytes
+from accbench.errors import RequestError
+from accbench.pjrt import nvidia
 from accbench.process_group import Topology
+from accbench.terminal import log
 
 INSTALL = "pip install 'accbench[xla]' (from a clone: bash prepare.sh)"
 _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
@@ -44,12 +49,17 @@ class Engine(engines.Engine):
         """The cache's folder. Unset: accbench/xla in the user's cache folder."""
         host_bucket_mib: int = 64
         """Gradients averaged on the host travel in buckets of this size, in MiB."""
+        replay: Literal["auto", "on", "off"] = "auto"
+        """Run recorded steps without tracing them anew. auto: on where it is proven, which is
+        one worker on a CPU so far. Workers that average on the host cannot."""
+        flags: str = ""
+        """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
 
     @classmethod
     def find_device(cls, requested: str) -> str:
         if requested != "auto":
             return requested
-        if torch.cuda.is_available() or Path("/dev/nvidia0").exists():
+        if torch.cuda.is_available() or nvidia.present():
             return "cuda"
         return "tpu" if Path("/dev/accel0").exists() else "cpu"
 
@@ -59,12 +69,17 @@ class Engine(engines.Engine):
             return (
                 f"--compiler-opt (--engine xla) needs torch_xla, which is not installed: {INSTALL}"
             )
-        if task.device == "cuda" and "CUDA" not in entry_points(group="torch_xla.plugins").names:
+        options = task.options.get("xla", cls.Options())
+        try:
+            xla_flags.parse(options.flags)
+        except RequestError as error:
+            return f"--xla.flags: {error}"
+        if options.replay == "on" and task.device == "cpu" and task.nproc_per_node > 1:
             return (
-                "torch_xla has no CUDA plug-in installed here (entry point group "
-                "torch_xla.plugins); use --device cpu to train on the CPU"
+                "--xla.replay on needs gradients that are averaged in the graph, and workers on "
+                "a CPU average on the host; leave it at auto, or use --nproc_per_node 1"
             )
-        return None
+        return _cuda_problem(task) if task.device == "cuda" else None
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
@@ -81,6 +96,9 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
+        flags = xla_flags.merged(task.device, options.flags)
+        if flags:  # XLA reads them once, when a device is first used
+            os.environ["XLA_FLAGS"] = flags
         import torch_xla
         import torch_xla.amp
         import torch_xla.core.xla_model as xm
@@ -88,21 +106,51 @@ class Engine(engines.Engine):
 
         self.xla, self.xm, self.xr = torch_xla, xm, xr
         self._cache = self._start_cache()
+        if task.device == "cuda":
+            self._register_cuda()
         if task.device != "cpu":
             from torch_xla._internal import pjrt
 
             pjrt.initialize_multiprocess(topology.local_rank, topology.local_world_size)
         self.device = torch_xla.device()
+        wanted = _PJRT_DEVICE[task.device]
+        if xm.xla_device_hw(self.device) != wanted:  # as the client behind it says
+            raise RequestError(
+                f"--device {task.device}, but torch_xla came up on "
+                f"{xm.xla_device_hw(self.device)}; is PJRT_DEVICE set to something else?"
+            )
         xm.set_replication(self.device, xm.get_xla_supported_devices())
         self.collectives = "host" if task.device == "cpu" else "in_graph"
-        # Autocast of XLA:CUDA tensors goes by the key cuda.
-        self._autocast_key = "cuda" if task.device == "cuda" else "xla"
         self.scaler = None
         if self.autocast_dtype is torch.float16:
             with warnings.catch_warnings():  # torch_xla names its parent by an old name
                 warnings.simplefilter("ignore", FutureWarning)
                 self.scaler = torch_xla.amp.GradScaler()
         self._no_overflow = torch.zeros(()).to(self.device)
+        self._replay = self._start_replay()
+
+    def _register_cuda(self) -> None:
+        from torch_xla.experimental import plugins
+
+        from accbench.pjrt import cuda
+
+        if "CUDA" not in entry_points(group=cuda.ENTRY_POINT_GROUP).names:
+            # accbench on PYTHONPATH, not installed; with an entry point torch_xla has done this.
+            plugins.use_dynamic_plugins()
+            plugins.register_plugin("CUDA", cuda.plugin())
+        if self.topology.world_size > 1:
+            # Rank 0 knows a port that is free now; without it one beside the rendezvous' is taken.
+            port = process_group.from_rank0(_free_port())
+            os.environ.setdefault(cuda.COORDINATOR_PORT_VARIABLE, str(port))
+
+    def _start_replay(self) -> Any | None:
+        wanted, alone = self.options.replay, self.topology.world_size == 1
+        proven = self.task.device == "cpu" and alone
+        if wanted == "off" or (wanted == "auto" and not proven):
+            return None
+        from accbench.engines.xla_replay import StepReplay
+
+        return StepReplay(self.device, self.scaler, log.info)
 
     def _start_cache(self) -> str:
         # Before the first computation, and void across versions: torch_xla's two rules.
@@ -126,7 +174,7 @@ class Engine(engines.Engine):
     def device_name(self) -> str:
         if self.task.device == "cpu":
             return provenance.cpu_name()
-        return str(self.xm.xla_device_hw(self.device))
+        return str(self.xm.xla_device_kind(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)
@@ -173,7 +221,9 @@ class Engine(engines.Engine):
     def autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self._autocast_key, dtype=self.autocast_dtype)
+        if self.task.device == "cuda":
+            return _autocast_on_cuda(self.autocast_dtype)
+        return torch.autocast("xla", dtype=self.autocast_dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -185,6 +235,8 @@ class Engine(engines.Engine):
         else:
             self.scaler.step(optimizer)
             self.scaler.update()
+        # Or the step's graph would have every gradient as a result, and keep it in memory.
+        optimizer.zero_grad(set_to_none=True)
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         """Average gradients over the ranks, in place."""
@@ -218,7 +270,30 @@ class Engine(engines.Engine):
                 parameter.grad = gradient.view_as(parameter)
 
     def end_step(self) -> None:
-        self.xla.sync()
+        if self._replay is None or not self._replay.recording:
+            self.xla.sync()
+
+    def run_step(
+        self,
+        step: Callable[..., torch.Tensor],
+        model: nn.Module,
+        spec: Any,
+        optimizer: torch.optim.Optimizer,
+        batch: engines.Batch,
+    ) -> torch.Tensor:
+        if self._replay is None:
+            return step(self, model, spec, optimizer, batch)
+
+        def traced(batch: engines.Batch) -> torch.Tensor:
+            return step(self, model, spec, optimizer, batch)
+
+        loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch)
+        return loss
+
+    @property
+    def num_replayed(self) -> int:
+        """Steps that were replayed instead of traced."""
+        return 0 if self._replay is None else self._replay.num_replayed
 
     def wait(self) -> None:
         self.xm.wait_device_ops()
@@ -247,6 +322,58 @@ class Engine(engines.Engine):
             num_executions=num_executions,
             num_fallbacks=sum(metrics.counter_value(name) or 0 for name in fallbacks),
         )
+
+
+def _cuda_problem(task: TaskConfig) -> str | None:
+    """Why torch_xla cannot use the GPUs here, and what to do; None if it can."""
+    driver = nvidia.driver()
+    if driver.problem is not None:
+        return f"--device cuda: {driver.problem}; use --device cpu to train on the CPU"
+    if task.nproc_per_node > len(driver.gpus):
+        return (
+            f"--nproc_per_node {task.nproc_per_node} is more than the {len(driver.gpus)} "
+            f"CUDA devices here ({driver.gpus[0].name})"
+        )
+    plugins = entry_points(group="torch_xla.plugins", name="CUDA")
+    another = any(not plugin.module.startswith("accbench.") for plugin in plugins)
+    library = nvidia.find_plugin()
+    if not another and (library is None or not library.exists()):
+        where = "is not installed" if library is None else f"is not at {library}"
+        return (
+            f"torch_xla needs a PJRT plugin for CUDA, which {where}: {nvidia.INSTALL}, "
+            "or use --device cpu to train on the CPU"
+        )
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _autocast_on_cuda(dtype: torch.dtype) -> Iterator[None]:
+    """Autocast for tensors of XLA:CUDA, which obey the key cuda, not xla.
+
+    `torch.autocast("cuda")` asks torch's own CUDA half whether it knows the type,
+    and that half may be missing; so the two keys are set here, and both.
+    """
+    keys = ("cuda", "xla")
+    kept = [(key, torch.is_autocast_enabled(key), torch.get_autocast_dtype(key)) for key in keys]
+    torch.autocast_increment_nesting()
+    try:
+        for key in keys:
+            torch.set_autocast_enabled(key, True)
+            torch.set_autocast_dtype(key, dtype)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        for key, was_enabled, old_dtype in kept:
+            torch.set_autocast_enabled(key, was_enabled)
+            torch.set_autocast_dtype(key, old_dtype)
 
 
 def _user_cache_folder() -> Path:

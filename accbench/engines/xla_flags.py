@@ -1,0 +1,73 @@
+"""XLA's flags for training on NVIDIA GPUs, and how a person's own win over them."""
+
+import dataclasses
+import os
+import re
+
+from accbench.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag of XLA_FLAGS, its value, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+# Both parsers of XLA_FLAGS, torch_xla's and the plugin's, end the process on a
+# name they do not know, so every one here is known to both of the pinned versions.
+GPU_FLAGS = (
+    Flag(
+        "xla_gpu_enable_latency_hiding_scheduler", "true",
+        "orders the step so that the all-reduce runs beside computation, not after it",
+    ),
+    Flag(
+        "xla_gpu_all_reduce_combine_threshold_bytes", str(128 * 2**20),
+        "one NCCL call for all of ResNet-50's float32 gradients (102 MB): on NVLink a call's "
+        "fixed cost weighs more than what a split would hide",
+    ),
+    Flag(
+        "xla_gpu_autotune_level", "4",
+        "times convolution and matrix algorithms on initialised buffers and checks their "
+        "results; costs compile time once, and the compile cache keeps it",
+    ),
+    Flag(
+        "xla_gpu_graph_min_graph_size", "2",
+        "command buffers (CUDA graphs) for runs of 2 kernels and more instead of 5: "
+        "convolutions cut a ResNet's step into short runs",
+    ),
+    Flag(
+        "xla_gpu_force_compilation_parallelism", "8",
+        "threads that compile one step's kernels; torch_xla's own default, named so that "
+        "it can be seen and changed",
+    ),
+)  # fmt: skip
+
+
+def parse(text: str) -> dict[str, str]:
+    """`--a=1 b=2` as name -> value; a name without a value is true.
+
+    Raises:
+        RequestError: something in it is no flag.
+    """
+    found = {}
+    for word in text.split():
+        match = re.fullmatch(r"(?:--)?(xla_\w+)(?:=(\S*))?", word)
+        if match is None:
+            raise RequestError(
+                f"{word!r} is no XLA flag; write xla_name=value, with blanks between"
+            )
+        found[match[1]] = "true" if match[2] is None else match[2]
+    return found
+
+
+def merged(device: str, of_options: str) -> str:
+    """XLA_FLAGS for a process: those of the environment win, then `of_options`, then the table."""
+    table = {flag.name: flag.value for flag in GPU_FLAGS} if device == "cuda" else {}
+    chosen = {**table, **parse(of_options)}
+    in_environment = os.environ.get("XLA_FLAGS", "").split()
+    names = {word.removeprefix("--").split("=")[0] for word in in_environment}
+    added = [f"--{name}={value}" for name, value in chosen.items() if name not in names]
+    return " ".join([*in_environment, *added])

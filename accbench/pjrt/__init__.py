@@ -1,0 +1,1 @@
+"""NVIDIA GPUs for torch_xla, which ships no CUDA of its own any more."""

@@ -1,0 +1,154 @@
+"""What this machine and its installed packages have for NVIDIA GPUs, asked without any framework.
+
+The driver is asked through its own library, so nothing here needs torch, torch_xla or jax.
+"""
+
+import ctypes
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PLUGIN_VARIABLE = "ACCBENCH_CUDA_PLUGIN"  # path of a PJRT plugin for CUDA, before all others
+INSTALL = "pip install 'accbench[xla-cuda12]'"
+_LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
+# cuDeviceGetAttribute's numbers, CUDA driver API
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver describes it."""
+
+    name: str
+    memory_bytes: int
+    compute_capability: str
+    """Such as 9.0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Driver:
+    """What the driver's library answered; `CUDA_VISIBLE_DEVICES` acts on it."""
+
+    gpus: tuple[Gpu, ...] = ()
+    cuda_version: str | None = None
+    """The newest CUDA that the driver speaks, such as 12.8."""
+    problem: str | None = None
+    """Why there is no GPU to use, one line; None if there is one."""
+
+
+@cache
+def driver() -> Driver:
+    """Ask the driver once a process. No context is made on any GPU."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Driver(problem="the NVIDIA driver's library libcuda.so.1 is not on this machine")
+    status = cuda.cuInit(0)
+    if status != 0:
+        return Driver(problem=f"the NVIDIA driver finds no GPU ({_error_name(cuda, status)})")
+    number = ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(number))
+    cuda_version = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    cuda.cuDeviceGetCount(ctypes.byref(number))
+    gpus = tuple(_describe(cuda, index) for index in range(number.value))
+    if not gpus:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
+        return Driver((), cuda_version, f"the NVIDIA driver shows no GPU{why}")
+    return Driver(gpus, cuda_version)
+
+
+def _error_name(cuda: ctypes.CDLL, status: int) -> str:
+    name = ctypes.c_char_p()
+    if cuda.cuGetErrorName(status, ctypes.byref(name)) != 0 or not name.value:
+        return f"error {status}"
+    return name.value.decode()
+
+
+def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name, memory_bytes = ctypes.create_string_buffer(256), ctypes.c_size_t()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory_bytes), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
+    return Gpu(name.value.decode(), memory_bytes.value, f"{major.value}.{minor.value}")
+
+
+def present() -> bool:
+    """Whether there is a GPU that nobody hid, be it usable or not."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or bool(driver().gpus)
+
+
+def find_plugin() -> Path | None:
+    """The PJRT plugin for CUDA: `ACCBENCH_CUDA_PLUGIN`, or that of an installed JAX package.
+
+    jax itself is neither needed nor imported: the package is a folder with a library.
+    """
+    named = os.environ.get(PLUGIN_VARIABLE)
+    if named:
+        return Path(named)
+    for package in ("xla_cuda12", "xla_cuda13"):
+        for folder in _package_folders(f"jax_plugins.{package}"):
+            library = folder / "xla_cuda_plugin.so"
+            if library.exists():
+                return library
+    return None
+
+
+def plugin_version() -> str | None:
+    """The installed plugin's package and version, such as `jax-cuda12-pjrt 0.6.2`."""
+    for package in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _package_folders(name: str) -> list[Path]:
+    try:
+        spec = importlib.util.find_spec(name)  # runs no code of the package itself
+    except ModuleNotFoundError:
+        return []
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
+
+
+def _roots(plugin: Path | None) -> Iterator[Path]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield Path(os.environ[variable])
+    packages = _package_folders("nvidia")
+    if plugin is not None:  # SITE/jax_plugins/xla_cuda12/xla_cuda_plugin.so
+        packages.append(plugin.parent.parent.parent / "nvidia")
+    for folder in packages:
+        yield from (folder / "cuda_nvcc", folder / "cu13")
+    yield Path("/usr/local/cuda")
+
+
+def toolkit(plugin: Path | None) -> Path | None:
+    """A folder with bin/ptxas and libdevice, which XLA compiles GPU code with; None if none."""
+    for root in _roots(plugin):
+        if (root / "bin/ptxas").exists() and (root / _LIBDEVICE).exists():
+            return root
+    return None
+
+
+def preload_compiler(plugin: Path) -> None:
+    """Load NVRTC, which cuDNN asks for by name and the plugin does not know where to find.
+
+    A CUDA build of torch has loaded it before; then this changes nothing.
+    """
+    packages = [*_package_folders("nvidia"), plugin.parent.parent.parent / "nvidia"]
+    for folder in packages:
+        for place in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13"):
+            if (folder / place).exists():
+                ctypes.CDLL(str(folder / place))
+                return

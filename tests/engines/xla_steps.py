@@ -1,0 +1,167 @@
+"""Programs that train through the xla engine on the CPU, a process of their own each.
+
+    python -m tests.engines.xla_steps long O0 | odd fallback | odd outside | graph O0
+
+The last line they print is JSON; `long` and `odd` train twice, traced and replayed.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from accbench.config import TaskConfig  # noqa: E402
+from accbench.engines.xla import Engine  # noqa: E402
+from accbench.process_group import Topology  # noqa: E402
+from accbench.train_loop import train_step  # noqa: E402
+
+NUM_STEPS = 50
+
+
+@dataclasses.dataclass
+class Spec:
+    """Cross-entropy of a net on float images."""
+
+    mean: torch.Tensor | None = None
+    """Where given, a running mean of the loss that the step writes, outside of the model."""
+
+    def loss(self, model, batch):
+        loss = nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+        if self.mean is not None:
+            self.mean.lerp_(loss.detach(), 0.5)
+        return loss
+
+
+def make_engine(replay: str, amp: str = "O0", world_size: int = 1) -> Engine:
+    task = TaskConfig(
+        engine="xla", device="cpu", threads=1, batch_size=8, lr=1e-3,
+        amp_level="O0" if amp == "O0" else "O1", amp_dtype=None if amp == "O0" else amp,
+    )  # fmt: skip
+    topology = Topology(0, 0, world_size, world_size)
+    engine = Engine(task, Engine.Options(replay=replay), topology)
+    if engine.scaler is not None:
+        engine.scaler._init_scale = 2.0**24  # overflows, and is halved, for some steps
+    return engine
+
+
+def make_net(pooled: int = 7) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2),
+        nn.AdaptiveAvgPool2d(pooled), nn.Flatten(), nn.Linear(8 * pooled**2, 10),
+    )  # fmt: skip
+
+
+def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Eights, and a short one at the end of every ten."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for step in range(NUM_STEPS):
+        size = 3 if step % 10 == 9 else 8
+        images = torch.randn(size, 3, 16, 16, generator=generator)
+        batches.append((images, torch.randint(0, 10, (size,), generator=generator)))
+    return batches
+
+
+def start(engine: Engine, pooled: int = 7):
+    engine.xm.set_rng_state(7)
+    model = engine.prepare(make_net(pooled))
+    return model, engine.build_optimizer(model)
+
+
+def evaluate(engine: Engine, model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad(), engine.autocast():
+        total = model(engine.to_device(make_batches()[0])[0]).float().sum()
+    engine.end_step()
+    model.train()
+    return total.cpu().item()
+
+
+def long_run(mode: str, amp: str) -> dict:
+    """Fifty steps with all that may happen between steps, from replay's point of view."""
+    engine = make_engine(mode, amp)
+    model, optimizer = start(engine)
+    numbers, saved = [], None
+    for step, batch in enumerate(make_batches()):
+        group = optimizer.param_groups[0]
+        group["lr"] = 0.0 if step == 15 else 1e-3 * (1 + step % 7)
+        group["weight_decay"] = 0.01 if step < 36 else 0.02
+        if step == 20:
+            saved = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+            saved_optimizer = optimizer.state_dict()
+            saved_optimizer["state"] = {
+                index: {name: value.cpu().clone() for name, value in state.items()}
+                for index, state in saved_optimizer["state"].items()
+            }
+        if step == 30:
+            model.load_state_dict(saved)
+        if step == 40:
+            optimizer.load_state_dict(saved_optimizer)
+            for state in optimizer.state.values():  # torch leaves this one on the host
+                state["step"] = state["step"].to(engine.device)
+        if step == 25:  # frozen for five steps
+            model[0].weight.requires_grad_(False)
+        if step == 30:
+            model[0].weight.requires_grad_(True)
+        loss = engine.run_step(train_step, model, Spec(), optimizer, engine.to_device(batch))
+        numbers.append(loss.cpu().item())
+        if step % 10 == 5:
+            numbers.append(evaluate(engine, model))
+    numbers += [value.cpu().double().sum().item() for value in model.state_dict().values()]
+    return {
+        "numbers": [float(number).hex() for number in numbers],
+        "replayed": engine.num_replayed,
+        "applied": engine.applied_steps(optimizer),
+    }
+
+
+def odd_run(mode: str, why: str) -> dict:
+    """Steps that must not be replayed: 4 x 4 pooling leaves the compiler; an outside tensor."""
+    engine = make_engine(mode)
+    model, optimizer = start(engine, pooled=4 if why == "fallback" else 7)
+    spec = Spec(torch.zeros(()).to(engine.device) if why == "outside" else None)
+    losses = [
+        engine.run_step(train_step, model, spec, optimizer, engine.to_device(batch)).cpu().item()
+        for batch in make_batches()[:6]
+    ]
+    if spec.mean is not None:
+        losses.append(spec.mean.cpu().item())
+    given_up = engine._replay.given_up if engine._replay else None
+    return {"numbers": [loss.hex() for loss in losses], "given_up": given_up,
+            "replayed": engine.num_replayed}  # fmt: skip
+
+
+def graph(amp: str) -> dict:
+    """The real step's graph as eight workers with collectives in the graph would have it."""
+    engine = make_engine("off", amp, world_size=8)
+    engine.collectives = "in_graph"
+    engine.xm.set_replication(engine.device, engine.xm.get_xla_supported_devices())
+    model, optimizer = start(engine)
+    batch = engine.to_device(make_batches()[0])
+    engine.xla.sync()
+    engine.end_step = lambda: None
+    loss = train_step(engine, model, Spec(), optimizer, batch)
+    roots = [*model.parameters(), *model.buffers(), loss]
+    for state in optimizer.state.values():
+        roots += [state["step"], state["exp_avg"], state["exp_avg_sq"]]
+    if engine.scaler is not None:
+        roots += [engine.scaler._scale, engine.scaler._growth_tracker]
+    hlo = engine.xla._XLAC._get_xla_tensors_hlo(roots)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"hlo": hlo, "parameters": len(list(model.parameters())), "bytes": num_bytes}
+
+
+if __name__ == "__main__":
+    program, argument = sys.argv[1:]
+    if program == "graph":
+        answer = graph(argument)
+    else:
+        run = {"long": long_run, "odd": odd_run}[program]
+        answer = {mode: run(mode, argument) for mode in ("off", "on")}
+    print(json.dumps(answer))
