@@ -24,12 +24,16 @@ setup(
         "pillow>=10",
         "pyyaml>=6",
         "rich>=13",
+        "simplejpeg>=1.8",
         "tyro>=1.0,<2",  # 1.0 settled its markers and messages
     ],
     extras_require={
         # The last torch_xla that knows the device type CUDA, and what it was built for.
         "xla": ["torch==2.8.0", "torchvision==0.23.0", "torch_xla==2.8.1"],
+        "s3": ["s3fs>=2024.6"],
         "dev": [
+            "hypothesis==6.170.15",
+            "moto[server,s3]==5.2.5",
             "mypy==2.4.1",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
@@ -37,6 +41,7 @@ setup(
             "psutil==7.2.2",
             "ruff==0.17.5",
             "types-PyYAML",
+            "webdataset==1.0.2",
         ],
     },
     entry_points={"console_scripts": ["accbench=accbench.cli:main"]},

@@ -13,13 +13,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset
 
 from accbench.config import TaskConfig
-from accbench.errors import BadSampleError, RequestError
+from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.process_group import Topology
 
 Batch = tuple[torch.Tensor, ...]
 # (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)
 Sample = tuple[torch.Tensor, int, str | None]
 PADDING_LABEL = -1
+# More than this is not a few damaged samples but a damaged data set.
+MAX_UNREADABLE_IN_A_ROW = 100
 
 
 class Source(abc.ABC):
@@ -47,6 +49,36 @@ class Source(abc.ABC):
     def eval_loader(self) -> Any | None:
         """The rank's part of the validation set, every sample once; None if there is none."""
         return None
+
+
+class ReadableSamples(Dataset[Sample]):
+    """A dataset that goes on past samples which cannot be read.
+
+    In place of a bad sample stands the next good one, with a word on the bad.
+    """
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def read(self, index: int) -> tuple[torch.Tensor, int]:
+        """(image (H, W, 3) uint8, label).
+
+        Raises:
+            UnreadableSampleError: named with its file or key, and where in it.
+        """
+
+    def __getitem__(self, index: int) -> Sample:
+        problem = None
+        tries = min(len(self), MAX_UNREADABLE_IN_A_ROW)
+        for offset in range(tries):
+            try:
+                image_HWC, label = self.read((index + offset) % len(self))
+            except UnreadableSampleError as error:
+                problem = problem or str(error)
+            else:
+                return image_HWC, label, problem
+        raise BadSampleError(f"{tries} samples in a row could not be read; first: {problem}")
 
 
 class Loader:
