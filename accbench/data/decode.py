@@ -8,6 +8,7 @@ through Pillow.
 import dataclasses
 import io
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import simplejpeg
 import torch
 from PIL import Image
 from torch.nn import functional
+from torch.utils.data import get_worker_info
 
 # An image of more pixels is refused before it is decoded: Pillow's own limit for
 # a decompression bomb.
@@ -42,6 +44,28 @@ class View:
 Viewer = Callable[[int, int], View]
 
 
+class Chance:
+    """Random numbers of augmentation, apart from those that training draws.
+
+    In a loader's worker process they follow from the seed that torch gave it, so
+    that no two are alike; elsewhere from `seed`. A copy in another process begins anew.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._random: random.Random | None = None
+
+    def __call__(self) -> float:
+        """Uniform in 0..1, 1 excluded."""
+        if self._random is None:
+            worker = get_worker_info()
+            self._random = random.Random(self.seed if worker is None else worker.seed)
+        return self._random.random()
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return Chance, (self.seed,)
+
+
 @dataclasses.dataclass(frozen=True)
 class RandomView:
     """A random part of 8 to 100 % of the image, mirrored or not: the usual training crop.
@@ -51,24 +75,25 @@ class RandomView:
     """
 
     size: int
+    chance: Chance = dataclasses.field(default_factory=Chance)
 
     def __call__(self, height: int, width: int) -> View:
-        mirrored = torch.rand(()).item() < 0.5
-        for area, ratio, top, left in torch.rand(10, 4).tolist():
-            of_area = (0.08 + 0.92 * area) * height * width
-            aspect = math.exp(math.log(4 / 3) * (2 * ratio - 1))
-            part_width = round(math.sqrt(of_area * aspect))
-            part_height = round(math.sqrt(of_area / aspect))
+        chance = self.chance
+        mirrored = chance() < 0.5
+        for _ in range(10):
+            area = (0.08 + 0.92 * chance()) * height * width
+            aspect = math.exp(math.log(4 / 3) * (2 * chance() - 1))
+            part_width = round(math.sqrt(area * aspect))
+            part_height = round(math.sqrt(area / aspect))
             if 0 < part_width <= width and 0 < part_height <= height:
-                return View(
-                    int(top * (height - part_height + 1)), int(left * (width - part_width + 1)),
-                    part_height, part_width, self.size, mirrored,
-                )  # fmt: skip
+                top = int(chance() * (height - part_height + 1))
+                left = int(chance() * (width - part_width + 1))
+                return View(top, left, part_height, part_width, self.size, mirrored)
         # A very long image: its centre, of the nearest ratio allowed.
         part_width = min(width, max(1, round(height * 4 / 3)))
         part_height = min(height, max(1, round(width * 4 / 3)))
-        top_px, left_px = (height - part_height) // 2, (width - part_width) // 2
-        return View(top_px, left_px, part_height, part_width, self.size, mirrored)
+        top, left = (height - part_height) // 2, (width - part_width) // 2
+        return View(top, left, part_height, part_width, self.size, mirrored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +109,13 @@ class CentreView:
 
 @dataclasses.dataclass(frozen=True)
 class WholeView:
-    """All of the image, mirrored or not where `mirror`; for images cut to size beforehand."""
+    """All of the image, mirrored or not where there is `chance`: for images cut to size."""
 
     size: int
-    mirror: bool = False
+    chance: Chance | None = None
 
     def __call__(self, height: int, width: int) -> View:
-        mirrored = self.mirror and torch.rand(()).item() < 0.5
+        mirrored = self.chance is not None and self.chance() < 0.5
         return View(0, 0, height, width, self.size, mirrored)
 
 

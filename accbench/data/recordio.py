@@ -55,8 +55,9 @@ class Source(data.Source):
         self.num_classes = options.num_classes or max(s.count_classes() for s in sets)
         size = task.image_size
         self._whole = options.augment == "flip"
+        chance = decode.Chance(data.seed_of_rank(task, topology))
         self._train_viewer: decode.Viewer = (
-            decode.WholeView(size, mirror=True) if self._whole else decode.RandomView(size)
+            decode.WholeView(size, chance) if self._whole else decode.RandomView(size, chance)
         )
 
     def train_loader(self) -> data.Loader:
@@ -67,7 +68,8 @@ class Source(data.Source):
         if self.eval_set is None:
             return None
         view = decode.WholeView if self._whole else decode.CentreView
-        samples = Samples(self.eval_set, view(self.task.image_size), self.num_classes)
+        viewer = view(self.task.image_size)
+        samples = Samples(self.eval_set, viewer, self.num_classes)
         return data.Loader(samples, self.task, self.topology, train=False)
 
 
