@@ -5,7 +5,9 @@ from there: tens of millions of records cost a process next to nothing, and all
 processes of a machine share them.
 """
 
+import bisect
 import hashlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,35 +28,33 @@ class Index:
     """Keys and offsets of records, by key. Pickled by its file's name where it has one."""
 
     def __init__(self, table: np.ndarray, path: Path | None = None) -> None:
-        self._table, self._path = table, path
+        self._table, self._path = table, path  # (num_records, 2) int64: key, offset
 
     def __len__(self) -> int:
-        return self._table.shape[1]
-
-    def key(self, position: int) -> int:
-        """The key of the `position`th record."""
-        return int(self._table[0, position])
+        return len(self._table)
 
     def position(self, key: int) -> int | None:
         """Where in the index a key is; None if it is not there."""
-        found = int(np.searchsorted(self._table[0], key))
-        return found if found < len(self) and self._table[0, found] == key else None
+        # Not numpy's search, which would copy the column out of the mapped file.
+        every = range(len(self))
+        found = bisect.bisect_left(every, key, key=lambda at: int(self._table[at, 0]))
+        return found if found < len(self) and self._table[found, 0] == key else None
 
     def offset(self, position: int) -> int:
         """Where in the file the `position`th record begins."""
-        return int(self._table[1, position])
+        return int(self._table[position, 1])
 
     @property
     def offsets(self) -> np.ndarray:
         """(num_records,) int64."""
-        return self._table[1]
+        return self._table[:, 1]
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_mapped, (self._path,)) if self._path else (Index, (self._table,))
 
 
 def _mapped(path: Path) -> Index:
-    return Index(np.load(path, mmap_mode="r", allow_pickle=False), path)
+    return Index(np.memmap(path, "<i8", mode="r").reshape(-1, 2), path)
 
 
 def index_of(file: RecordFile, idx_path: Path | None = None) -> Index:
@@ -73,16 +73,38 @@ def index_of(file: RecordFile, idx_path: Path | None = None) -> Index:
     if cached.exists():
         try:
             return _mapped(cached)
-        except (OSError, ValueError):  # not ours, or cut short: made anew below
+        except (OSError, ValueError):  # cut short: made anew below
             cached.unlink(missing_ok=True)
-    if idx_path.exists():
-        table = _sorted(np.concatenate(list(_read(idx_path))), idx_path)
-        _check_fit(table, file, idx_path)
-    else:
-        table = _scan(file)
-    if table.shape[1] < CACHED_FROM:
-        return Index(table)
-    return _keep(table, cached)
+
+    def rows() -> Iterator[np.ndarray]:
+        if not idx_path.exists():
+            return _scan(file)
+        return _checked(_read(idx_path), file, idx_path)
+
+    try:
+        return _collect(rows(), cached)
+    except _UnsortedError:
+        return _sorted(np.concatenate(list(_read(idx_path))), file, idx_path)
+    except OSError:  # no place for a file
+        return _collect(rows(), None)
+
+
+class _UnsortedError(Exception):
+    """A key is not larger than the one before it."""
+
+
+def _checked(
+    tables: Iterator[np.ndarray], file: RecordFile, idx_path: Path
+) -> Iterator[np.ndarray]:
+    """Pass rows of key and offset through; that they fit the file is known at their end."""
+    first, last, key = 1 << 62, 0, -1
+    for table in tables:
+        first, last = min(first, int(table[:, 1].min())), max(last, int(table[:, 1].max()))
+        if (np.diff(table[:, 0], prepend=key) <= 0).any():
+            raise _UnsortedError
+        key = int(table[-1, 0])
+        yield table
+    _check_fit(first, last, file, idx_path)
 
 
 def _read(path: Path) -> Iterator[np.ndarray]:
@@ -123,21 +145,22 @@ def _numbers(lines: bytes, path: Path, lines_before: int) -> np.ndarray:
     raise RequestError(f"{path}, from line {lines_before + 1}: these are not lines of numbers")
 
 
-def _sorted(lines: np.ndarray, path: Path) -> np.ndarray:
-    """(2, num_records): keys, offsets, by key."""
-    table = np.ascontiguousarray(lines.T)
-    steps = np.diff(table[0])
-    if (steps < 0).any():
-        table = table[:, np.argsort(table[0], kind="stable")]
-        steps = np.diff(table[0])
-    if (steps == 0).any():
-        twice = int(table[0, int(np.argmax(steps == 0))])
-        raise RequestError(f"{path} has the key {twice} twice")
-    return table
+def _sorted(table: np.ndarray, file: RecordFile, path: Path) -> Index:
+    """By key, in memory: writers of large files leave them in order."""
+    _check_fit(int(table[:, 1].min()), int(table[:, 1].max()), file, path)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    equal = np.diff(table[:, 0]) == 0
+    if equal.any():
+        raise RequestError(f"{path} has the key {int(table[int(np.argmax(equal)), 0])} twice")
+    return Index(table)
 
 
-def _check_fit(table: np.ndarray, file: RecordFile, idx_path: Path) -> None:
-    first, last = int(table[1].min()), int(table[1].max())
+def _check_fit(first: int, last: int, file: RecordFile, idx_path: Path) -> None:
+    """
+    Args:
+        first: the smallest offset in the index.
+        last: the largest.
+    """
     if last >= file.num_bytes:
         raise RequestError(
             f"{idx_path} has a record at offset {last}, but {file.path} ends at "
@@ -160,14 +183,34 @@ def _check_fit(table: np.ndarray, file: RecordFile, idx_path: Path) -> None:
         )
 
 
-def _scan(file: RecordFile) -> np.ndarray:
-    try:
-        found = np.fromiter(recordio_file.offsets(file.view()), np.int64)
-    except DamagedRecordError as error:
-        raise RequestError(
-            f"{file.path} has no .idx file and cannot be indexed: {error}; bring its .idx file back"
-        ) from None
-    return np.stack([np.arange(len(found)), found])
+def _scan(file: RecordFile) -> Iterator[np.ndarray]:
+    found, begin = recordio_file.offsets(file.view()), 0
+    while True:
+        try:
+            chunk = np.fromiter(itertools.islice(found, CACHED_FROM), np.int64)
+        except DamagedRecordError as error:
+            raise RequestError(
+                f"{file.path} has no .idx file and cannot be indexed: {error}; bring its .idx "
+                "file back"
+            ) from None
+        if not len(chunk):
+            return
+        yield np.stack([np.arange(begin, begin + len(chunk)), chunk], 1)
+        begin += len(chunk)
+        file.forget()
+
+
+def _collect(tables: Iterator[np.ndarray], cached: Path | None) -> Index:
+    """Rows of key and offset in memory; from `CACHED_FROM` on in a file under its final name.
+
+    The file is written as the rows come, so that a process never holds them all.
+    """
+    rows: list[np.ndarray] = []
+    for table in tables:
+        rows.append(table)
+        if cached is not None and sum(map(len, rows)) >= CACHED_FROM:
+            return _keep(rows, tables, cached)
+    return Index(np.concatenate(rows))
 
 
 def _cache_file(file: RecordFile, idx_path: Path) -> Path:
@@ -179,25 +222,22 @@ def _cache_file(file: RecordFile, idx_path: Path) -> Path:
         states += [(s.st_size, s.st_mtime_ns) for s in (idx_path.stat(),)]
     of_path = hashlib.sha256(os.fsencode(file.path.resolve())).hexdigest()[:24]
     of_state = hashlib.sha256(repr((str(idx_path), states)).encode()).hexdigest()[:24]
-    return base / "accbench" / "recordio" / f"{of_path}-{of_state}.npy"
+    return base / "accbench" / "recordio" / f"{of_path}-{of_state}.i8"
 
 
-def _keep(table: np.ndarray, path: Path) -> Index:
-    """Write the index under its name when it is whole; in memory where that cannot be."""
-    part = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, suffix=".part", delete=False
-        ) as temporary:
-            part = Path(temporary.name)
-            np.save(temporary, table, allow_pickle=False)
-        part.rename(path)
-        for older in path.parent.glob(f"{path.name.split('-')[0]}-*.npy"):
-            if older != path:
-                older.unlink(missing_ok=True)
-        return _mapped(path)
-    except OSError:  # read-only or full
-        if part is not None:
+def _keep(rows: list[np.ndarray], more: Iterator[np.ndarray], path: Path) -> Index:
+    """Write the index under its name when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        part = Path(file.name)
+        try:
+            for table in itertools.chain(rows, more):
+                file.write(table.astype("<i8").tobytes())
+            file.flush()
+            part.rename(path)
+        finally:
             part.unlink(missing_ok=True)
-        return Index(table)
+    for older in path.parent.glob(f"{path.name.split('-')[0]}-*.i8"):
+        if older != path:
+            older.unlink(missing_ok=True)
+    return _mapped(path)

@@ -4,7 +4,7 @@ import collections
 import gc
 import importlib.util
 import os
-import signal
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +13,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from accbench.data.prefetch import BackgroundGenerator, DataLoaderX, move, tensors_of
 from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
@@ -247,26 +247,47 @@ def test_state_of_a_batch_sampler():
     assert begun + values(resumed) == whole
 
 
-class Dying(Dataset):
-    """Its worker process is killed at the fifth sample."""
-
-    def __len__(self) -> int:
+# In a process of their own: torch raises such an error in the main thread wherever
+# that happens to be, which may be inside pytest.
+KILLED_WORKER = """
+import os, signal, torch
+from accbench.data.prefetch import DataLoaderX
+class Dying(torch.utils.data.Dataset):
+    def __len__(self):
         return 100
-
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         if index == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor(index)
+list(DataLoaderX(0, device="cpu", dataset=Dying(), batch_size=2, num_workers=1))
+"""
 
 
 def test_killed_worker_process_is_an_error_not_a_hang():
-    loader = DataLoaderX(
-        0,
-        device="cpu",
-        dataset=Dying(),
-        batch_size=2,
-        num_workers=1,
-        multiprocessing_context="fork",
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WORKER], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed|exited)"):
-        list(loader)
+    assert done.returncode == 1
+    assert re.search(r"RuntimeError: DataLoader worker .*(killed|exited)", done.stderr)
+
+
+FULL_SHM = """
+import torch
+from accbench.data.prefetch import DataLoaderX
+data = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
+loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=16, num_workers=1)
+list(loader)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_full_shared_memory_is_an_error_not_a_hang():
+    mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"']
+    if subprocess.run([*mount, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    done = subprocess.run(
+        [*mount, "sh", sys.executable, "-c", FULL_SHM], cwd=ROOT, capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "shared memory" in done.stderr or "No space left" in done.stderr
