@@ -12,6 +12,7 @@ mxnet runs in an environment of its own (mxnet 1.9.1 with NumPy 1.23.5).
 import argparse
 import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -185,9 +186,9 @@ def cold(rec: Path, viewer: decode.Viewer) -> Callable[[int], float]:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+        before = read_bytes()
         dataset = RecordIODataset(rec)
         samples = Samples(dataset, viewer, 1 << 24)
-        before = read_bytes()
         batches = DataLoader(
             samples, BATCH, shuffle=True, num_workers=workers, collate_fn=Collate(),
             multiprocessing_context="fork" if workers else None,
@@ -212,6 +213,7 @@ def through_s3(folder: Path, cache: Path) -> Callable[[int], float]:
     import boto3
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request
     os.environ.update(
         AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x", AWS_DEFAULT_REGION="us-east-1"
     )
