@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -421,3 +422,37 @@ for key in file.keys:
     assert read == [
         [labels[i], i, hashlib.sha256(payload).hexdigest()] for i, payload in enumerate(payloads)
     ], result.stderr
+
+
+def test_loader_resumes_inside_an_epoch_with_other_ranks(tmp_path):
+    faces(tmp_path / "train.rec", 24)
+
+    def loader(rank: int, world_size: int):
+        arguments = [*TINY, f"--data=recordio:{tmp_path}", "--recordio.augment=flip"]
+        task = config.resolve(config.parse(arguments))
+        topology = Topology(rank=rank, world_size=world_size)
+        options = task.options["recordio"]
+        made = plugins.load("data", "recordio")(str(tmp_path), task, options, topology)
+        found = made.train_loader()
+        found.set_epoch(2)
+        return found
+
+    def labels(batches) -> list[int]:
+        return [label for _, labels_N in batches for label in labels_N.tolist()]
+
+    whole = labels(loader(0, 1))
+    ranks = [loader(rank, 2) for rank in range(2)]
+    begun = [labels(itertools.islice(one, 2)) for one in ranks]
+    states = [one.state_dict(num_batches=2) for one in ranks]
+    assert states[0] == states[1]
+    alone = loader(0, 1)
+    alone.load_state_dict(states[0])
+    assert len(alone) == 2
+    rest = labels(alone)
+    assert sorted([*begun[0], *begun[1], *rest]) == list(range(24))
+    assert rest == whole[16:]
+    again = loader(0, 1)
+    again.load_state_dict(loader(0, 1).state_dict(num_batches=4))
+    assert labels(again) == whole[16:]
+    alone.set_epoch(3)
+    assert len(labels(alone)) == 24
