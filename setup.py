@@ -24,6 +24,7 @@ setup(
         "pillow>=10",
         "pyyaml>=6",
         "rich>=13",
+        "simplejpeg>=1.8",
         "tyro>=1.0,<2",  # 1.0 settled its markers and messages
     ],
     extras_require={
@@ -39,7 +40,11 @@ setup(
             "jax-cuda12-pjrt==0.6.2",
             "nvidia-cuda-nvcc-cu12==12.8.93",
         ],
+        "s3": ["s3fs>=2024.6"],
         "dev": [
+            "hypothesis==6.170.15",
+            "s3fs>=2024.6",
+            "moto[server,s3]==5.2.5",
             "mypy==2.4.1",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
@@ -47,6 +52,7 @@ setup(
             "psutil==7.2.2",
             "ruff==0.17.5",
             "types-PyYAML",
+            "webdataset==1.0.2",
         ],
     },
     entry_points={

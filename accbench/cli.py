@@ -98,25 +98,48 @@ class MockFlags:
     """The same seed gives the same files."""
 
 
-def data(argv: Sequence[str]) -> int:
-    """Make data: `data mock [DIR] --classes 10 --train_images 64 --val_images 16 --seed 0`."""
-    from accbench import mock_images
+@dataclasses.dataclass(frozen=True)
+class ConvertFlags:
+    """Write a folder of class folders as a RecordIO file with its index."""
 
-    prog = f"{PROG} data mock"
-    if not argv or argv[0] != "mock":
-        return refused(f"{PROG} data", RequestError("what to make is missing; there is: mock"))
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Holds one folder of images a class."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """The file to write, OUT.rec; OUT.idx and OUT.classes.txt come beside it."""
+
+
+def data(argv: Sequence[str]) -> int:
+    """Make data: `data mock [DIR]`, or convert it: `data convert FOLDER OUT.rec`."""
+    made: dict[str, Callable[[Sequence[str], str], None]] = {"mock": _mock, "convert": _convert}
+    if not argv or argv[0] not in made:
+        what = f"what to make is missing; there are: {', '.join(made)}"
+        return refused(f"{PROG} data", RequestError(what))
+    prog = f"{PROG} data {argv[0]}"
     try:
-        flags = config.parse_flags(MockFlags, argv[1:], prog)
-        mock_images.make(
-            flags.folder,
-            mock_images.Plan(flags.classes, flags.train_images, flags.val_images, flags.seed),
-        )
+        made[argv[0]](argv[1:], prog)
     except RequestError as error:
         return refused(prog, error)
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted; the same command goes on from here", file=sys.stderr)
+        how = "goes on from here" if argv[0] == "mock" else "begins anew"
+        print(f"{prog}: interrupted; the same command {how}", file=sys.stderr)
         return 130
     return 0
+
+
+def _mock(argv: Sequence[str], prog: str) -> None:
+    from accbench import mock_images
+
+    flags = config.parse_flags(MockFlags, argv, prog)
+    plan = mock_images.Plan(flags.classes, flags.train_images, flags.val_images, flags.seed)
+    mock_images.make(flags.folder, plan)
+
+
+def _convert(argv: Sequence[str], prog: str) -> None:
+    from accbench.data import convert
+
+    flags = config.parse_flags(ConvertFlags, argv, prog)
+    num_images = convert.convert(flags.folder, flags.out)
+    print(f"{num_images} images in {flags.out}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,8 @@ class TaskConfig:
     image_size: int = 224
     """Height and width of the images the model sees, in pixels."""
     data: str = "mock"
-    """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR."""
+    """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR, recordio:FILE.rec or
+    recordio:DIR, s3://BUCKET/PREFIX."""
     launcher: str = "local"
     """What starts the workers: a file's name in accbench/launchers."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"

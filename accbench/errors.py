@@ -5,6 +5,10 @@ class RequestError(Exception):
     """What was asked for cannot be done. Ends a command with exit status 2."""
 
 
+class UnreadableSampleError(Exception):
+    """A sample cannot be read. Names its file or key, and where in it."""
+
+
 class BadSampleError(Exception):
     """More samples could not be read than `--max_bad_samples` allows."""
 

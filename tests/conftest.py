@@ -37,9 +37,16 @@ def _nothing_left_behind():
     assert after == environment, "the test changed the environment"
     new = set(psutil.Process().children(recursive=True)) - children
     # Python keeps these two for the whole process, once something needed them.
-    new -= {p for p in new if p.is_running() and "multiprocessing." in " ".join(p.cmdline())}
+    new -= {process for process in new if _is_kept_by_python(process)}
     _, alive = psutil.wait_procs(new, timeout=10)
     assert not alive, "the test left processes"
+
+
+def _is_kept_by_python(process: psutil.Process) -> bool:
+    try:
+        return "multiprocessing." in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile
+        return False
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from accbench import config, plugins, records
-from accbench.data import PADDING_LABEL, prefetch
+from accbench.data import PADDING_LABEL
 from accbench.errors import BadSampleError, RequestError
 from accbench.process_group import Topology
 from tests.conftest import TINY, end_of, of_kind, run
@@ -174,32 +174,3 @@ def test_synthetic_batches_stay_on_the_device():
     batches = list(engine.device_batches(loader))
     assert len(batches) == len(loader) == 100
     assert len({images.data_ptr() for images, _ in batches}) == options.num_batches
-
-
-def test_exception_in_the_background_reaches_the_consumer():
-    def batches():
-        yield (torch.zeros(1),)
-        raise BadSampleError("planted")
-
-    stream = prefetch.in_background(batches(), lambda batch: batch)
-    next(stream)
-    with pytest.raises(BadSampleError, match="planted"):
-        next(stream)
-
-
-def test_leaving_early_ends_the_background():
-    taken = []
-
-    def batches():
-        try:
-            for index in range(1000):
-                taken.append(index)
-                yield (torch.zeros(1),)
-        finally:
-            taken.append("closed")
-
-    stream = prefetch.in_background(batches(), lambda batch: batch, max_prefetch=2)
-    next(stream)
-    stream.close()
-    assert taken[-1] == "closed"
-    assert len(taken) <= 6  # never far ahead

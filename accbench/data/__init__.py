@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from accbench.config import TaskConfig
-from accbench.errors import BadSampleError, RequestError
+from accbench.data.prefetch import naming_dead_workers
+from accbench.data.samplers import DistributedSampler
+from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.process_group import Topology
 
 Batch = tuple[torch.Tensor, ...]
 # (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)
 Sample = tuple[torch.Tensor, int, str | None]
 PADDING_LABEL = -1
+# More than this is not a few damaged samples but a damaged data set.
+MAX_UNREADABLE_IN_A_ROW = 100
 
 
 class Source(abc.ABC):
@@ -49,6 +53,41 @@ class Source(abc.ABC):
         return None
 
 
+def seed_of_rank(task: TaskConfig, topology: Topology) -> int:
+    """A seed that no other rank has."""
+    return task.seed * 100_003 + topology.rank
+
+
+class ReadableSamples(Dataset[Sample]):
+    """A dataset that goes on past samples which cannot be read.
+
+    In place of a bad sample stands the next good one, with a word on the bad.
+    """
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def read(self, index: int) -> tuple[torch.Tensor, int]:
+        """(image (H, W, 3) uint8, label).
+
+        Raises:
+            UnreadableSampleError: named with its file or key, and where in it.
+        """
+
+    def __getitem__(self, index: int) -> Sample:
+        problem = None
+        tries = min(len(self), MAX_UNREADABLE_IN_A_ROW)
+        for offset in range(tries):
+            try:
+                image_HWC, label = self.read((index + offset) % len(self))
+            except UnreadableSampleError as error:
+                problem = problem or str(error)
+            else:
+                return image_HWC, label, problem
+        raise BadSampleError(f"{tries} samples in a row could not be read; first: {problem}")
+
+
 class Loader:
     """Batches of a rank's shard from worker processes, on the host.
 
@@ -65,7 +104,7 @@ class Loader:
         assert task.batch_size is not None
         assert task.workers is not None
         size = len(dataset)  # type: ignore[arg-type]
-        sampler: Sampler[int] | None = None
+        sampler: DistributedSampler | None = None
         if train:
             sampler = DistributedSampler(
                 dataset, topology.world_size, topology.rank, seed=task.seed, drop_last=False
@@ -80,7 +119,7 @@ class Loader:
         self.num_bad_samples = 0
         self.problems: Callable[[str], None] = lambda problem: None
         self._max_bad_samples = task.max_bad_samples
-        self._sampler = sampler
+        self._sampler, self._batch_size = sampler, task.batch_size
         self._loader = DataLoader(
             dataset,
             batch_size=task.batch_size,
@@ -101,11 +140,28 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle anew for this epoch; the same on all ranks."""
-        if isinstance(self._sampler, DistributedSampler):
+        if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
+    def state_dict(self, num_batches: int) -> dict[str, Any]:
+        """Where this epoch is after this rank trained on `num_batches` of it here.
+
+        Counted by whoever trains: the loader is ahead. The same on all ranks.
+        """
+        assert self._sampler is not None, "only a training loader has a state"
+        return self._sampler.state_dict(num_batches * self._batch_size)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, also with another number of ranks, workers or samples a batch.
+
+        Raises:
+            ValueError: the state is of other data, another seed or another order.
+        """
+        assert self._sampler is not None, "only a training loader has a state"
+        self._sampler.load_state_dict(state)
+
     def __iter__(self) -> Iterator[Batch]:
-        for images_NCHW, labels_N, problems in self._loader:
+        for images_NCHW, labels_N, problems in naming_dead_workers(iter(self._loader)):
             for problem in problems:
                 self._count(problem)
             yield images_NCHW, labels_N

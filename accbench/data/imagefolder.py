@@ -1,25 +1,19 @@
 """`--data imagefolder:DIR`: DIR/train and DIR/val with one folder a class, as ImageNet is kept."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
-from torch.utils.data import Dataset
 
 from accbench import data
 from accbench.config import TaskConfig
-from accbench.errors import RequestError
+from accbench.data import decode
+from accbench.errors import RequestError, UnreadableSampleError
 from accbench.process_group import Topology
 
 # torchvision is imported where it is used: that takes seconds, and a launcher
 # only checks that the folder is there.
-
-
-Transform = Callable[[Image.Image], Image.Image]
 
 
 class Source(data.Source):
@@ -42,11 +36,13 @@ class Source(data.Source):
 
     def __init__(self, location: str, task: TaskConfig, options: Any, topology: Topology) -> None:
         self.task, self.topology = task, topology
-        self.train_set = ReadableImages(Path(location) / "train", train_transform(task.image_size))
+        self.train_set = ReadableImages(
+            Path(location) / "train", decode.RandomView(task.image_size)
+        )
         self.num_classes = len(self.train_set.classes)
         val = Path(location) / "val"
         self.eval_set = (
-            ReadableImages(val, eval_transform(task.image_size)) if val.is_dir() else None
+            ReadableImages(val, decode.CentreView(task.image_size)) if val.is_dir() else None
         )
         if self.eval_set is not None and self.eval_set.classes != self.train_set.classes:
             raise RequestError(f"--data: train and val of {location} have different classes")
@@ -60,53 +56,30 @@ class Source(data.Source):
         return data.Loader(self.eval_set, self.task, self.topology, train=False)
 
 
-def train_transform(size: int) -> Transform:
-    """The usual ResNet augmentation: a random part of 8 to 100 % of the image, flipped or not."""
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
-
-
-def eval_transform(size: int) -> Transform:
-    """The shorter side to 256/224 of `size`, then the centre."""
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.Resize(size * 256 // 224, antialias=True), v2.CenterCrop(size)])
-
-
-class ReadableImages(Dataset[data.Sample]):
+class ReadableImages(data.ReadableSamples):
     """torchvision's `ImageFolder` as (H, W, 3) uint8, past files that cannot be read.
-
-    In place of a bad file stands the next good one, with a word on the bad.
 
     Raises:
         RequestError: no folder, no class in it, or a class without an image.
     """
 
-    def __init__(self, folder: Path, transform: Transform) -> None:
-        from torchvision.datasets import ImageFolder
+    def __init__(self, folder: Path, viewer: decode.Viewer) -> None:
+        from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
         try:
-            found = ImageFolder(str(folder))
+            self.classes, class_to_label = find_classes(str(folder))
+            self.samples = make_dataset(str(folder), class_to_label, IMG_EXTENSIONS)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RequestError(f"--data: {' '.join(str(error).split())}") from None
-        self.classes, self.samples, self.transform = found.classes, found.samples, transform
+        self.viewer = viewer
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> data.Sample:
-        problem = None
-        for offset in range(len(self)):
-            path, label = self.samples[(index + offset) % len(self)]
-            try:
-                return self._read(path), label, problem
-            # Pillow's decoders raise these for what a damaged file can hold.
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                problem = problem or f"cannot read image {path}: {' '.join(str(error).split())}"
-        raise RuntimeError(f"not one of {len(self)} images could be read; first: {problem}")
-
-    def _read(self, path: str) -> torch.Tensor:
-        with Image.open(path) as image:
-            pixels_HWC = np.array(self.transform(image.convert("RGB")))
-        return torch.from_numpy(pixels_HWC)
+    def read(self, index: int) -> tuple[torch.Tensor, int]:
+        path, label = self.samples[index]
+        try:
+            return decode.decode_view(Path(path).read_bytes(), self.viewer), label
+        except (OSError, decode.ImageError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UnreadableSampleError(f"cannot read image {path}: {why}") from None

@@ -1,74 +1,314 @@
-"""Batches moved to the device while the step before them computes."""
+"""Batches fetched, and moved to the device, while the step before them computes."""
 
+import contextlib
+import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-Batch = tuple[torch.Tensor, ...]
+# Batches that an engine keeps ready: one to copy while another waits is enough to
+# hide the copy, and each costs memory of the device.
+ON_DEVICE = 2
+
+# How long closing waits for a thread that is stuck in its generator. It ends by
+# itself as soon as the generator gives something.
+_CLOSE_TIMEOUT_S = 5.0
 
 
-def in_background(
-    batches: Iterable[Batch], transfer: Callable[[Batch], Any], max_prefetch: int = 2
-) -> Iterator[Any]:
-    """`transfer` each batch in a thread, at most `max_prefetch` ahead of the consumer.
+class BackgroundGenerator:
+    """The items of a generator, fetched ahead in a thread.
 
-    An exception in the thread reaches the consumer. Closing the iterator, or
-    leaving it to the collector, ends the thread and lets go of what it held.
+    An exception in the thread reaches the consumer. `close`, the end of a `with`
+    block, or letting go of the object ends the thread and frees what it held.
+
+    Args:
+        generator: any iterable; the thread alone iterates it.
+        local_rank: number of the CUDA device that `device` and `to_device` mean
+            where they leave that open.
+        max_prefetch: items that exist ahead of the consumer at most, the one in
+            the making included.
+        device: move items there: tensors in any nesting of tuples, lists and
+            mappings. On CUDA in a stream of its own. None leaves them where they are.
+        to_device: moves one item, instead of `move`.
     """
-    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max_prefetch)
-    stopped = threading.Event()
 
-    def put(item: tuple[Any, BaseException | None]) -> bool:
-        while not stopped.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def __init__(
+        self,
+        generator: Iterable[Any],
+        local_rank: int,
+        max_prefetch: int = 6,
+        *,
+        device: torch.device | str | None = None,
+        to_device: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if max_prefetch < 1:
+            raise ValueError(f"max_prefetch must be at least 1, not {max_prefetch}")
+        device = None if device is None else torch.device(device)
+        if device is not None and device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank)
+        if to_device is None:
+            to_device = _identity if device is None else _Mover(device)
+        on_cuda = device is not None and device.type == "cuda"
+        self._shared = _Shared(max_prefetch)
+        self._consumer_device = device if on_cuda else None
+        transfer = _OnOwnStream(to_device, device) if device is not None and on_cuda else to_device
+        # The thread knows nothing of this object, which can thus be collected.
+        self._thread = threading.Thread(
+            target=_work, args=(self._shared, generator, transfer), name="prefetch", daemon=True
+        )
+        self._thread.start()
+        self._end = weakref.finalize(self, _end, self._shared, self._thread)
 
-    def work() -> None:
-        try:
-            for batch in batches:
-                if not put((transfer(batch), None)):
-                    return
-            put((None, StopIteration()))
-        except BaseException as error:  # handed over whole; the consumer raises it
-            put((None, error))
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
+    def __next__(self) -> Any:
+        if self._shared.stopped.is_set():
+            raise StopIteration
+        item, error = self._shared.ready.get()
+        self._shared.free.release()
+        if error is not None:
+            self.close()
+            raise error
+        if self._consumer_device is not None:
+            item = _on_consumers_stream(item, self._consumer_device)
+        return item
+
+    def close(self) -> None:
+        """End the thread and free what it fetched."""
+        self._end()
+
+    def __enter__(self) -> "BackgroundGenerator":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Shared:
+    """What the thread and its consumer both hold."""
+
+    def __init__(self, max_prefetch: int) -> None:
+        self.ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.free = threading.Semaphore(max_prefetch)
+        self.stopped = threading.Event()
+
+
+def _work(shared: _Shared, generator: Iterable[Any], transfer: Callable[[Any], Any]) -> None:
     try:
+        iterator = iter(generator)
+        del generator
         while True:
-            batch, error = ready.get()
-            if isinstance(error, StopIteration):
+            shared.free.acquire()  # before fetching: what is being made counts too
+            if shared.stopped.is_set():
+                break
+            try:
+                item = transfer(next(iterator))
+            except StopIteration as error:
+                shared.ready.put((None, error))
                 return
-            if error is not None:
-                raise error
-            yield batch
-    finally:
-        stopped.set()
-        thread.join()
+            shared.ready.put((item, None))
+            del item
+        if hasattr(iterator, "close"):
+            iterator.close()
+    except BaseException as error:  # handed over whole; the consumer raises it
+        shared.ready.put((None, error))
 
 
-def to_cuda(
-    batches: Iterable[Batch], to_device: Callable[[Batch], Batch], device: torch.device
-) -> Iterator[Batch]:
-    """Copy on a stream of its own, from pinned memory, while the step before computes."""
-    stream = torch.cuda.Stream(device)
+def _end(shared: _Shared, thread: threading.Thread) -> None:
+    shared.stopped.set()
+    shared.free.release()
+    if thread is not threading.current_thread():
+        thread.join(_CLOSE_TIMEOUT_S)
+    with contextlib.suppress(queue.Empty):
+        while True:
+            shared.ready.get_nowait()
+    # For a consumer in another thread that waits still.
+    shared.ready.put((None, StopIteration()))
 
-    def transfer(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
-        with torch.cuda.stream(stream):
-            on_device = to_device(batch)
-            return on_device, stream.record_event()
 
-    for on_device, copied in in_background(batches, transfer):
-        consumer = torch.cuda.current_stream(device)
-        consumer.wait_event(copied)
-        for tensor in on_device:
+def _identity(item: Any) -> Any:
+    return item
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mover:
+    device: torch.device
+
+    def __call__(self, item: Any) -> Any:
+        return move(item, self.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnOwnStream:
+    """Copies on a stream of its own; gives (what was copied, the event of its end)."""
+
+    to_device: Callable[[Any], Any]
+    device: torch.device
+    stream: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stream", torch.cuda.Stream(self.device))
+
+    def __call__(self, item: Any) -> tuple[Any, Any]:
+        with torch.cuda.stream(self.stream):
+            return self.to_device(item), self.stream.record_event()
+
+
+def _on_consumers_stream(copied: tuple[Any, Any], device: torch.device) -> Any:
+    item, event = copied
+    consumer = torch.cuda.current_stream(device)
+    consumer.wait_event(event)
+    for tensor in tensors_of(item):
+        if tensor.is_cuda:
             # Or the allocator would reuse the memory while the consumer still reads it.
             tensor.record_stream(consumer)
-        yield on_device
+    return item
+
+
+def move(item: Any, device: torch.device) -> Any:
+    """The same nesting of tuples, named tuples, lists and mappings, its tensors on the device."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device, non_blocking=True)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(move(part, device) for part in item))
+    if isinstance(item, (tuple, list)):
+        return type(item)(move(part, device) for part in item)
+    if isinstance(item, Mapping):
+        return {key: move(part, device) for key, part in item.items()}
+    return item
+
+
+def tensors_of(item: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a nesting of tuples, lists and mappings."""
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, (tuple, list)):
+        for part in item:
+            yield from tensors_of(part)
+    elif isinstance(item, Mapping):
+        yield from tensors_of(list(item.values()))
+
+
+def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """A loader's batches, with an error that says so where a worker process is gone.
+
+    torch's own says it too, except where the process dies between announcing a
+    batch and handing over its memory.
+    """
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(
+                "DataLoader worker exited while it handed over a batch: was it killed, for "
+                "example because the machine is out of memory?"
+            ) from error
+        yield batch
+        del batch
+
+
+class DataLoaderX(DataLoader[Any]):
+    """A `DataLoader` whose batches come to the device ahead of the loop that uses them.
+
+    Args:
+        local_rank: number of the CUDA device, where there is one.
+        device: where batches go: `cuda:local_rank` if CUDA is there, else the CPU,
+            or for example `torch_xla.device()`.
+        max_prefetch: batches ahead of the loop at most.
+        dataloader_arguments: as for `DataLoader`; on CUDA `pin_memory` is on
+            unless it says otherwise.
+    """
+
+    def __init__(
+        self,
+        local_rank: int,
+        *,
+        device: torch.device | str | None = None,
+        max_prefetch: int = 6,
+        **dataloader_arguments: Any,
+    ) -> None:
+        if device is None:
+            device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        self.local_rank, self.device = local_rank, torch.device(device)
+        self.max_prefetch = max_prefetch
+        self._num_delivered = 0
+        self._running: weakref.ref[BackgroundGenerator] | None = None
+        dataloader_arguments.setdefault("pin_memory", self.device.type == "cuda")
+        super().__init__(**dataloader_arguments)
+
+    def __iter__(self) -> Any:
+        running = self._running() if self._running is not None else None
+        if running is not None:  # left early, and worker processes may be kept
+            running.close()
+        self._num_delivered = 0
+        on_host = naming_dead_workers(super().__iter__())
+        batches = BackgroundGenerator(
+            on_host, self.local_rank, self.max_prefetch, device=self.device
+        )
+        self._running = weakref.ref(batches)
+        return _Counted(batches, self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it to the sampler, or the batch sampler, that has it."""
+        for sampler in self._samplers():
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's state as of the batches that the loop got, not those fetched ahead.
+
+        Raises:
+            TypeError: the sampler has no state.
+        """
+        sampler, unit = self._resumable()
+        state: dict[str, Any] = sampler.state_dict(self._num_delivered * unit)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there when iterated next.
+
+        Raises:
+            TypeError: the sampler has no state.
+            ValueError: the state does not fit.
+        """
+        self._num_delivered = 0
+        self._resumable()[0].load_state_dict(state)
+
+    def _samplers(self) -> list[Any]:
+        return [self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)]
+
+    def _resumable(self) -> tuple[Any, int]:
+        """(sampler, how many of its items make a batch)"""
+        if hasattr(self.batch_sampler, "state_dict"):
+            return self.batch_sampler, 1
+        if hasattr(self.sampler, "state_dict"):
+            return self.sampler, self.batch_size or 1
+        raise TypeError(f"{type(self.sampler).__name__} has no state; take a DistributedSampler")
+
+
+class _Counted:
+    """Counts what the loop gets. Holds the only strong reference to the thread's owner."""
+
+    def __init__(self, batches: BackgroundGenerator, loader: DataLoaderX) -> None:
+        self._batches, self._loader = batches, loader
+
+    def __iter__(self) -> "_Counted":
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._loader._num_delivered += 1
+        return batch
+
+    def close(self) -> None:
+        """End the thread and free what it fetched."""
+        self._batches.close()

@@ -33,7 +33,7 @@ class Source(data.Source):
     ) -> None:
         self.options = options
         self.num_classes = options.num_classes
-        generator = torch.Generator().manual_seed(task.seed * 100_003 + topology.rank)
+        generator = torch.Generator().manual_seed(data.seed_of_rank(task, topology))
         assert task.batch_size is not None
         shape_NHWC = (task.batch_size, task.image_size, task.image_size, 3)
         self.batches: list[data.Batch] = [

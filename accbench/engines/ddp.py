@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accbench import engines, provenance
 from accbench.config import TaskConfig
 from accbench.data import prefetch
+from accbench.data.prefetch import BackgroundGenerator
 from accbench.process_group import Topology
 
 # The flag's name from torch 2.15 on, and the one before, which warns there.
@@ -114,9 +115,10 @@ class Engine(engines.Engine):
         )
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
-        if self.device.type == "cpu":
-            return map(self.to_device, batches)
-        return prefetch.to_cuda(batches, self.to_device, self.device)
+        return BackgroundGenerator(
+            batches, self.topology.local_rank, prefetch.ON_DEVICE,
+            device=self.device, to_device=self.to_device,
+        )  # fmt: skip
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(

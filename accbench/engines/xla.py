@@ -25,6 +25,7 @@ from torch import nn
 from accbench import engines, process_group, provenance
 from accbench.config import TaskConfig
 from accbench.data import prefetch
+from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import xla_flags
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.errors import RequestError
@@ -216,7 +217,9 @@ class Engine(engines.Engine):
         return tuple(tensor.contiguous().to(self.device) for tensor in batch)
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
-        return prefetch.in_background(batches, self.to_device)
+        return BackgroundGenerator(
+            batches, self.topology.local_rank, prefetch.ON_DEVICE, to_device=self.to_device
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:

@@ -1,0 +1,74 @@
+"""A folder of images to a RecordIO file: `accbench data convert FOLDER OUT.rec`."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from rich.progress import track
+
+from accbench.data import decode
+from accbench.data.recordio_file import image_record, write_record
+from accbench.errors import RequestError
+
+
+def convert(folder: Path, rec_path: Path) -> int:
+    """Write a folder of class folders as rec_path and its .idx; returns the number of images.
+
+    Images are copied as they are, in the order of torchvision's `ImageFolder`,
+    labelled as it labels them; keys count from 0. The class names go to
+    rec_path's .classes.txt, one a line. A file gets its name when it is whole,
+    the .rec last.
+
+    Raises:
+        RequestError: no images, something that is no image, files already there,
+            or a place that cannot be written.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+    if rec_path.suffix != ".rec":
+        raise RequestError(f"the file to write must end in .rec, not {rec_path}")
+    if rec_path.exists():
+        raise RequestError(f"{rec_path} is already there; remove it or choose another name")
+    try:
+        classes, class_to_label = find_classes(str(folder))
+        samples = make_dataset(str(folder), class_to_label, IMG_EXTENSIONS)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(" ".join(str(error).split())) from None
+    parts = {suffix: _part(rec_path, suffix) for suffix in (".classes.txt", ".idx", ".rec")}
+    try:
+        rec_path.parent.mkdir(parents=True, exist_ok=True)
+        parts[".classes.txt"].write_text("".join(f"{name}\n" for name in classes))
+        _write(samples, parts[".rec"], parts[".idx"])
+        for suffix, part in parts.items():  # the .rec last: it is what others look for
+            part.rename(rec_path.with_suffix(suffix))
+    except OSError as error:
+        raise RequestError(f"cannot write {rec_path}: {error.strerror}") from None
+    finally:
+        for part in parts.values():
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+    return len(samples)
+
+
+def _part(rec_path: Path, suffix: str) -> Path:
+    return rec_path.with_name(f".{rec_path.stem}{suffix}.{os.getpid()}.part")
+
+
+def _write(samples: list[tuple[str, int]], rec_part: Path, idx_part: Path) -> None:
+    with rec_part.open("wb") as rec, idx_part.open("w") as idx:
+        for key, (path, label) in enumerate(track(samples, f"{len(samples)} images")):
+            try:
+                payload = Path(path).read_bytes()
+                decode.size_of(payload)
+            except OSError as error:
+                raise RequestError(f"cannot read {path}: {error.strerror}") from None
+            except decode.ImageError as error:
+                raise RequestError(f"{path}: {error}; mend or remove it") from None
+            idx.write(f"{key}\t{rec.tell()}\n")
+            try:
+                write_record(rec, image_record([float(label)], key, payload))
+            except ValueError as error:
+                raise RequestError(f"{path}: {error}") from None
+        for file in (rec, idx):  # on the disk before it has its name
+            file.flush()
+            os.fsync(file.fileno())

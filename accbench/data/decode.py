@@ -1,0 +1,243 @@
+"""Encoded images to the pixels a model sees, decoding no more than those need.
+
+JPEG goes through simplejpeg (libjpeg-turbo), the fastest of four that were
+measured (docs/measured.md) and one that refuses truncated files; all else goes
+through Pillow.
+"""
+
+import dataclasses
+import io
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+from PIL import Image
+from torch.nn import functional
+from torch.utils.data import get_worker_info
+
+# An image of more pixels is refused before it is decoded: Pillow's own limit for
+# a decompression bomb.
+MAX_PIXELS = 2 * 89_478_485
+
+
+class ImageError(ValueError):
+    """These bytes are no image that can be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A part of an image, in its pixels, scaled to `size` x `size` and perhaps mirrored."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    size: int
+    mirrored: bool = False
+
+
+# (height, width) of an image to the part of it that is wanted
+Viewer = Callable[[int, int], View]
+
+
+class Chance:
+    """Random numbers of augmentation, apart from those that training draws.
+
+    In a loader's worker process they follow from the seed that torch gave it, so
+    that no two are alike; elsewhere from `seed`. A copy in another process begins anew.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._random: random.Random | None = None
+
+    def __call__(self) -> float:
+        """Uniform in 0..1, 1 excluded."""
+        if self._random is None:
+            worker = get_worker_info()
+            self._random = random.Random(self.seed if worker is None else worker.seed)
+        return self._random.random()
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return Chance, (self.seed,)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomView:
+    """A random part of 8 to 100 % of the image, mirrored or not: the usual training crop.
+
+    As in Szegedy et al., Going Deeper with Convolutions, 2014: the area is
+    uniform, the ratio of width to height log-uniform between 3/4 and 4/3.
+    """
+
+    size: int
+    chance: Chance = dataclasses.field(default_factory=Chance)
+
+    def __call__(self, height: int, width: int) -> View:
+        chance = self.chance
+        mirrored = chance() < 0.5
+        for _ in range(10):
+            area = (0.08 + 0.92 * chance()) * height * width
+            aspect = math.exp(math.log(4 / 3) * (2 * chance() - 1))
+            part_width = round(math.sqrt(area * aspect))
+            part_height = round(math.sqrt(area / aspect))
+            if 0 < part_width <= width and 0 < part_height <= height:
+                top = int(chance() * (height - part_height + 1))
+                left = int(chance() * (width - part_width + 1))
+                return View(top, left, part_height, part_width, self.size, mirrored)
+        # A very long image: its centre, of the nearest ratio allowed.
+        part_width = min(width, max(1, round(height * 4 / 3)))
+        part_height = min(height, max(1, round(width * 4 / 3)))
+        top, left = (height - part_height) // 2, (width - part_width) // 2
+        return View(top, left, part_height, part_width, self.size, mirrored)
+
+
+@dataclasses.dataclass(frozen=True)
+class CentreView:
+    """The centre square: 224/256 of the shorter side."""
+
+    size: int
+
+    def __call__(self, height: int, width: int) -> View:
+        side = max(1, round(min(height, width) * 224 / 256))
+        return View((height - side) // 2, (width - side) // 2, side, side, self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeView:
+    """All of the image, mirrored or not where there is `chance`: for images cut to size."""
+
+    size: int
+    chance: Chance | None = None
+
+    def __call__(self, height: int, width: int) -> View:
+        mirrored = self.chance is not None and self.chance() < 0.5
+        return View(0, 0, height, width, self.size, mirrored)
+
+
+def size_of(encoded: bytes | memoryview) -> tuple[int, int]:
+    """(height, width) in pixels, from the header alone.
+
+    Raises:
+        ImageError: no image, or a decompression bomb.
+    """
+    if _is_jpeg(encoded):
+        height, width, _ = _jpeg_header(encoded)
+    else:
+        width, height = _opened(encoded).size
+    _refuse_bomb(height, width)
+    return height, width
+
+
+def decode_rgb(encoded: bytes | memoryview, reduce: int = 1) -> np.ndarray:
+    """(H, W, 3) uint8 of any image: grey, CMYK, palette, alpha and 16 bit too.
+
+    Args:
+        reduce: 1, 2, 4 or 8: a JPEG file is decoded at this fraction of its size
+            (rounded up) from the coefficients, which is faster; others are not.
+
+    Raises:
+        ImageError: no image, truncated, damaged, or a decompression bomb.
+    """
+    if not _is_jpeg(encoded):
+        return _decode_with_pillow(_opened(encoded))
+    height, width, colours = _jpeg_header(encoded)
+    _refuse_bomb(height, width)
+    try:
+        if colours in ("CMYK", "YCCK"):  # libjpeg-turbo does not turn these into RGB
+            return _decode_with_pillow(_opened(encoded))
+        return simplejpeg.decode_jpeg(
+            encoded, "RGB", min_height=-(-height // reduce), min_width=-(-width // reduce),
+            min_factor=reduce,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ImageError(_one_line(error)) from None
+
+
+def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
+    """The wanted part as (size, size, 3) uint8.
+
+    Raises:
+        ImageError: as `decode_rgb`.
+    """
+    height, width = size_of(encoded)
+    view = viewer(height, width)
+    if (view.height, view.width) == (view.size, view.size):
+        pixels_HWC = torch.from_numpy(decode_rgb(encoded))
+        part_HWC = pixels_HWC[view.top : view.top + view.size, view.left : view.left + view.size]
+    else:
+        part_HWC = _scaled(encoded, view, height, width)
+    return part_HWC.flip(1) if view.mirrored else part_HWC
+
+
+def _scaled(encoded: bytes | memoryview, view: View, height: int, width: int) -> torch.Tensor:
+    # Full resolution is decoded only where the part needs it.
+    spare = min(view.height, view.width) // view.size
+    reduce = 1 << min(3, spare.bit_length() - 1) if spare else 1
+    pixels_HWC = torch.from_numpy(decode_rgb(encoded, reduce))
+    down, right = pixels_HWC.shape[0] / height, pixels_HWC.shape[1] / width
+    top, left = int(view.top * down), int(view.left * right)
+    bottom = max(top + 1, round((view.top + view.height) * down))
+    end = max(left + 1, round((view.left + view.width) * right))
+    # torch's resize of bytes that lie NHWC: four times as fast as Pillow's, as good.
+    part_1CHW = pixels_HWC[top:bottom, left:end].permute(2, 0, 1).unsqueeze(0)
+    scaled = functional.interpolate(
+        part_1CHW, size=(view.size, view.size), mode="bilinear", antialias=True
+    )
+    return scaled[0].permute(1, 2, 0)
+
+
+def _jpeg_header(encoded: bytes | memoryview) -> tuple[int, int, str]:
+    """(height, width, colour space)"""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded, strict=False)
+    except ValueError as error:
+        raise ImageError(_one_line(error)) from None
+    except KeyError:  # a subsampling that simplejpeg 1.9 has no name for
+        raise ImageError("a JPEG header with unknown subsampling") from None
+    return height, width, colours
+
+
+def _is_jpeg(encoded: bytes | memoryview) -> bool:
+    return bytes(encoded[:3]) == b"\xff\xd8\xff"
+
+
+def _refuse_bomb(height: int, width: int) -> None:
+    if height * width > MAX_PIXELS:
+        raise ImageError(f"{width} x {height} pixels, more than {MAX_PIXELS}: a decompression bomb")
+
+
+# What Pillow's decoders raise for what a damaged file can hold.
+_PILLOW_ERRORS: Any = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+def _opened(encoded: bytes | memoryview) -> Image.Image:
+    if not len(encoded):
+        raise ImageError("empty")
+    try:
+        return Image.open(io.BytesIO(encoded))
+    except Image.UnidentifiedImageError:
+        raise ImageError("no image that Pillow knows") from None
+    except _PILLOW_ERRORS as error:
+        raise ImageError(_one_line(error)) from None
+
+
+def _decode_with_pillow(image: Image.Image) -> np.ndarray:
+    try:
+        _refuse_bomb(image.height, image.width)
+        if image.mode.startswith("I"):  # 16 bit grey: Pillow would clip it, not scale it
+            high_HW = (np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8)
+            return np.repeat(high_HW[..., None], 3, axis=2)
+        if image.mode == "F":
+            raise ImageError("pixels are floating point, of a range that is not known")
+        return np.array(image.convert("RGB"))
+    except _PILLOW_ERRORS as error:
+        raise ImageError(_one_line(error)) from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,291 @@
+"""A bucket through s3fs: listing it, and reading objects, with the right retries."""
+
+import asyncio
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from accbench.errors import RequestError, UnreadableSampleError
+
+INSTALL = "pip install 'accbench[s3]'"
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_MAX_REASON = 200  # characters; aiohttp quotes what it could not read
+_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 10.0
+T = TypeVar("T")
+
+
+class S3Error(Exception):
+    """A request that failed for good."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """The images below a prefix, by key; memory-mapped, so that processes share it."""
+
+    text: np.ndarray
+    """All keys' UTF-8 bytes, one after the other; (num_bytes,) uint8."""
+    ends: np.ndarray
+    """Where each key ends in `text`; (num_keys,) int64."""
+    sizes: np.ndarray
+    """Bytes of each object; (num_keys,) int64."""
+    tags: np.ndarray
+    """Another number for another content; (num_keys,) int64."""
+    folders: np.ndarray
+    """Each key's folder, by number; (num_keys,) int32."""
+    folder_names: list[str]
+    """Without the last slash."""
+    path: Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def key(self, number: int) -> str:
+        """A key."""
+        begin = int(self.ends[number - 1]) if number else 0
+        return self.text[begin : int(self.ends[number])].tobytes().decode()
+
+    @staticmethod
+    def load(path: Path) -> "Listing":
+        """A saved listing."""
+        names = json.loads((path / "folders.json").read_text())
+        text, ends, sizes, tags, folders = (
+            np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
+        )
+        return Listing(text, ends, sizes, tags, folders, names, path)
+
+    def save(self, path: Path) -> None:
+        """Write it under `path`, a folder, when it is whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=path.parent, suffix=".part"))
+        try:
+            (part / "folders.json").write_text(json.dumps(self.folder_names))
+            for name in _ARRAYS:
+                np.save(part / f"{name}.npy", getattr(self, name), allow_pickle=False)
+            older = Path(tempfile.mkdtemp(dir=path.parent, suffix=".part"))
+            if path.exists():
+                path.rename(older / "listing")
+            part.rename(path)
+            shutil.rmtree(older)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def __reduce__(self) -> Any:
+        if self.path is not None:
+            return Listing.load, (self.path,)
+        return Listing, tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+
+_ARRAYS = ("text", "ends", "sizes", "tags", "folders")
+
+
+class Bucket:
+    """Requests to one bucket. Connects anew in each process it is sent to."""
+
+    def __init__(
+        self, name: str, endpoint_url: str | None, anonymous: bool, timeout_s: float, attempts: int
+    ) -> None:
+        self.check_installed()
+        self.name, self.endpoint_url, self.anonymous = name, endpoint_url, anonymous
+        self.timeout_s, self.attempts = timeout_s, max(1, attempts)
+        self._files: Any = None
+        self._pid = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": None, "_pid": 0}
+
+    @staticmethod
+    def check_installed() -> None:
+        """
+        Raises:
+            RequestError: s3fs is missing.
+        """
+        if importlib.util.find_spec("s3fs") is None:
+            raise RequestError(f"--data s3://... needs s3fs, which is not installed: {INSTALL}")
+
+    @property
+    def identity(self) -> str:
+        """The bucket among all servers' buckets."""
+        endpoint = self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL") or "aws"
+        return f"{endpoint}/{self.name}"
+
+    def read(self, key: str, size: int) -> bytes:
+        """An object's bytes.
+
+        Raises:
+            UnreadableSampleError: named with bucket and key; 4xx at once, 5xx and
+                timeouts after all attempts.
+        """
+        url = f"s3://{self.name}/{key}"
+        try:
+            content = self._with_retries(lambda: self._get(key))
+        except S3Error as error:
+            raise UnreadableSampleError(f"{url}: {error}") from None
+        if len(content) != size:
+            raise UnreadableSampleError(
+                f"{url}: the body ends at {len(content)} of {size} bytes; if the object was "
+                "replaced, list the bucket anew with --s3.listing_max_age_s 0"
+            )
+        return content
+
+    def _get(self, key: str) -> bytes:
+        # Not s3fs's `cat_file`, which asks for the object's size first.
+        from fsspec.asyn import sync
+
+        files = self._connection()
+
+        async def get() -> bytes:
+            answer = await files._call_s3("get_object", Bucket=self.name, Key=key)
+            async with answer["Body"] as body:
+                return await body.read()
+
+        content: bytes = sync(files.loop, get)
+        return content
+
+    def listing(self, prefix: str, folder: Path, max_age_s: float) -> Listing:
+        """The images below a prefix, asked for page by page, or from the cache in `folder`.
+
+        Raises:
+            RequestError: the bucket cannot be listed.
+        """
+        name = f"{self.identity}/{prefix}"
+        path = folder / "listings" / hashlib.sha256(name.encode()).hexdigest()[:32]
+        try:
+            if time.time() - (path / "folders.json").stat().st_mtime < max_age_s:
+                return Listing.load(path)
+        except (OSError, ValueError):  # none, or not whole: made anew
+            pass
+        try:
+            listing = _listing_of(self._objects(prefix))
+        except S3Error as error:
+            raise RequestError(f"cannot list s3://{self.name}/{prefix}: {error}") from None
+        if not len(listing):
+            return listing
+        try:
+            listing.save(path)
+            return Listing.load(path)
+        except OSError:  # a full disk, a read-only one, or another process was first
+            return listing
+
+    def _objects(self, prefix: str) -> Iterator[dict[str, Any]]:
+        files = self._connection()
+        token: dict[str, str] = {}
+        while True:
+            arguments = {"Bucket": self.name, "Prefix": prefix, **token}
+            page = self._with_retries(
+                lambda a=arguments: files.call_s3("list_objects_v2", **a)  # type: ignore[misc]
+            )
+            yield from page.get("Contents", ())
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _connection(self) -> Any:
+        """s3fs, made in the process that uses it: connections do not survive a fork."""
+        if self._files is None or self._pid != os.getpid():
+            import s3fs
+
+            self._files = s3fs.S3FileSystem(
+                anon=self.anonymous,
+                endpoint_url=self.endpoint_url,
+                config_kwargs={
+                    "connect_timeout": self.timeout_s,
+                    "read_timeout": self.timeout_s,
+                    "retries": {"total_max_attempts": 1},  # ours are below
+                },
+                skip_instance_cache=True,
+                use_listings_cache=False,
+            )
+            self._files.retries = 1
+            self._pid = os.getpid()
+        return self._files
+
+    def _with_retries(self, request: Callable[[], T]) -> T:
+        """Try again, later and later, on a 5xx status or a timeout, and on nothing else."""
+        import aiohttp
+        import botocore.exceptions
+
+        for attempt in range(self.attempts):
+            try:
+                return request()
+            except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError,
+                    aiohttp.ClientError) as error:  # fmt: skip
+                # asyncio's and aiohttp's timeouts are OSErrors too.
+                if not _is_passing(error):
+                    raise S3Error(_reason(error)) from None
+                reason = _reason(error)
+            if attempt + 1 < self.attempts:
+                longest = min(_MAX_BACKOFF_S, _BACKOFF_S * 2**attempt)
+                time.sleep(longest * random.uniform(0.5, 1.0))
+        raise S3Error(f"{reason} ({self.attempts} attempts)")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return int(status) if status is not None else None
+    return None
+
+
+def _is_passing(error: BaseException) -> bool:
+    import botocore.exceptions as of_boto
+
+    status = _status(error)
+    if status is not None:
+        return status >= 500
+    timeouts = (
+        TimeoutError,
+        asyncio.TimeoutError,
+        of_boto.ReadTimeoutError,
+        of_boto.ConnectTimeoutError,
+    )
+    return any(isinstance(cause, timeouts) for cause in _causes(error))
+
+
+def _reason(error: BaseException) -> str:
+    status = _status(error)
+    text = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+    return f"answered {status}: {text}" if status is not None else f"{type(error).__name__}: {text}"
+
+
+def _listing_of(objects: Iterator[dict[str, Any]]) -> Listing:
+    text, ends, sizes, tags, folders = bytearray(), [], [], [], []
+    folder_numbers: dict[str, int] = {}
+    for found in objects:
+        key = found["Key"]
+        folder, slash, name = key.rpartition("/")
+        if not slash or not name.lower().endswith(_IMAGE_SUFFIXES):
+            continue
+        text += key.encode()
+        ends.append(len(text))
+        sizes.append(found["Size"])
+        state = f"{found.get('ETag')} {found.get('LastModified')}"
+        tags.append(int.from_bytes(hashlib.sha256(state.encode()).digest()[:7], "little"))
+        folders.append(folder_numbers.setdefault(folder, len(folder_numbers)))
+    return Listing(
+        np.frombuffer(bytes(text), np.uint8),
+        np.array(ends, np.int64),
+        np.array(sizes, np.int64),
+        np.array(tags, np.int64),
+        np.array(folders, np.int32),
+        list(folder_numbers),
+    )

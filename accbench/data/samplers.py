@@ -1,0 +1,408 @@
+"""Which samples a rank reads, in which order; torch's own samplers where torch has them.
+
+A sampler with `state_dict` can go on inside an epoch: also with another number
+of ranks or worker processes, each sample still comes once an epoch. Loaders read
+ahead of training, so whoever saves says how many samples each rank has trained on.
+"""
+
+import bisect
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+__all__ = [
+    "BatchSampler",
+    "DistributedSampler",
+    "DistributedWeightedRandomSampler",
+    "GroupedBatchSampler",
+    "IterationBasedBatchSampler",
+    "RandomSampler",
+    "SequentialSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+    "make_batch_data_sampler",
+    "make_data_sampler",
+]
+
+_CHUNK = 65_536
+
+
+class _Sharded(Sampler[int]):
+    """A rank's part of an order that all ranks know, with what resuming needs.
+
+    A state holds stages, one a number of ranks that the epoch was read with:
+    [ranks, samples that each of them has read].
+    """
+
+    def __init__(
+        self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool,
+        contiguous: bool,
+    ) -> None:  # fmt: skip
+        in_group = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas or (dist.get_world_size() if in_group else 1)
+        self.rank = (dist.get_rank() if in_group else 0) if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank {self.rank} is not one of {self.num_replicas} ranks")
+        self.seed, self.drop_last, self.contiguous = seed, drop_last, contiguous
+        self.epoch = 0
+        self._earlier: list[list[int]] = []  # stages with other numbers of ranks
+        self._start = 0  # samples of the current stage that this rank has read
+        self._given_out = 0
+
+    def _order(self) -> torch.Tensor:
+        """All samples of this epoch, (n,) int64."""
+        raise NotImplementedError
+
+    def _num_total(self) -> int:
+        raise NotImplementedError
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a state to fit."""
+        return {"num_total": self._num_total(), "seed": self.seed, "contiguous": self.contiguous}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order, the same on all ranks; a state loaded for another epoch is dropped."""
+        if epoch != self.epoch:
+            self.epoch, self._earlier, self._start = epoch, [], 0
+        self._given_out = self._start
+
+    def state_dict(self, num_consumed: int | None = None) -> dict[str, Any]:
+        """Where this epoch is; the same on every rank.
+
+        Args:
+            num_consumed: samples of this rank, of this epoch and since the last
+                `load_state_dict`, that need not come again. None: all that were
+                given out, which a loader with worker processes is ahead of.
+        """
+        done = self._given_out if num_consumed is None else self._start + num_consumed
+        stages = [*self._earlier, [self.num_replicas, done]]
+        return {"epoch": self.epoch, "stages": stages, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, also with another number of ranks.
+
+        Raises:
+            ValueError: the state is of other data or of another order.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the sampler's state has {name} {state.get(name)}, but here it is {value}"
+                )
+        self.epoch = state["epoch"]
+        stages = copy.deepcopy(state["stages"])
+        self._earlier, self._start = stages, 0
+        if stages and stages[-1][0] == self.num_replicas:
+            self._start = self._earlier.pop()[1]
+        self._given_out = self._start
+
+    def __len__(self) -> int:
+        remaining = self._num_total()
+        for ranks, done in self._earlier:
+            remaining -= self._num_read(remaining, ranks, done)
+        return max(0, self._num_samples(remaining, self.num_replicas) - self._start)
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        left = order
+        for ranks, done in self._earlier:
+            left = left[self._unread(len(left), ranks, done)]
+        own = self._shard(left, order)
+        self._given_out = self._start
+        for begin in range(self._start, len(own), _CHUNK):
+            # Not all as a list: ten million integers are 400 MB.
+            for index in own[begin : min(begin + _CHUNK, len(own))].tolist():
+                self._given_out += 1
+                yield index
+
+    def _num_samples(self, total: int, ranks: int) -> int:
+        return total // ranks if self.drop_last else -(-total // ranks)
+
+    def _shard(self, left: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        num_samples = self._num_samples(len(left), self.num_replicas)
+        missing = num_samples * self.num_replicas - len(left)
+        if missing > 0:
+            # As torch pads: from the start of the epoch's order, over again where
+            # there are fewer samples than ranks.
+            left = torch.cat([left, order.repeat(-(-missing // len(order)))[:missing]])
+        if self.contiguous:
+            return left[self.rank * num_samples : (self.rank + 1) * num_samples]
+        return left[: num_samples * self.num_replicas][self.rank :: self.num_replicas]
+
+    def _unread(self, total: int, ranks: int, done: int) -> torch.Tensor:
+        """(total,) bool: what `ranks` ranks that read `done` samples each have left."""
+        positions = torch.arange(total)
+        if not self.contiguous:
+            return positions >= ranks * done
+        num_samples = max(1, self._num_samples(total, ranks))
+        dropped = positions >= num_samples * ranks
+        return (positions % num_samples >= done) | dropped
+
+    def _num_read(self, total: int, ranks: int, done: int) -> int:
+        if not self.contiguous:
+            return min(total, ranks * done)
+        return total - int(self._unread(total, ranks, done).sum())
+
+
+class DistributedSampler(_Sharded):
+    """torch's `DistributedSampler`, sample for sample, that can resume inside an epoch.
+
+    Args:
+        num_replicas: ranks; those of the process group, or 1, if None.
+        rank: this one's number.
+        shuffle: a new order every epoch, from `seed` and the epoch.
+        drop_last: leave out what does not fill all ranks, instead of padding by
+            the first samples of the epoch.
+        contiguous: each rank reads one stretch of the order, as in
+            maskrcnn-benchmark, instead of every `num_replicas`th sample.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        contiguous: bool = False,
+    ) -> None:
+        super().__init__(num_replicas, rank, seed, drop_last, contiguous)
+        self.dataset, self.shuffle = dataset, shuffle
+
+    def _num_total(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "shuffle": self.shuffle}
+
+    def _order(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self._num_total())
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self._num_total(), generator=generator)
+
+
+class DistributedWeightedRandomSampler(_Sharded):
+    """Draws by weight, like torch's `WeightedRandomSampler`, shared out over ranks.
+
+    Args:
+        weights: of each sample, not negative; they need not sum to one.
+        num_samples: drawn an epoch, over all ranks.
+        replacement: False draws no sample twice.
+
+    Raises:
+        ValueError: a weight is negative or not finite, all are 0, or there are
+            fewer positive weights than samples to draw without replacement.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float] | torch.Tensor,
+        num_samples: int,
+        replacement: bool = True,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        contiguous: bool = False,
+    ) -> None:
+        super().__init__(num_replicas, rank, seed, drop_last, contiguous)
+        self.weights = torch.as_tensor(weights, dtype=torch.float64)
+        if not bool(torch.isfinite(self.weights).all()) or bool((self.weights < 0).any()):
+            raise ValueError("weights must be finite and not negative")
+        num_positive = int((self.weights > 0).sum())
+        if num_samples < 1 or num_positive < (1 if replacement else num_samples):
+            raise ValueError(f"{num_samples} samples cannot be drawn by {num_positive} weights > 0")
+        self.num_samples, self.replacement = num_samples, replacement
+
+    def _num_total(self) -> int:
+        return self.num_samples
+
+    def _order(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        if self.replacement:  # not torch.multinomial, which ends at 2^24 weights
+            ends = self.weights.cumsum(0)
+            drawn = torch.rand(self.num_samples, generator=generator, dtype=torch.float64)
+            last = int(self.weights.nonzero()[-1])
+            return torch.searchsorted(ends, drawn * ends[-1], right=True).clamp_(max=last)
+        # Efraimidis and Spirakis, 2006: the largest log(u) / w are a draw without replacement.
+        uniform = torch.rand(len(self.weights), generator=generator, dtype=torch.float64)
+        return (uniform.log() / self.weights).topk(self.num_samples).indices
+
+
+class GroupedBatchSampler(Sampler[list[int]]):
+    """Batches of samples of one group each, in the order of their first samples.
+
+    As maskrcnn-benchmark's; a group without a sample is no failure. On several
+    ranks the numbers of batches may differ: put an `IterationBasedBatchSampler` around.
+
+    Args:
+        group_ids: the group of every sample of the dataset.
+        drop_uneven: leave out batches that are not full.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler[int],
+        group_ids: Sequence[int],
+        batch_size: int,
+        drop_uneven: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        self.sampler, self.batch_size, self.drop_uneven = sampler, batch_size, drop_uneven
+        self.group_ids = torch.as_tensor(group_ids).tolist()
+        # Made for `len`, and then what the next pass gives: a random sampler drawn
+        # from twice would give another order.
+        self._next: list[list[int]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it on."""
+        self._next = None
+        _set_epoch(self.sampler, epoch)
+
+    def _batches(self) -> list[list[int]]:
+        open_: dict[int, list[int]] = {}
+        batches: list[list[int]] = []
+        for index in self.sampler:
+            group = self.group_ids[index]
+            if group not in open_:
+                open_[group] = []
+                batches.append(open_[group])
+            open_[group].append(index)
+            if len(open_[group]) == self.batch_size:
+                del open_[group]
+        if self.drop_uneven:
+            return [batch for batch in batches if len(batch) == self.batch_size]
+        return batches
+
+    def __len__(self) -> int:
+        if self._next is None:
+            self._next = self._batches()
+        return len(self._next)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches, self._next = self._next if self._next is not None else self._batches(), None
+        return iter(batches)
+
+
+class IterationBasedBatchSampler(Sampler[list[int]]):
+    """Batches of another batch sampler, over and over, `num_iterations` in all.
+
+    The passes count as epochs. With `start_iter` the batches are those that an
+    uninterrupted run would have had from there; for that the order must depend on
+    the epoch or on a seeded generator alone.
+
+    Raises:
+        ValueError: `start_iter` with a sampler that draws from torch's global generator;
+            when iterating, a sampler without a batch.
+    """
+
+    def __init__(
+        self, batch_sampler: Sampler[list[int]], num_iterations: int, start_iter: int = 0
+    ) -> None:
+        inner = getattr(batch_sampler, "sampler", None)
+        if start_iter and getattr(inner, "generator", self) is None:
+            raise ValueError(
+                f"start_iter {start_iter} needs {type(inner).__name__} to have a seeded generator"
+            )
+        self.batch_sampler = batch_sampler
+        self.num_iterations, self.start_iter = num_iterations, start_iter
+
+    def __len__(self) -> int:
+        return max(0, self.num_iterations - self.start_iter)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self._endless(), self.start_iter, self.num_iterations)
+
+    def _endless(self) -> Iterator[list[int]]:
+        for epoch in itertools.count():
+            _set_epoch(self.batch_sampler, epoch)
+            empty = True
+            for batch in self.batch_sampler:
+                empty = False
+                yield batch
+            if empty:
+                raise ValueError("the sampler is empty, so it has no batch to repeat")
+
+    def state_dict(self, num_consumed: int) -> dict[str, Any]:
+        """Where it is, after `num_consumed` batches of this sampler."""
+        return {"start_iter": self.start_iter + num_consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.start_iter = state["start_iter"]
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    for candidate in (sampler, getattr(sampler, "sampler", None)):
+        if candidate is not None and hasattr(candidate, "set_epoch"):
+            candidate.set_epoch(epoch)
+            return
+
+
+class _WithSizes(Protocol):
+    def __len__(self) -> int: ...
+
+    def get_img_info(self, index: int) -> dict[str, int]: ...
+
+
+def make_data_sampler(
+    dataset: Any, shuffle: bool, distributed: bool, seed: int = 0
+) -> Sampler[int]:
+    """The sampler for a dataset: distributed, random (seeded), or sequential."""
+    if distributed:
+        return DistributedSampler(dataset, shuffle=shuffle, seed=seed)
+    if shuffle:
+        return RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
+    return SequentialSampler(dataset)
+
+
+def make_batch_data_sampler(
+    dataset: _WithSizes,
+    sampler: Sampler[int],
+    aspect_grouping: bool | Sequence[float],
+    images_per_batch: int,
+    num_iters: int | None = None,
+    start_iter: int = 0,
+) -> Sampler[list[int]]:
+    """Batches for a dataset, as maskrcnn-benchmark makes them.
+
+    Args:
+        dataset: with `get_img_info(index)`, which gives "height" and "width", where
+            images are grouped.
+        aspect_grouping: group images by height / width between these bounds; True
+            is [1], upright and not.
+        num_iters: batches in all, over as many passes as that takes; one pass if None.
+        start_iter: batches to leave out, of `num_iters`.
+    """
+    batches: Sampler[list[int]]
+    if aspect_grouping:
+        bounds = [1.0] if aspect_grouping is True else sorted(aspect_grouping)
+        group_ids = [bisect.bisect_right(bounds, ratio) for ratio in _aspect_ratios(dataset)]
+        batches = GroupedBatchSampler(sampler, group_ids, images_per_batch)
+    else:
+        batches = BatchSampler(sampler, images_per_batch, drop_last=False)
+    if num_iters is None:
+        return batches
+    return IterationBasedBatchSampler(batches, num_iters, start_iter)
+
+
+def _aspect_ratios(dataset: _WithSizes) -> Iterator[float]:
+    for index in range(len(dataset)):
+        info = dataset.get_img_info(index)
+        yield info["height"] / info["width"]

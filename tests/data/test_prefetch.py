@@ -1,0 +1,293 @@
+"""Items fetched ahead in a thread."""
+
+import collections
+import gc
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accbench.data.prefetch import BackgroundGenerator, DataLoaderX, move, tensors_of
+from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
+from tests.conftest import ROOT
+
+Pair = collections.namedtuple("Pair", ["a", "b"])
+
+
+def threads() -> int:
+    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left():
+    before = threads()
+    yield
+    gc.collect()
+    assert threads() == before
+
+
+def numbers(count: int = 10) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def values(batches) -> list[int]:
+    return [value for (batch,) in batches for value in batch.tolist()]
+
+
+def test_items_arrive_in_order():
+    assert list(BackgroundGenerator(range(100), local_rank=0)) == list(range(100))
+    assert list(BackgroundGenerator([], 0)) == []
+
+
+def test_exception_reaches_the_consumer_once():
+    def items():
+        yield 1
+        raise ZeroDivisionError("planted")
+
+    stream = BackgroundGenerator(items(), 0)
+    assert next(stream) == 1
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_exception_while_moving_reaches_the_consumer():
+    def fail(item):
+        raise ZeroDivisionError("planted")
+
+    with pytest.raises(ZeroDivisionError):
+        list(BackgroundGenerator(range(3), 0, to_device=fail))
+
+
+@pytest.mark.parametrize("max_prefetch", [1, 2, 6])
+def test_never_further_ahead_than_allowed(max_prefetch):
+    made = []
+
+    def items():
+        for index in range(50):
+            made.append(index)
+            yield index
+
+    for taken, index in enumerate(BackgroundGenerator(items(), 0, max_prefetch)):
+        if index % 10 == 0:
+            time.sleep(0.05)
+        assert len(made) <= taken + 1 + max_prefetch
+    assert len(made) == 50
+    with pytest.raises(ValueError, match="at least 1"):
+        BackgroundGenerator([], 0, 0)
+
+
+class Payload:
+    pass
+
+
+@pytest.mark.parametrize("how", ["close", "with", "del", "break"])
+def test_leaving_early_ends_the_thread_and_frees_what_it_held(how):
+    alive: list[weakref.ref] = []
+    closed = []
+
+    def items():
+        try:
+            while True:
+                item = Payload()
+                alive.append(weakref.ref(item))
+                yield item
+        finally:
+            closed.append(True)
+
+    stream = BackgroundGenerator(items(), 0)
+    next(stream)
+    if how == "with":
+        with stream:
+            pass
+    elif how == "close":
+        stream.close()
+        stream.close()
+    elif how == "break":
+        for item in stream:
+            del item
+            break
+    del stream
+    gc.collect()
+    assert closed == [True]
+    assert not any(item() for item in alive)
+
+
+def test_closing_wakes_a_consumer_that_waits():
+    release = threading.Event()
+
+    def items():
+        release.wait(10)
+        yield 1
+
+    stream = BackgroundGenerator(items(), 0)
+    got: list[object] = []
+    consumer = threading.Thread(target=lambda: got.extend(stream))
+    consumer.start()
+    time.sleep(0.1)
+    threading.Timer(0.2, release.set).start()
+    stream.close()
+    consumer.join(5)
+    assert not consumer.is_alive()
+
+
+def test_any_nesting_is_moved():
+    nested = {"a": (torch.ones(1), [torch.zeros(2), "text"]), "b": Pair(torch.ones(3), None)}
+    moved = move(nested, torch.device("meta"))
+    assert moved["a"][1][1] == "text"
+    assert isinstance(moved["b"], Pair)
+    assert [t.device.type for t in tensors_of(moved)] == ["meta"] * 3
+    assert [tuple(t.shape) for t in tensors_of(moved)] == [(1,), (2,), (3,)]
+
+
+def test_loader_has_length_and_epochs():
+    data = numbers()
+    sampler = DistributedSampler(data, 1, 0)
+    loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=4, sampler=sampler)
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == 3
+    orders = []
+    for epoch in (0, 1, 0):
+        loader.set_epoch(epoch)
+        orders.append(values(loader))
+    assert sorted(orders[0]) == list(range(10))
+    assert orders[0] == orders[2] != orders[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_can_be_left_and_begun_again(workers):
+    loader = DataLoaderX(
+        0, device="cpu", dataset=numbers(40), batch_size=4, num_workers=workers,
+        persistent_workers=workers > 0, multiprocessing_context="fork" if workers else None,
+    )  # fmt: skip
+    for _ in range(2):
+        first = iter(loader)
+        assert next(first)[0].tolist() == [0, 1, 2, 3]
+    assert values(loader) == list(range(40))
+
+
+ON_XLA = """
+import torch, torch_xla
+from torch.utils.data import TensorDataset
+from accbench.data.prefetch import DataLoaderX
+data = TensorDataset(torch.arange(10))
+loader = DataLoaderX(0, device=torch_xla.device(), dataset=data, batch_size=4)
+batches = [batch for batch, in loader]
+assert {batch.device.type for batch in batches} == {"xla"}
+assert torch.cat([batch.cpu() for batch in batches]).tolist() == list(range(10))
+"""
+
+
+@pytest.mark.xla
+def test_loader_moves_to_an_xla_device():
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("no torch_xla")
+    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
+    subprocess.run([sys.executable, "-c", ON_XLA], env=environment, cwd=ROOT, check=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_loader_copies_to_cuda_on_its_own_stream():
+    data = TensorDataset(torch.arange(512 * 1024).float().view(512, 1024))
+    expected = data.tensors[0].cuda().sum(1)
+    loader = DataLoaderX(0, dataset=data, batch_size=8)
+    sums = []
+    for (batch,) in loader:
+        assert batch.is_cuda
+        sums.append((batch * 1.0).sum(1))
+        del batch  # its memory may be used again, but not before the sum has read it
+    assert torch.equal(torch.cat(sums), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_state_counts_what_the_loop_got_not_what_was_fetched(workers):
+    data = numbers(24)
+
+    def loader(num_workers: int) -> DataLoaderX:
+        sampler = DistributedSampler(data, 1, 0)
+        return DataLoaderX(
+            0, device="cpu", dataset=data, batch_size=4, sampler=sampler, num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,
+        )  # fmt: skip
+
+    whole = values(loader(0))
+    first = loader(workers)
+    batches = iter(first)
+    begun = [value for _ in range(2) for value in next(batches)[0].tolist()]
+    time.sleep(0.2)
+    resumed = loader(2 - workers)
+    resumed.load_state_dict(first.state_dict())
+    assert begun + values(resumed) == whole
+    with pytest.raises(TypeError, match="no state"):
+        DataLoaderX(0, device="cpu", dataset=data).state_dict()
+
+
+def test_state_of_a_batch_sampler():
+    def loader() -> DataLoaderX:
+        data = numbers(10)
+        inner = torch.utils.data.BatchSampler(DistributedSampler(data, 1, 0), 4, False)
+        batches = IterationBasedBatchSampler(inner, 8)
+        return DataLoaderX(0, device="cpu", dataset=data, batch_sampler=batches)
+
+    whole = values(loader())
+    first = loader()
+    batches = iter(first)
+    begun = [value for _ in range(4) for value in next(batches)[0].tolist()]
+    resumed = loader()
+    resumed.load_state_dict(first.state_dict())
+    assert begun + values(resumed) == whole
+
+
+# In a process of their own: torch raises such an error in the main thread wherever
+# that happens to be, which may be inside pytest.
+KILLED_WORKER = """
+import os, signal, torch
+from accbench.data.prefetch import DataLoaderX
+class Dying(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+list(DataLoaderX(0, device="cpu", dataset=Dying(), batch_size=2, num_workers=1))
+"""
+
+
+def test_killed_worker_process_is_an_error_not_a_hang():
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WORKER], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert re.search(r"RuntimeError: DataLoader worker .*(killed|exited)", done.stderr)
+
+
+FULL_SHM = """
+import torch
+from accbench.data.prefetch import DataLoaderX
+data = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
+loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=16, num_workers=1)
+list(loader)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_full_shared_memory_is_an_error_not_a_hang():
+    mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"']
+    if subprocess.run([*mount, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    done = subprocess.run(
+        [*mount, "sh", sys.executable, "-c", FULL_SHM], cwd=ROOT, capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "shared memory" in done.stderr or "No space left" in done.stderr

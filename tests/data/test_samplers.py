@@ -1,0 +1,285 @@
+"""Samplers, mostly by property: any sizes, any number of ranks."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils import data as torch_data
+
+from accbench.data import samplers
+from accbench.data.samplers import (
+    DistributedSampler,
+    DistributedWeightedRandomSampler,
+    GroupedBatchSampler,
+    IterationBasedBatchSampler,
+    make_batch_data_sampler,
+    make_data_sampler,
+)
+
+sizes = st.integers(1, 60)
+ranks = st.integers(1, 9)
+flags = st.booleans()
+quick = settings(max_examples=200, deadline=None)
+
+
+def of_ranks(world_size: int, make) -> list:
+    return [make(world_size, rank) for rank in range(world_size)]
+
+
+@quick
+@given(sizes, ranks, flags, flags, st.integers(0, 3))
+def test_strided_is_torchs_own(size, world_size, shuffle, drop_last, epoch):
+    for rank in range(world_size):
+        arguments = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
+        ours = DistributedSampler(range(size), world_size, rank, **arguments)
+        torchs = torch_data.DistributedSampler(range(size), world_size, rank, **arguments)
+        ours.set_epoch(epoch)
+        torchs.set_epoch(epoch)
+        assert list(ours) == list(torchs)
+        assert len(ours) == len(torchs)
+
+
+@quick
+@given(sizes, ranks, flags, flags, flags)
+def test_ranks_share_an_epoch(size, world_size, shuffle, drop_last, contiguous):
+    parts = [
+        list(
+            DistributedSampler(
+                range(size), world_size, rank, shuffle, drop_last=drop_last, contiguous=contiguous
+            )
+        )
+        for rank in range(world_size)
+    ]
+    assert len({len(part) for part in parts}) == 1
+    counts = Counter(itertools.chain(*parts))
+    if drop_last:
+        assert len(counts) == size - size % world_size
+        assert set(counts.values()) <= {1}
+    else:
+        padding = -size % world_size
+        assert set(counts) == set(range(size))
+        assert sum(counts.values()) == size + padding
+        assert max(counts.values()) - min(counts.values()) <= 1
+    if contiguous and not shuffle:
+        assert all(b - a in (1, 1 - size) for part in parts for a, b in itertools.pairwise(part))
+
+
+def resumed_epoch(make, stages: list[tuple[int, int]], last_world_size: int):
+    """Read so many samples a rank at each stage, then all; what each stage's ranks read."""
+    state, read = None, []
+    for world_size, num_samples in [*stages, (last_world_size, None)]:
+        of_stage = of_ranks(world_size, make)
+        for sampler in of_stage:
+            sampler.set_epoch(3)
+            if state is not None:
+                sampler.load_state_dict(state)
+        lengths = {len(sampler) for sampler in of_stage}
+        parts = [list(itertools.islice(sampler, num_samples)) for sampler in of_stage]
+        if num_samples is None:
+            assert lengths == {len(part) for part in parts}
+        states = [sampler.state_dict(len(parts[0])) for sampler in of_stage]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        read.append(parts)
+    return read
+
+
+@quick
+@given(sizes, ranks, st.integers(0, 70), flags, flags)
+def test_resumed_with_as_many_ranks_equals_uninterrupted(
+    size, world_size, done, drop_last, contiguous
+):
+    def make(world_size, rank):
+        return DistributedSampler(
+            range(size), world_size, rank, drop_last=drop_last, contiguous=contiguous
+        )
+
+    (whole,) = resumed_epoch(make, [], world_size)
+    first, middle, rest = resumed_epoch(make, [(world_size, done), (world_size, 1)], world_size)
+    assert [a + b + c for a, b, c in zip(first, middle, rest, strict=True)] == whole
+
+
+@quick
+@given(sizes, st.lists(st.tuples(ranks, st.integers(0, 20)), max_size=3), ranks, flags)
+def test_resumed_with_other_ranks_reads_each_sample_once(size, stages, last, contiguous):
+    def make(world_size, rank):
+        return DistributedSampler(range(size), world_size, rank, contiguous=contiguous)
+
+    read = resumed_epoch(make, stages, last)
+    counts = Counter(itertools.chain(*itertools.chain(*read)))
+    assert set(counts) == set(range(size))
+    # Twice come only those that fill up ranks: fewer than there are ranks, each time.
+    num_padding = sum(counts.values()) - size
+    assert num_padding <= sum(world_size - 1 for world_size, _ in stages) + last - 1
+    if size % (world := max(last, 1)) == 0 and not stages:
+        assert num_padding == 0, world
+
+
+def test_resumed_with_other_ranks_where_all_divides_reads_exactly_once():
+    def make(world_size, rank):
+        return DistributedSampler(range(48), world_size, rank)
+
+    read = resumed_epoch(make, [(4, 3), (2, 6)], 3)
+    assert sorted(itertools.chain(*itertools.chain(*read))) == list(range(48))
+
+
+def test_state_is_for_one_epoch_and_one_order():
+    sampler = DistributedSampler(range(10), 1, 0)
+    list(itertools.islice(sampler, 4))
+    state = sampler.state_dict()
+    assert len(list(sampler)) == 10
+    sampler.load_state_dict(state)
+    assert len(list(sampler)) == len(sampler) == 6
+    sampler.set_epoch(0)
+    assert len(list(sampler)) == 6
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 10
+    for other in (
+        DistributedSampler(range(11), 1, 0),
+        DistributedSampler(range(10), 1, 0, seed=1),
+        DistributedSampler(range(10), 1, 0, shuffle=False),
+        DistributedSampler(range(10), 1, 0, contiguous=True),
+    ):
+        with pytest.raises(ValueError, match="the sampler's state has"):
+            other.load_state_dict(state)
+
+
+def test_rank_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="rank 2"):
+        DistributedSampler(range(4), 2, 2)
+
+
+@quick
+@given(st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=1).filter(any), ranks, flags)
+def test_weighted_draws_are_shared(weights, world_size, replacement):
+    num_positive = sum(weight > 0 for weight in weights)
+    num_samples = 40 if replacement else num_positive
+
+    def draws(world_size):
+        parts = [
+            list(DistributedWeightedRandomSampler(weights, num_samples, replacement, world_size, r))
+            for r in range(world_size)
+        ]
+        in_turn = [index for step in zip(*parts, strict=True) for index in step]
+        return in_turn[:num_samples]
+
+    drawn = draws(world_size)
+    assert drawn == draws(1)  # the same draws, however many share them
+    assert all(weights[index] > 0 for index in drawn)
+    if not replacement:
+        assert sorted(drawn) == [i for i, weight in enumerate(weights) if weight > 0]
+
+
+def test_weighted_draws_follow_the_weights():
+    for replacement in (True, False):
+        firsts = Counter()
+        for seed in range(300):
+            sampler = DistributedWeightedRandomSampler([1, 0, 9], 2, replacement, 1, 0, seed)
+            firsts[next(iter(sampler))] += 1
+        assert firsts[1] == 0
+        assert 240 < firsts[2] < 295
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [float("nan")], [1, 0]])
+def test_weights_that_cannot_be_drawn_by(weights):
+    with pytest.raises(ValueError, match="weights"):
+        DistributedWeightedRandomSampler(weights, 2, replacement=False)
+
+
+@quick
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7), flags)
+def test_groups_stay_apart_and_nothing_is_lost(group_ids, batch_size, drop_uneven):
+    sampler = torch_data.RandomSampler(range(len(group_ids)))
+    batches = GroupedBatchSampler(sampler, group_ids, batch_size, drop_uneven)
+    length = len(batches)
+    found = list(batches)
+    assert length == len(found)
+    assert all(len({group_ids[index] for index in batch}) == 1 for batch in found)
+    seen = sorted(itertools.chain(*found))
+    if drop_uneven:
+        assert {len(batch) for batch in found} <= {batch_size}
+        by_group = Counter(group_ids)
+        assert len(found) == sum(count // batch_size for count in by_group.values())
+    else:
+        assert seen == list(range(len(group_ids)))
+
+
+def test_grouped_batches_come_in_the_order_of_their_first_samples():
+    batches = GroupedBatchSampler(range(6), [0, 1, 1, 0, 1, 0], 2)
+    assert list(batches) == [[0, 3], [1, 2], [4], [5]]
+
+
+def test_group_without_a_sample_is_no_failure():
+    # A rank may have none of a group at all.
+    assert list(GroupedBatchSampler([0, 2], [0, 1, 0, 5], 2)) == [[0, 2]]
+    assert list(GroupedBatchSampler([], [0, 1], 2)) == []
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
+@settings(max_examples=30, deadline=None)
+@given(start=st.integers(0, 25))
+def test_resumed_iterations_are_the_uninterrupted_ones(distributed, grouped, start):
+    class Pictures(torch_data.Dataset):
+        def __len__(self) -> int:
+            return 13
+
+        def get_img_info(self, index: int) -> dict[str, int]:
+            return {"height": 100 + 10 * (index % 3), "width": 110}
+
+    def batches(start_iter: int) -> list[list[int]]:
+        sampler = make_data_sampler(Pictures(), shuffle=True, distributed=distributed)
+        made = make_batch_data_sampler(Pictures(), sampler, grouped, 4, 25, start_iter)
+        assert len(made) == 25 - start_iter
+        return list(made)
+
+    whole = batches(0)
+    assert len(whole) == 25
+    assert batches(start) == whole[start:]
+    assert whole[:4] != whole[4:8]
+
+
+def test_empty_sampler_is_an_error_not_an_endless_loop():
+    batches = IterationBasedBatchSampler(torch_data.BatchSampler([], 2, False), 5)
+    with pytest.raises(ValueError, match="empty"):
+        list(batches)
+
+
+def test_resuming_what_cannot_be_repeated_is_refused():
+    batches = torch_data.BatchSampler(torch_data.RandomSampler(range(9)), 2, False)
+    with pytest.raises(ValueError, match="seeded generator"):
+        IterationBasedBatchSampler(batches, 5, start_iter=1)
+
+
+def test_bounds_of_aspect_ratios_can_be_given():
+    class Pictures(torch_data.Dataset):
+        heights = (50, 100, 150, 250)
+
+        def __len__(self) -> int:
+            return 4
+
+        def get_img_info(self, index: int) -> dict[str, int]:
+            return {"height": self.heights[index], "width": 100}
+
+    batches = make_batch_data_sampler(Pictures(), range(4), [2.0, 0.8], 2)
+    assert list(batches) == [[0], [1, 2], [3]]
+
+
+def test_make_data_sampler_chooses():
+    assert isinstance(make_data_sampler(range(3), True, True), DistributedSampler)
+    assert isinstance(make_data_sampler(range(3), True, False), torch_data.RandomSampler)
+    assert isinstance(make_data_sampler(range(3), False, False), torch_data.SequentialSampler)
+
+
+def test_torchs_samplers_are_torchs():
+    for name in ("RandomSampler", "SequentialSampler", "SubsetRandomSampler", "BatchSampler"):
+        assert getattr(samplers, name) is getattr(torch_data, name)
+    assert samplers.WeightedRandomSampler is torch_data.WeightedRandomSampler
+
+
+def test_ten_million_samples_take_little_memory():
+    sampler = DistributedSampler(torch.empty(10_000_000, dtype=torch.uint8), 2, 1)
+    assert len(list(itertools.islice(sampler, 3))) == 3
