@@ -1,4 +1,4 @@
-"""`accbench run | report | data`."""
+"""`accbench run | compare | report | data`."""
 
 import dataclasses
 import sys
@@ -42,6 +42,13 @@ def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = 
     sys.stdout.flush()
     failure = launcher.launch(task, list(worker) or ["-m", "accbench.worker"])
     return launchers.conclude(task.run_dir, failure)
+
+
+def compare(argv: Sequence[str], prog: str = f"{PROG} compare") -> int:
+    """Measure engines in turn, several times, and say what was shown."""
+    from accbench import compare
+
+    return compare.main(argv, prog)
 
 
 def refused(prog: str, error: RequestError) -> int:
@@ -119,4 +126,9 @@ def data(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "report": report, "data": data}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": run,
+    "compare": compare,
+    "report": report,
+    "data": data,
+}

@@ -34,6 +34,8 @@ _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
 class Engine(engines.Engine):
     """torch_xla: one graph a step, syncfree AdamW, gradients averaged in the graph."""
 
+    compiler = "xla"
+
     @dataclasses.dataclass(frozen=True)
     class Options:
         """Options of the engine xla."""
