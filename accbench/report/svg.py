@@ -73,7 +73,8 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str) 
     axis = _Axis.over(min(ends) - margin, max(ends) + margin, _RIGHT, WIDTH - _RIGHT)
     bottom = height - _BOTTOM
     parts = [_x_grid(axis, bottom)]
-    parts.append(f'<line class="one" x1="{axis.at(1):.1f}" x2="{axis.at(1):.1f}" y1="{_TOP}" y2="{bottom}"/>')  # fmt: skip
+    one = f"{axis.at(1):.1f}"
+    parts.append(f'<line class="one" x1="{one}" x2="{one}" y1="{_TOP}" y2="{bottom}"/>')
     for number, (label, color, middle, low, high) in enumerate(rows):
         y = _TOP + 54 * number + 36
         parts.append(
@@ -99,9 +100,10 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], parts_of: Sequence[str], u
         parts.append(f'<text class="note" x="{_RIGHT}" y="{y - 4}">{escape(label)}</text>')
         for index, value in enumerate(values):
             width = axis.at(value) - axis.at(0)
+            hover = escape(f"{parts_of[index]} {value:,.1f} {unit}")
             parts.append(
                 f'<rect class="part p{index}" x="{x:.1f}" y="{y}" width="{width:.1f}" '
-                f'height="18"><title>{escape(parts_of[index])} {value:,.1f} {escape(unit)}</title></rect>'
+                f'height="18"><title>{hover}</title></rect>'
             )
             x += width
         total = f"{sum(values):,.1f}" if sum(values) < 1000 else f"{sum(values):,.0f}"
@@ -149,7 +151,8 @@ def _tick(value: float) -> str:
 
 def _x_grid(axis: _Axis, bottom: float) -> str:
     return "".join(
-        f'<line class="grid" x1="{axis.at(t):.1f}" x2="{axis.at(t):.1f}" y1="{_TOP}" y2="{bottom}"/>'
+        f'<line class="grid" x1="{axis.at(t):.1f}" x2="{axis.at(t):.1f}" y1="{_TOP}" '
+        f'y2="{bottom}"/>'
         f'<text class="tick" text-anchor="middle" x="{axis.at(t):.1f}" y="{bottom + 16}">'
         f"{_tick(t)}</text>"
         for t in axis.ticks()
@@ -174,7 +177,10 @@ def _grid(x_axis: _Axis, y_axis: _Axis, height: float) -> str:
 
 def _titles(x_title: str, y_title: str, height: float) -> str:
     middle = (height - _BOTTOM + _TOP) / 2
-    across = f'<text class="title" text-anchor="middle" x="{WIDTH / 2}" y="{height - 6}">{escape(x_title)}</text>'  # fmt: skip
+    across = (
+        f'<text class="title" text-anchor="middle" x="{WIDTH / 2}" y="{height - 6}">'
+        f"{escape(x_title)}</text>"
+    )
     if not y_title:
         return across
     return across + (
