@@ -62,31 +62,29 @@ class ReportFlags:
     """Show what runs recorded, each beside the first."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs, or their records.jsonl."""
-    format: Literal["table", "md", "json"] = "table"
-    """How to write it."""
+    """Folders of runs or of comparisons, or records.jsonl files."""
+    format: Literal["table", "md", "html", "json"] = "table"
+    """How to write it; html is one page that needs no network."""
+    allow_mixed: bool = False
+    """Also of different machines, models, dtypes or global batches; they are marked."""
 
 
 def report(argv: Sequence[str]) -> int:
     """Show what runs recorded, each beside the first."""
-    from accbench.report import summary, table
+    from accbench.report import publish
 
     prog = f"{PROG} report"
     try:
         flags = config.parse_flags(ReportFlags, argv, prog)
         if not flags.runs:
             raise RequestError("name at least one run's folder")
+        text, problems = publish.report(flags.runs, flags.format, flags.allow_mixed)
     except RequestError as error:
         return refused(prog, error)
-    rows, status = [], 0
-    for path in flags.runs:
-        try:
-            rows.append(summary.of_run(path))
-        except RequestError as error:  # the other runs are still reported
-            status = refused(prog, error)
-    if rows:
-        print(table.render(rows, flags.format), end="")
-    return status
+    print(text, end="")
+    for problem in problems:  # the others are still reported
+        refused(prog, RequestError(problem))
+    return 2 if problems else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,10 +40,10 @@ def throughput_points(run: Run) -> tuple[Point, ...]:
 def breakdown(comparison: Comparison) -> str:
     """Milliseconds a step."""
     rows = []
-    for row in comparison.rows:
+    for number, row in enumerate(comparison.rows):
         parts = breakdown_ms(row)
         if parts is not None:
-            rows.append((row.name, parts))
+            rows.append((row.name, _color(number), parts))
     return svg.bars(rows, ("data wait", "host", "device wait"), "ms a step")
 
 
@@ -84,7 +84,7 @@ def _straight(row: Row, last: int) -> tuple[Point, Point] | None:
 
 
 def losses(comparison: Comparison) -> tuple[str, str]:
-    """(explanation, charts): losses on top of each other, their difference below."""
+    """(explanation, charts): losses on top of each other, and their difference."""
     reference = loss_points(comparison.reference)
     passes = [
         (number, row, loss_points(row.numerics)) for number, row in enumerate(comparison.rows)
@@ -108,11 +108,11 @@ def losses(comparison: Comparison) -> tuple[str, str]:
         for one in series
         if one.points != reference
     ]
-    chart = svg.lines(series, "steps", "loss", height=220, from_zero=False)
+    chart = svg.lines(series, "steps", "loss", height=240, from_zero=False)
     below = svg.lines(
-        differences, "steps", f"loss - {against}", height=170, from_zero=False
+        differences, "steps", f"loss - {against}", height=240, from_zero=False
     ) if any(one.points for one in differences) else ""  # fmt: skip
-    return text, chart + below
+    return text, f'<div class="pair"><div>{chart}</div><div>{below}</div></div>'
 
 
 def loss_points(run: Run) -> tuple[Point, ...]:
@@ -127,9 +127,25 @@ def loss_points(run: Run) -> tuple[Point, ...]:
 def memory(result: Result) -> str:
     """MiB a row."""
     rows = [
-        (row.name, (row.peak_memory_bytes / 2**20,)) for row in result.rows if row.peak_memory_bytes
+        (row.name, _color(number), (row.peak_memory_bytes / 2**20,))
+        for number, row in enumerate(result.rows)
+        if row.peak_memory_bytes
     ]
     return svg.bars(rows, ("peak",), "MiB")
+
+
+def input_cost(result: Result) -> str:
+    """Samples a second with real and with synthetic data."""
+    rows = [
+        (f"{row.name}, {kind}", _color(number), (speed,))
+        for number, row in enumerate(result.rows)
+        for kind, speed in (
+            ("as measured", row.samples_per_s),
+            ("synthetic data", row.synthetic_samples_per_s),
+        )
+        if speed and row.synthetic_samples_per_s
+    ]
+    return svg.bars(rows, ("speed",), "samples/s")
 
 
 def _color(number: int) -> int:

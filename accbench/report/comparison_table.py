@@ -76,19 +76,30 @@ def notes(result: Result) -> list[str]:
         lines += [f"{row.name}: {row.verdict}: {reason}" for reason in row.reasons]
         if row.numerics.reason:
             lines.append(f"{row.name}: numerics {row.numerics.verdict}: {row.numerics.reason}")
-        lines += _money(row)
+        lines += _extras(row, result)
     return lines
 
 
-def _money(row: RowResult) -> list[str]:
-    lines = []
-    if row.cost.price_per_epoch is not None:
-        lines.append(f"{row.name}: {row.cost.price_per_epoch:.4g} an epoch")
-    if row.cost.joules_per_1000_samples is not None:
-        lines.append(f"{row.name}: {row.cost.joules_per_1000_samples:,.0f} J a thousand samples")
+def _extras(row: RowResult, result: Result) -> list[str]:
+    said = []
+    cost = row.cost
     if row.input_share is not None:
-        lines.append(f"{row.name}: input takes {row.input_share:.0%} of the time")
-    return lines
+        said.append(f"input takes {row.input_share:.0%} of the time")
+    if cost.compile_cold_s:
+        warm = number(cost.compile_warm_s, "{:.1f}")
+        said.append(f"compiles {cost.compile_cold_s:.1f} s cold, {warm} s warm")
+    if cost.break_even_epochs is not None and row.verdict != verdict.BASELINE:
+        said.append(
+            f"pays back after {cost.break_even_samples:,} samples, "
+            f"{cost.break_even_epochs:,.1f} epochs"
+        )
+    if cost.price_per_epoch is not None:
+        said.append(
+            f"an epoch costs {cost.price_per_epoch:.3g} at {result.price_per_hour:g} an hour"
+        )
+    if cost.joules_per_1000_samples is not None:
+        said.append(f"{cost.joules_per_1000_samples:,.0f} J a thousand samples")
+    return [f"{row.name}: {'; '.join(said)}"] if said else []
 
 
 def markdown(result: Result) -> str:

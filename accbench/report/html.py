@@ -34,16 +34,18 @@ def _body(comparison: Comparison, result: Result) -> str:
     cards = [
         _card("Speedup", "Median of the rounds and its 95 % interval; the dashed line is the "
               f"speed of {result.baseline}.", charts.speedups(result)),
-        _card("Throughput over steps", "Each line is one round.",
-              charts.throughput(comparison)),
         _card("Where a step's time goes", "Wall milliseconds a step after the warm-up: waiting "
               "for data, the host tracing or running the step, waiting for the device.",
               charts.breakdown(comparison)),
+        _card("Throughput over steps", "Each line is one round.",
+              charts.throughput(comparison)),
         _card("Compile cost and break-even", "Time since the start of a run over the steps done, "
               "with cold caches.", charts.break_even(comparison, result)),
-        _card("Loss", *charts.losses(comparison)),
+        _card("Loss", *charts.losses(comparison), wide=True),
         _card("Peak memory", "The allocator's peak; on a CPU the process's. Largest of any worker.",
               charts.memory(result)),
+        _card("Input", "What the speed would be if data cost nothing.",
+              charts.input_cost(result)),
         _card("All numbers", "", _table(result), wide=True),
         _card("Environment and configuration", "", _environment(comparison), wide=True),
     ]  # fmt: skip

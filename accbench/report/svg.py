@@ -78,7 +78,7 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str) 
     for number, (label, color, middle, low, high) in enumerate(rows):
         y = _TOP + 54 * number + 36
         parts.append(
-            f'<text class="note" x="{_RIGHT}" y="{y - 16}">{escape(label)}</text>'
+            f'<text class="note" x="{_RIGHT}" y="{y - 18}">{escape(label)}</text>'
             f'<line class="whisker c{color}" x1="{axis.at(low):.1f}" x2="{axis.at(high):.1f}" '
             f'y1="{y}" y2="{y}"/>'
             f'<circle class="dot c{color}" cx="{axis.at(middle):.1f}" cy="{y}" r="6"/>'
@@ -87,22 +87,28 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str) 
     return _svg(parts, height, title)
 
 
-def bars(rows: Sequence[tuple[str, Sequence[float]]], parts_of: Sequence[str], unit: str) -> str:
-    """Stacked horizontal bars: (label, a value for each of `parts_of`)."""
+def bars(
+    rows: Sequence[tuple[str, int, Sequence[float]]], parts_of: Sequence[str], unit: str
+) -> str:
+    """Stacked horizontal bars: (label, colour, a value for each of `parts_of`).
+
+    A single part has the row's colour; several have colours of their own.
+    """
     if not rows:
         return '<p class="none">not recorded</p>'
     height = _TOP + 48 * len(rows) + _BOTTOM
-    longest = max(sum(values) for _, values in rows)
+    longest = max(sum(values) for _, _, values in rows)
     axis = _Axis.over(0, longest, _RIGHT, WIDTH - 84)
     parts = [_x_grid(axis, height - _BOTTOM)]
-    for number, (label, values) in enumerate(rows):
-        y, x = _TOP + 48 * number + 16, axis.at(0)
-        parts.append(f'<text class="note" x="{_RIGHT}" y="{y - 4}">{escape(label)}</text>')
+    for number, (label, color, values) in enumerate(rows):
+        y, x = _TOP + 48 * number + 22, axis.at(0)
+        parts.append(f'<text class="note" x="{_RIGHT}" y="{y - 7}">{escape(label)}</text>')
         for index, value in enumerate(values):
             width = axis.at(value) - axis.at(0)
+            look = f"p{index}" if len(parts_of) > 1 else f"bar c{color}"
             hover = escape(f"{parts_of[index]} {value:,.1f} {unit}")
             parts.append(
-                f'<rect class="part p{index}" x="{x:.1f}" y="{y}" width="{width:.1f}" '
+                f'<rect class="{look}" x="{x:.1f}" y="{y}" width="{width:.1f}" '
                 f'height="18"><title>{hover}</title></rect>'
             )
             x += width
