@@ -105,7 +105,7 @@ def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
         for row, task in rows:
             at = comparison.round_folder(folder, number, row)
             yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, task, number)
-    for row, task in rows if plan.synthetic else []:
+    for row, task in rows if plan.input_round else []:
         if config.data_name(task["data"])[0] != "synthetic":
             at = comparison.synthetic_folder(folder, row)
             yield Job(f"synthetic data  {row.name}", row, at, {**task, "data": "synthetic"})

@@ -34,7 +34,7 @@ class CompareFlags(TaskConfig):
     """Smallest difference in speed that matters, as a part: 0.02 is 2 %."""
     numerics_steps: int = 20
     """Steps of the pass that compares losses, gradients and parameters; 0 leaves it out."""
-    synthetic: bool = True
+    input_round: bool = True
     """One more round on synthetic data, which tells what input costs."""
     price_per_hour: float | None = None
     """Price of all devices together an hour, in any currency, for the price of an epoch."""
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
         raise RequestError(f"the baseline cannot run: {base.reason}")
     plan = Plan(
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
-        numerics_steps=flags.numerics_steps, synthetic=flags.synthetic,
+        numerics_steps=flags.numerics_steps, input_round=flags.input_round,
         price_per_hour=flags.price_per_hour, defaults=chosen,
     )  # fmt: skip
     return plan, flags.output_dir

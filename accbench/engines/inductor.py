@@ -2,13 +2,16 @@
 
 `DDP(torch.compile(model))`, not the other way round: compiling the wrapper can
 break the graph at every bucket and then compile nothing, without saying so.
-Because that can happen for other reasons too, graphs are counted as they run.
+Because that can happen for other reasons too, graphs are counted as they run. Inside
+DDP's forward pass dynamo cuts the model where DDP's gradient buckets end, so that
+averaging overlaps the backward pass: several graphs a step with several workers.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +69,7 @@ class Engine(ddp.Engine):
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.mode = options.mode
-        self.num_executions = 0
+        self.num_compiles = self.num_executions = 0
 
     @property
     def compile_cache(self) -> str:
@@ -76,12 +79,17 @@ class Engine(ddp.Engine):
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            with self._compiling_alone():
+                return compile_fx_inner(*args, **kwargs)
+
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            compiled: Any = compile_fx(graph, inputs, config_patches=patches)
+            self.num_compiles += 1
+            compiled: Any = compile_fx(graph, inputs, inner_compile=in_turn, config_patches=patches)
 
             def counted(*args: Any) -> Any:
                 self.num_executions += 1
@@ -93,6 +101,24 @@ class Engine(ddp.Engine):
         nn.Module.compile(model, backend=backend, dynamic=False)
         return model
 
+    @contextlib.contextmanager
+    def _compiling_alone(self) -> Iterator[None]:
+        """On a CPU one worker compiles, and the others then load what it made.
+
+        They would all compile the same graph at once otherwise, on the same cores. On
+        CUDA a graph names its device, so that no worker could load another's.
+        """
+        if self.device.type != "cpu" or self.topology.local_world_size == 1:
+            yield
+            return
+        import fcntl  # POSIX alone, as is gloo between several workers here
+
+        folder = Path(self.compile_cache)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "accbench.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file closes
+            yield
+
     def prepare(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device, memory_format=self.memory_format)  # type: ignore[call-overload]
         return self._distributed(self._compiled(model))
@@ -103,7 +129,7 @@ class Engine(ddp.Engine):
         names, seconds = compile_times("csv", aggregate=True)
         by_phase = {name: float(str(s)) for name, s in zip(names, seconds, strict=True)}
         return engines.CompileStats(
-            num_compiles=counters["stats"]["unique_graphs"],
+            num_compiles=self.num_compiles,
             compile_s=sum(by_phase.get(phase, 0.0) for phase in _PHASES),
             num_executions=self.num_executions,
             num_fallbacks=sum(counters["graph_break"].values()),

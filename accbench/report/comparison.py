@@ -37,7 +37,7 @@ class Plan:
     repeats: int
     min_effect: float
     numerics_steps: int
-    synthetic: bool
+    input_round: bool
     price_per_hour: float | None = None
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings that `compare` chose because nobody gave them."""

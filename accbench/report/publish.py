@@ -47,7 +47,7 @@ def of_runs(found: Sequence[runs.Run], mixed: tuple[str, ...] = ()) -> Compariso
         names.append(f"{run.name}#{times + 1}" if times else run.name)
     plan = Plan(
         rows=tuple(RowPlan(name, name, {}) for name in names),
-        baseline=names[0], repeats=1, min_effect=0.0, numerics_steps=0, synthetic=False,
+        baseline=names[0], repeats=1, min_effect=0.0, numerics_steps=0, input_round=False,
     )  # fmt: skip
     rows = tuple(Row(name, (run,)) for name, run in zip(names, found, strict=True))
     return Comparison(", ".join(names), plan, rows, mixed=mixed)
