@@ -24,6 +24,7 @@ from torch import nn
 from accbench import engines, provenance
 from accbench.config import TaskConfig
 from accbench.data import prefetch
+from accbench.engines import xla_batchnorm
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.process_group import Topology
 
@@ -131,6 +132,7 @@ class Engine(engines.Engine):
         return str(self.xm.xla_device_hw(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        xla_batchnorm.correct_running_variance(model)
         return model.to(self.device)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -35,5 +35,6 @@ def _correct_variance(module: Any, inputs: tuple[torch.Tensor, ...], _output: An
     with torch.no_grad():
         # running = (1 - m) * before + m * biased; what m added grows by 1 / (n - 1).
         added = module.running_var - (1 - module.momentum) * module._variance_before
-        module.running_var.add_(added / (num_values - 1))
+        # As data: autograd holds the buffer, though in training its gradient needs it not.
+        module.running_var.data.add_(added / (num_values - 1))
     del module._variance_before
