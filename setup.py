@@ -17,6 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["accbench", "accbench.*"]),
+    package_data={"accbench.report": ["*.json", "*.css"]},
     install_requires=[
         "torch>=2.8",
         "torchvision>=0.23",
@@ -26,6 +27,7 @@ setup(
         "rich>=13",
         "simplejpeg>=1.8",
         "tyro>=1.0,<2",  # 1.0 settled its markers and messages
+        "scipy>=1.10",
     ],
     extras_require={
         # The last torch_xla that knows the device type CUDA, and what it was built for.
@@ -41,10 +43,20 @@ setup(
             "nvidia-cuda-nvcc-cu12==12.8.93",
         ],
         "s3": ["s3fs>=2024.6"],
+        "nvidia": ["nvidia-ml-py>=12"],  # clocks, throttling and power in `accbench compare`
+        "notebook": [
+            "matplotlib>=3.8",
+            "ipykernel>=6",
+        ],
         "dev": [
             "hypothesis==6.170.15",
             "s3fs>=2024.6",
             "moto[server,s3]==5.2.5",
+            "ipykernel==7.4.0",
+            "jsonschema==4.26.0",
+            "matplotlib==3.11.2",
+            "nbclient==0.11.0",
+            "nbformat==5.11.1",
             "mypy==2.4.1",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
@@ -53,6 +65,7 @@ setup(
             "ruff==0.17.5",
             "types-PyYAML",
             "webdataset==1.0.2",
+            "types-jsonschema",
         ],
     },
     entry_points={

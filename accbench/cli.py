@@ -1,4 +1,4 @@
-"""`accbench run | report | data | doctor`."""
+"""`accbench run | compare | report | data | doctor`."""
 
 import dataclasses
 import sys
@@ -44,6 +44,13 @@ def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = 
     return launchers.conclude(task.run_dir, failure)
 
 
+def compare(argv: Sequence[str], prog: str = f"{PROG} compare") -> int:
+    """Measure engines in turn, several times, and say what was shown."""
+    from accbench import compare
+
+    return compare.main(argv, prog)
+
+
 def refused(prog: str, error: RequestError) -> int:
     """One line on a request that cannot be met; returns the exit status."""
     print(f"{prog}: {error}", file=sys.stderr)
@@ -55,31 +62,29 @@ class ReportFlags:
     """Show what runs recorded, each beside the first."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs, or their records.jsonl."""
-    format: Literal["table", "md", "json"] = "table"
-    """How to write it."""
+    """Folders of runs or of comparisons, or records.jsonl files."""
+    format: Literal["table", "md", "html", "json"] = "table"
+    """How to write it; html is one page that needs no network."""
+    allow_mixed: bool = False
+    """Also of different machines, models, dtypes or global batches; they are marked."""
 
 
 def report(argv: Sequence[str]) -> int:
     """Show what runs recorded, each beside the first."""
-    from accbench.report import summary, table
+    from accbench.report import publish
 
     prog = f"{PROG} report"
     try:
         flags = config.parse_flags(ReportFlags, argv, prog)
         if not flags.runs:
             raise RequestError("name at least one run's folder")
+        text, problems = publish.report(flags.runs, flags.format, flags.allow_mixed)
     except RequestError as error:
         return refused(prog, error)
-    rows, status = [], 0
-    for path in flags.runs:
-        try:
-            rows.append(summary.of_run(path))
-        except RequestError as error:  # the other runs are still reported
-            status = refused(prog, error)
-    if rows:
-        print(table.render(rows, flags.format), end="")
-    return status
+    print(text, end="")
+    for problem in problems:  # the others are still reported
+        refused(prog, RequestError(problem))
+    return 2 if problems else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +177,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
+    "compare": compare,
     "report": report,
     "data": data,
     "doctor": doctor,

@@ -106,7 +106,16 @@ def parse(argv: Sequence[str], prog: str = "launch_single_task.py") -> TaskConfi
     Raises:
         RequestError: a flag, or a key of the YAML file, is unknown or of a wrong type.
     """
-    flags_class = _flags_class()
+    return task_of(read_flags(argv, prog))
+
+
+def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConfig) -> Any:
+    """The flags of `base`, of every plug-in and of the YAML file, as one object.
+
+    Raises:
+        RequestError: a flag, or a key of the YAML file, is unknown or of a wrong type.
+    """
+    flags_class = _flags_class(base)
     given = parse_flags(flags_class, argv, prog)
     if given.config is not None:
         from_file = _flags_of_file(Path(given.config))
@@ -115,7 +124,7 @@ def parse(argv: Sequence[str], prog: str = "launch_single_task.py") -> TaskConfi
         except RequestError as error:
             raise RequestError(f"{given.config}: {error}") from None
         given = parse_flags(flags_class, [*from_file, *argv], prog)
-    return _task_of(given)
+    return given
 
 
 def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
@@ -147,16 +156,16 @@ def _one_line(boxed: str, prog: str) -> str:
     return f"{text}; see {prog} --help"
 
 
-def _flags_class() -> type:
-    """`TaskConfig` with a nested group for every plug-in that has `Options`."""
+def _flags_class(base: type[TaskConfig]) -> type:
+    """`base` with a nested group for every plug-in that has `Options`."""
     groups: list[tuple[str, Any, Any]] = []
     for kind in plugins.KINDS:
         for name, plugin in plugins.classes(kind).items():
             options = getattr(plugin, "Options", None)
             if options is not None and dataclasses.fields(options):
                 groups.append((name, options, dataclasses.field(default_factory=options)))
-    flags = dataclasses.make_dataclass("Flags", groups, bases=(TaskConfig,), frozen=True)
-    flags.__doc__ = TaskConfig.__doc__
+    flags = dataclasses.make_dataclass("Flags", groups, bases=(base,), frozen=True)
+    flags.__doc__ = base.__doc__
     return flags
 
 
@@ -190,7 +199,12 @@ def as_flags(values: Mapping[str, Any], prefix: str = "--") -> list[str]:
     return flags
 
 
-def _task_of(flags: Any) -> TaskConfig:
+def task_of(flags: Any) -> TaskConfig:
+    """The task that flags of `read_flags` ask for.
+
+    Raises:
+        RequestError: flags contradict each other, or a value is too small.
+    """
     engine = flags.engine
     if flags.compiler_opt:
         if engine not in ("xla", TaskConfig.engine):

@@ -41,6 +41,8 @@ class RunRecord:
     hostname: str
     started_at: str
     """ISO 8601, UTC."""
+    compiler: str | None = None
+    """What the engine is meant to compile with: inductor, xla; None if it is eager."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -113,6 +115,8 @@ class EndRecord:
     num_samples: int = 0
     num_bad_samples: int | None = None
     """Samples that could not be read and were replaced, over all ranks."""
+    samples_per_epoch: int | None = None
+    """Samples of all ranks in one pass over the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +136,57 @@ class MetricsRecord:
     step: int | None
 
 
-Record = RunRecord | WindowRecord | EvalRecord | EndRecord | ParamsRecord | MetricsRecord
-_CLASSES: dict[str, Any] = {
-    c.kind: c for c in (RunRecord, WindowRecord, EvalRecord, EndRecord, ParamsRecord, MetricsRecord)
-}
+@dataclasses.dataclass(frozen=True)
+class NumericsRecord:
+    """A training step of a numerics pass, in numbers that can be compared between engines."""
+
+    kind: ClassVar[str] = "numerics"
+    step: int
+    """Steps done; 0 is the state before the first."""
+    loss: float | None
+    """Mean over ranks; None at step 0 and where it was not finite."""
+    grad_norm: float | None
+    """L2 norm of the averaged gradient that the optimizer used; None at step 0."""
+    rank_difference: float
+    """Largest difference between a parameter's sketch on rank 0 and on any other."""
+    sketches: dict[str, list[float]]
+    """Parameter or buffer -> its sketch, see `accbench.numerics.Sketcher`."""
+    gradients: dict[str, list[float]]
+    """Parameter -> sketch of the averaged gradient; empty at step 0."""
+    update_errors: dict[str, float]
+    """Parameter -> its distance from where AdamW should have put it, given these
+    gradients, as a part of that step's way; empty where no step was taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRecord:
+    """What was seen of the machine from outside while a run went on."""
+
+    kind: ClassVar[str] = "device"
+    wall_s: float
+    other_cpu_share: float | None = None
+    """Part of this machine's processor time that went to other processes, 0..1."""
+    throttled_share: float | None = None
+    """Part of the looks at the devices that found a clock held down by heat or power."""
+    other_device_processes: int | None = None
+    """Processes on the devices before the run began."""
+    sm_clock_mhz: float | None = None
+    """Median over the looks, of the slowest device."""
+    power_w: float | None = None
+    """Median of the last half of the looks, all devices together."""
+
+
+Record = (
+    RunRecord
+    | WindowRecord
+    | EvalRecord
+    | EndRecord
+    | ParamsRecord
+    | MetricsRecord
+    | NumericsRecord
+    | DeviceRecord
+)
+_CLASSES: dict[str, Any] = {c.kind: c for c in Record.__args__}
 
 
 def finite_or_none(value: float) -> float | None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,12 +31,17 @@ from accbench.train_loop import evaluate, train_epoch
 ERROR_FILE_VARIABLE = "ACCBENCH_ERROR_FILE"
 
 
-def main(argv: Sequence[str] | None = None, started: float | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    started: float | None = None,
+    job: Callable[[TaskConfig, Topology, float, Any], None] | None = None,
+) -> int:
     """Train as the arguments say; returns the exit status.
 
     Args:
         argv: flags, as `launch_single_task.py` takes them; those of the process if None.
         started: `time.perf_counter()` when the process began.
+        job: what to do instead of training, with what `run` takes.
     """
     started = time.perf_counter() if started is None else started
     topology = Topology.from_env()
@@ -58,7 +63,7 @@ def main(argv: Sequence[str] | None = None, started: float | None = None) -> int
             if launched:  # gloo greets on stdout, which is no news for a terminal
                 with terminal.descriptors_to(terminal.log_file(task.run_dir, topology.rank)):
                     process_group.start(topology, task.device, task.timeout_s)
-            run(task, topology, started, console)
+            (job or run)(task, topology, started, console)
         except (Exception, KeyboardInterrupt) as error:
             return _failed(error, topology, task.run_dir)
     process_group.close()
@@ -134,9 +139,8 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
             if timer.num_steps == task.max_steps:
                 break
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
-    end = end_record(
-        engine, optimizer, timer, int(sum(n for (n,) in process_group.gather_values([bad])))
-    )
+    num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
+    end = end_record(engine, optimizer, timer, num_bad, len(train_loader))
     logger.write(end)
     engine.close()
     log.info(f"done: {end.num_steps} steps, {end.num_samples} samples, records in {task.run_dir}")
@@ -178,13 +182,15 @@ def run_record(task: TaskConfig, engine: Engine, topology: Topology) -> records.
         versions=provenance.versions(),
         commit=provenance.commit(),
         hostname=socket.gethostname(),
+        compiler=engine.compiler,
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
 def end_record(
-    engine: Engine, optimizer: torch.optim.Optimizer, timer: StepTimer, num_bad_samples: int
-) -> records.EndRecord:
+    engine: Engine, optimizer: torch.optim.Optimizer, timer: StepTimer, num_bad_samples: int,
+    steps_per_epoch: int,
+) -> records.EndRecord:  # fmt: skip
     """The record's last line for a run that went well."""
     of_run, steady = engine.compile_stats(), timer.steady
     assert engine.task.batch_size is not None
@@ -202,6 +208,7 @@ def end_record(
         num_steps=timer.num_steps,
         num_samples=timer.num_steps * samples_a_step,
         num_bad_samples=num_bad_samples,
+        samples_per_epoch=steps_per_epoch * samples_a_step,
     )
 
 

@@ -51,6 +51,8 @@ class Engine(abc.ABC):
 
     collectives: str
     """Where gradients are reduced: in_graph, process_group or host."""
+    compiler: str | None = None
+    """Which compiler this engine is meant to train through; None if it is eager."""
 
     def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
         self.task = task

@@ -26,7 +26,7 @@ from accbench import engines, process_group, provenance
 from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import xla_flags
+from accbench.engines import xla_batchnorm, xla_flags
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.errors import RequestError
 from accbench.pjrt import nvidia
@@ -39,6 +39,8 @@ _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
 
 class Engine(engines.Engine):
     """torch_xla: one graph a step, syncfree AdamW, gradients averaged in the graph."""
+
+    compiler = "xla"
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -178,6 +180,7 @@ class Engine(engines.Engine):
         return str(self.xm.xla_device_kind(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        xla_batchnorm.correct_running_variance(model)
         return model.to(self.device)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -56,9 +56,11 @@ class ImageClassification:
         return Classifier(self.build_net(num_classes=num_classes))
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Mean over the batch, in float32."""
+        """Mean over the batch, in float32 or in the model's own type where that is wider."""
         images_NCHW, labels_N = batch
-        return functional.cross_entropy(model(images_NCHW).float(), labels_N)
+        logits_NC = model(images_NCHW)
+        logits_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
+        return functional.cross_entropy(logits_NC, labels_N)
 
     def score(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Sums over the samples whose label is not negative: loss, top-1, top-5, samples; (4,)."""

@@ -1,0 +1,166 @@
+"""What `accbench compare` was asked for, as rows and the flags of each row's runs."""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from accbench import config, plugins
+from accbench.config import TaskConfig
+from accbench.errors import RequestError
+from accbench.report.comparison import Plan, RowPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareFlags(TaskConfig):
+    """Measure engines against a baseline, several times in turn, and say what was shown.
+
+    Takes the flags of a run, and these. What is not given is chosen for the device:
+    on a CPU a small model, so that a comparison takes minutes.
+    """
+
+    engines: str = "ddp,inductor,xla"
+    """What to compare, comma-separated; options of an engine behind it with colons:
+    `ddp:channels_last=false,ddp,xla`."""
+    baseline: str | None = None
+    """The row that others are held against. Unset: the first."""
+    repeats: int = 5
+    """Rounds; each runs every engine once in a fresh process. At least 2."""
+    min_effect: float = 0.02
+    """Smallest difference in speed that matters, as a part: 0.02 is 2 %."""
+    numerics_steps: int = 20
+    """Steps of the pass that compares losses, gradients and parameters; 0 leaves it out."""
+    input_round: bool = True
+    """One more round on synthetic data, which tells what input costs."""
+    price_per_hour: float | None = None
+    """Price of all devices together an hour, in any currency, for the price of an epoch."""
+    compare: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """What launch_single_task.py calls this command by."""
+
+    # Unset: as DEFAULTS has it for the device.
+    model: str | None = None  # type: ignore[assignment]
+    """A model's name, or package.module:callable. Unset: resnet18 on a CPU, else resnet50."""
+    image_size: int | None = None  # type: ignore[assignment]
+    """Height and width in pixels. Unset: 64 on a CPU, else 224."""
+    amp_level: Literal["O0", "O1"] | None = None  # type: ignore[assignment]
+    """O0: float32. O1: autocast. Unset: O0 on a CPU, else O1."""
+    lr: float | None = None  # type: ignore[assignment]
+    """AdamW's learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
+    max_steps: int | None = None
+    """Steps of a run, warm-up included. Unset: 45 on a CPU, else 220."""
+    warmup_steps: int | None = None  # type: ignore[assignment]
+    """Steps of the first window. Unset: 5 on a CPU, else 20."""
+    log_interval: int | None = None  # type: ignore[assignment]
+    """Steps of every other window. Unset: 5 on a CPU, else 20."""
+    eval_interval: int = 0
+    """Epochs between evaluations; 0 never evaluates."""
+    epochs: int | None = None  # type: ignore[assignment]
+    """Passes over the data. Unset: as many as --max_steps needs."""
+
+
+# setting -> (on a CPU, on an accelerator)
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "model": ("resnet18", "resnet50"),
+    "image_size": (64, 224),
+    "amp_level": ("O0", "O1"),
+    "lr": (1e-4, 1e-3),
+    "max_steps": (45, 220),
+    "warmup_steps": (5, 20),
+    "log_interval": (5, 20),
+    "epochs": (sys.maxsize, sys.maxsize),
+}
+
+
+def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
+    """A plan from the command line, and the folder that was asked for.
+
+    Raises:
+        RequestError: a flag or a row is wrong, or the baseline cannot run here.
+    """
+    flags = config.read_flags(argv, prog, CompareFlags)
+    _check(flags)
+    specs = [spec.strip() for spec in flags.engines.split(",") if spec.strip()]
+    if len(specs) < 2:
+        raise RequestError("--engines needs two or more, such as --engines ddp,xla")
+    chosen: dict[str, Any] = {}
+    rows = [_row(name, spec, flags, argv, chosen) for name, spec in _named(specs)]
+    baseline = rows[0].name if flags.baseline is None else flags.baseline
+    names = [row.name for row in rows]
+    if baseline not in names:
+        raise RequestError(f"--baseline {baseline} is none of the rows: {', '.join(names)}")
+    if all(row.task is None for row in rows):
+        raise RequestError(f"no engine can run: {rows[0].reason}")
+    base = rows[names.index(baseline)]
+    if base.task is None:
+        raise RequestError(f"the baseline cannot run: {base.reason}")
+    plan = Plan(
+        rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
+        numerics_steps=flags.numerics_steps, input_round=flags.input_round,
+        price_per_hour=flags.price_per_hour, defaults=chosen,
+    )  # fmt: skip
+    return plan, flags.output_dir
+
+
+def _check(flags: Any) -> None:
+    for name, minimum in {"repeats": 2, "min_effect": 0, "numerics_steps": 0}.items():
+        if not getattr(flags, name) >= minimum:
+            raise RequestError(f"--{name} must be at least {minimum}, not {getattr(flags, name)}")
+    if flags.price_per_hour is not None and not flags.price_per_hour > 0:
+        raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
+    if flags.compiler_opt or flags.engine != TaskConfig.engine:
+        raise RequestError("compare takes --engines A,B,... in place of --engine or --compiler-opt")
+
+
+def _named(specs: list[str]) -> list[tuple[str, str]]:
+    """(name, spec); a row that is asked for twice gets a number."""
+    named: list[tuple[str, str]] = []
+    for spec in specs:
+        times = sum(1 for _, other in named if other == spec)
+        named.append((f"{spec}#{times + 1}" if times else spec, spec))
+    return named
+
+
+def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str, Any]) -> RowPlan:
+    engine, *settings = spec.split(":")
+    folder = re.sub(r"[^A-Za-z0-9_=.-]+", "-", name)
+    plugins.load("engines", engine)  # a wrong name is nobody's row
+    task = config.task_of(_filled(flags, engine, chosen))
+    values = config.as_mapping(task)
+    options = values.setdefault(engine, {})
+    options.update(_parse_settings(spec, settings))
+    del values["output_dir"]
+    # Once more through the flags' parser, which knows each option's name and type.
+    task = config.parse(config.as_flags(values), f"--engines {spec}:")
+    try:
+        task = config.resolve(task)
+    except RequestError as error:
+        return RowPlan(name, folder, None, str(error))
+    values = config.as_mapping(task)
+    del values["output_dir"]
+    return RowPlan(name, folder, values)
+
+
+def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
+    """The flags for one engine, with what nobody gave chosen for its device."""
+    on_cpu = plugins.load("engines", engine).find_device(flags.device) == "cpu"
+    missing = {
+        name: on_cpu_value if on_cpu else elsewhere
+        for name, (on_cpu_value, elsewhere) in DEFAULTS.items()
+        if getattr(flags, name) is None
+    }
+    chosen.update({name: value for name, value in missing.items() if name != "epochs"})
+    return dataclasses.replace(flags, engine=engine, **missing)
+
+
+def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, Any]:
+    parsed = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise RequestError(f"--engines {spec}: {setting!r} is no option=value")
+        parsed[key.replace("-", "_")] = yaml.safe_load(value)
+    return parsed

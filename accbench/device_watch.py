@@ -1,0 +1,133 @@
+"""What other programs and the devices did while a run went on, seen from outside the run."""
+
+import contextlib
+import os
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accbench.records import DeviceRecord
+
+_LOOK_EVERY_S = 0.5
+# NVML's reasons for a clock below the wanted one that are no normal state of a busy
+# device; the power cap (SwPowerCap) is one.
+_THROTTLE_REASONS = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown")
+
+
+class Watch:
+    """Looks from its making until `stop`.
+
+    The processor's part needs the run's process to be waited for before `stop`.
+    """
+
+    def __init__(self, num_devices: int) -> None:
+        self._started = time.perf_counter()
+        self._busy_s, self._own_s = _busy_cpu_s(), _children_cpu_s()
+        self._nvidia = Nvidia(num_devices) if num_devices else None
+
+    def stop(self) -> DeviceRecord:
+        """What was seen."""
+        wall_s = time.perf_counter() - self._started
+        seen = self._nvidia.stop() if self._nvidia else {}
+        share = None
+        busy_s = _busy_cpu_s()
+        if busy_s is not None and self._busy_s is not None:
+            others_s = busy_s - self._busy_s - (_children_cpu_s() - self._own_s)
+            share = max(0.0, others_s) / (wall_s * len(os.sched_getaffinity(0)))
+        return DeviceRecord(wall_s=wall_s, other_cpu_share=share, **seen)
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _busy_cpu_s() -> float | None:
+    """Seconds that the processors we may use were busy, since boot; proc(5), Linux alone."""
+    path = Path("/proc/stat")
+    if not path.exists():
+        return None
+    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in path.read_text().splitlines():
+        name, *columns = line.split()
+        if name in ours:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, columns[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Nvidia:
+    """Looks at the first `num_devices` NVIDIA devices through NVML in a thread."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._stopped = threading.Event()
+        self._looks: list[tuple[float, float, bool]] = []
+        self._others: int | None = None
+        self._thread = threading.Thread(target=self._watch, args=(num_devices,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> dict[str, Any]:
+        """Fields of `DeviceRecord`; empty where NVML is not there."""
+        self._stopped.set()
+        self._thread.join()
+        if not self._looks:
+            return {}
+        clocks, powers, throttled = zip(*self._looks, strict=True)
+        return {
+            "throttled_share": sum(throttled) / len(throttled),
+            "other_device_processes": self._others,
+            "sm_clock_mhz": statistics.median(clocks),
+            # The first half is start-up and compilation.
+            "power_w": statistics.median(powers[len(powers) // 2 :]),
+        }
+
+    def _watch(self, num_devices: int) -> None:
+        with _nvml() as nvml:
+            if nvml is None:
+                return
+            count = min(num_devices, nvml.nvmlDeviceGetCount())
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            if not handles:
+                return
+            self._others = sum(
+                len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)) for handle in handles
+            )
+            while not self._stopped.wait(_LOOK_EVERY_S):
+                self._looks.append(_look(nvml, handles))
+
+
+def _look(nvml: Any, handles: list[Any]) -> tuple[float, float, bool]:
+    """(slowest clock in MHz, power of all in W, whether any is throttled)."""
+    mask = 0
+    for reason in _THROTTLE_REASONS:
+        mask |= getattr(nvml, f"nvmlClocksEventReason{reason}", 0) or getattr(
+            nvml, f"nvmlClocksThrottleReason{reason}", 0
+        )
+    clocks = [nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) for handle in handles]
+    power_mw = sum(nvml.nvmlDeviceGetPowerUsage(handle) for handle in handles)
+    held = any(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(h) & mask for h in handles)
+    return float(min(clocks)), power_mw / 1000, held
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver here
+        yield None
+        return
+    try:
+        with contextlib.suppress(pynvml.NVMLError):  # a device may not tell everything
+            yield pynvml
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,136 @@
+"""Training compiled by `torch.compile`'s inductor, inside DDP.
+
+`DDP(torch.compile(model))`, not the other way round: compiling the wrapper can
+break the graph at every bucket and then compile nothing, without saying so.
+Because that can happen for other reasons too, graphs are counted as they run. Inside
+DDP's forward pass dynamo cuts the model where DDP's gradient buckets end, so that
+averaging overlaps the backward pass: several graphs a step with several workers.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accbench import engines
+from accbench.config import TaskConfig
+from accbench.engines import ddp
+from accbench.process_group import Topology
+
+# dynamo's own names of its phases, in `compile_times`: tracing with the forward's
+# compilation, and the backward's where that is put off to the first backward pass.
+_PHASES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")
+
+
+class Engine(ddp.Engine):
+    """torch.compile with inductor under DistributedDataParallel; the rest as in ddp."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options(ddp.Engine.Options):
+        """Options of the engine inductor."""
+
+        mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+        """torch.compile's mode."""
+        cache_dir: str | None = None
+        """Folder of the compile cache. Unset: inductor's own in the temporary folder."""
+
+    compiler = "inductor"
+
+    @classmethod
+    def unavailable_reason(cls, task: TaskConfig) -> str | None:
+        if task.device == "tpu":
+            return "engine inductor has no TPU support; use --engine xla or --device cpu"
+        if task.device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+            return "engine inductor compiles C++ on a CPU and finds no g++ or clang++; install one"
+        if task.device == "cuda" and importlib.util.find_spec("triton") is None:
+            return (
+                "engine inductor needs triton on CUDA, which is not installed: pip install triton"
+            )
+        return super().unavailable_reason(task)
+
+    @classmethod
+    def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
+        options = task.options.get("inductor")
+        if options is None or options.cache_dir is None:
+            return {}
+        # Both, or Triton keeps its kernels where a "cold" run finds them again.
+        folder = Path(options.cache_dir).absolute()
+        return {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+        }
+
+    def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
+        super().__init__(task, options, topology)
+        self.mode = options.mode
+        self.num_compiles = self.num_executions = 0
+
+    @property
+    def compile_cache(self) -> str:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        return str(cache_dir())
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
+
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            with self._compiling_alone():
+                return compile_fx_inner(*args, **kwargs)
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            self.num_compiles += 1
+            compiled: Any = compile_fx(graph, inputs, inner_compile=in_turn, config_patches=patches)
+
+            def counted(*args: Any) -> Any:
+                self.num_executions += 1
+                return compiled(*args)
+
+            return counted
+
+        # In place: the module keeps its class and its parameters' names.
+        nn.Module.compile(model, backend=backend, dynamic=False)
+        return model
+
+    @contextlib.contextmanager
+    def _compiling_alone(self) -> Iterator[None]:
+        """On a CPU one worker compiles, and the others then load what it made.
+
+        They would all compile the same graph at once otherwise, on the same cores. On
+        CUDA a graph names its device, so that no worker could load another's.
+        """
+        if self.device.type != "cpu" or self.topology.local_world_size == 1:
+            yield
+            return
+        import fcntl  # POSIX alone, as is gloo between several workers here
+
+        folder = Path(self.compile_cache)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "accbench.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file closes
+            yield
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.device, memory_format=self.memory_format)  # type: ignore[call-overload]
+        return self._distributed(self._compiled(model))
+
+    def compile_stats(self) -> engines.CompileStats:
+        from torch._dynamo.utils import compile_times, counters
+
+        names, seconds = compile_times("csv", aggregate=True)
+        by_phase = {name: float(str(s)) for name, s in zip(names, seconds, strict=True)}
+        return engines.CompileStats(
+            num_compiles=self.num_compiles,
+            compile_s=sum(by_phase.get(phase, 0.0) for phase in _PHASES),
+            num_executions=self.num_executions,
+            num_fallbacks=sum(counters["graph_break"].values()),
+        )

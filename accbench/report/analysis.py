@@ -1,0 +1,200 @@
+"""A comparison's numbers and verdicts: what every report shows, in one plain form."""
+
+import dataclasses
+from typing import Any
+
+from accbench.report import cost, numerics, statistics, verdict
+from accbench.report.comparison import Comparison, Row
+from accbench.report.cost import Cost
+from accbench.report.numerics import Numerics
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RowResult:
+    """One row of a report. None: not known."""
+
+    name: str
+    engine: str | None
+    compiler: str | None
+    verdict: str
+    """baseline, faster, slower, no difference shown, not valid or failed."""
+    reasons: tuple[str, ...]
+    """Why not valid, or why it failed."""
+    rounds_ok: int
+    samples_per_s: float | None
+    """Median over the rounds."""
+    samples_per_s_rounds: tuple[float | None, ...]
+    speedup: float | None
+    """Median of the ratios to the baseline, round by round."""
+    speedup_ci95: tuple[float, float] | None
+    speedup_over_best: float | None
+    """Likewise over the fastest row that is not compiled by XLA."""
+    speedup_over_best_ci95: tuple[float, float] | None
+    data_wait_share: float | None
+    dispatch_share: float | None
+    peak_memory_bytes: int | None
+    num_graphs: float | None
+    synthetic_samples_per_s: float | None
+    input_share: float | None
+    """Part of the time that goes away with synthetic data, 0..1."""
+    cost: Cost
+    numerics: Numerics
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A comparison, judged."""
+
+    name: str
+    headline: str
+    setting: dict[str, Any]
+    baseline: str
+    best: str | None
+    """The fastest row that is not compiled by XLA."""
+    min_effect: float
+    repeats: int
+    price_per_hour: float | None
+    mixed: tuple[str, ...]
+    rows: tuple[RowResult, ...]
+    schema_version: int = SCHEMA_VERSION
+
+
+def judge(comparison: Comparison) -> Result:
+    """Compute all that reports show."""
+    best = _best(comparison)
+    rows = tuple(_row(comparison, row, best) for row in comparison.rows)
+    header = next((run.header for row in comparison.rows for run in row.rounds if run.header), None)
+    setting: dict[str, Any] = {}
+    if header is not None:
+        setting = next(run.setting() for row in comparison.rows for run in row.rounds if run.header)
+    plan = comparison.plan
+    result = Result(
+        name=comparison.name, headline="", setting=setting, baseline=plan.baseline,
+        best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
+        price_per_hour=plan.price_per_hour, mixed=comparison.mixed, rows=rows,
+    )  # fmt: skip
+    return dataclasses.replace(result, headline=headline(result))
+
+
+def ratios(row: Row, other: Row) -> list[float]:
+    """Speed of `row` over that of `other`, of the rounds in which both ended well."""
+    pairs = zip(row.rounds, other.rounds, strict=False)
+    return [
+        a.samples_per_s / b.samples_per_s
+        for a, b in pairs
+        if a.status == b.status == "ok" and a.samples_per_s and b.samples_per_s
+    ]
+
+
+def _best(comparison: Comparison) -> Row | None:
+    def compiler(row: Row) -> str | None:
+        return next((run.header.compiler for run in row.good if run.header), None)
+
+    speeds = {
+        row.name: row.median("samples_per_s") or 0.0
+        for row in comparison.rows
+        if row.good and compiler(row) != "xla"
+    }
+    if not speeds:
+        return None
+    fastest = max(speeds, key=lambda name: speeds[name])
+    return next(row for row in comparison.rows if row.name == fastest)
+
+
+def _row(comparison: Comparison, row: Row, best: Row | None) -> RowResult:
+    baseline = comparison.baseline
+    found = ratios(row, baseline)
+    speedup, interval = statistics.median_with_interval(found) if found else (None, None)
+    over_best = ratios(row, best) if best is not None and best is not row else []
+    best_speedup, best_interval = (
+        statistics.median_with_interval(over_best) if over_best else (None, None)
+    )
+    checked = numerics.judge(comparison, row)
+    word, reasons = _verdict(comparison, row, found, checked)
+    header = next((run.header for run in row.rounds if run.header), None)
+    speed, synthetic = row.median("samples_per_s"), row.synthetic.samples_per_s
+    ends = [run.end for run in row.good if run.end]
+    return RowResult(
+        name=row.name,
+        engine=header.engine if header else None,
+        compiler=header.compiler if header else None,
+        verdict=word, reasons=tuple(reasons), rounds_ok=len(row.good),
+        samples_per_s=speed,
+        samples_per_s_rounds=tuple(
+            run.samples_per_s if run.status == "ok" else None for run in row.rounds
+        ),
+        speedup=speedup, speedup_ci95=interval,
+        speedup_over_best=best_speedup, speedup_over_best_ci95=best_interval,
+        data_wait_share=row.median("data_wait_share"),
+        dispatch_share=row.median("dispatch_share"),
+        peak_memory_bytes=max((run.peak_memory_bytes or 0 for run in row.good), default=None),
+        num_graphs=ends[-1].num_graphs if ends else None,
+        synthetic_samples_per_s=synthetic,
+        input_share=max(0.0, 1 - speed / synthetic) if speed and synthetic else None,
+        cost=cost.of_row(row, baseline, comparison.plan.price_per_hour),
+        numerics=checked,
+    )  # fmt: skip
+
+
+def _verdict(
+    comparison: Comparison, row: Row, found: list[float], checked: Numerics
+) -> tuple[str, list[str]]:
+    if row.failure is not None:
+        nan = any(run.status == "nan" for run in row.rounds)
+        return (verdict.NOT_VALID if nan else verdict.FAILED), [row.failure]
+    different = checked.reason if checked.verdict == numerics.DIFFERS else None
+    reasons = verdict.reasons_against(comparison, row, different)
+    if row is comparison.baseline:
+        return (verdict.NOT_VALID if reasons else verdict.BASELINE), reasons
+    if len(found) < 2:
+        reasons.append("fewer than two rounds in which it and the baseline ended well")
+        return verdict.NOT_VALID, reasons
+    median, interval = statistics.median_with_interval(found)
+    wide = verdict.too_wide(median, interval, comparison.plan.min_effect)
+    if wide:
+        reasons.append(wide)
+    if reasons:
+        return verdict.NOT_VALID, reasons
+    return verdict.of_interval(median, interval, comparison.plan.min_effect), []
+
+
+def headline(result: Result) -> str:
+    """The verdict in a sentence for every row but the baseline."""
+    sentences = [sentence(row, result) for row in result.rows if row.name != result.baseline]
+    return " ".join(sentences)
+
+
+def sentence(row: RowResult, result: Result) -> str:
+    """A row's verdict for a person."""
+    if row.verdict == verdict.FAILED:
+        return f"{row.name} did not run."
+    if row.verdict == verdict.NOT_VALID or row.speedup is None or row.speedup_ci95 is None:
+        return f"{row.name}: no valid result ({row.reasons[0]})."
+    low, high = row.speedup_ci95
+    interval = f"{row.speedup:.2f}x its speed, 95 % interval {low:.2f} to {high:.2f}"
+    words = f"{row.name} is {row.verdict} than {result.baseline} ({interval})"
+    if row.verdict == verdict.NO_DIFFERENCE:
+        words = f"between {row.name} and {result.baseline} no difference was shown ({interval})"
+    return f"{words}{_numerics_words(row)}{_break_even_words(row)}."
+
+
+def _numerics_words(row: RowResult) -> str:
+    if row.numerics.verdict == numerics.SAME:
+        return ", trains the same"
+    return "" if row.numerics.verdict == numerics.DIFFERS else ", numerics not checked"
+
+
+def _break_even_words(row: RowResult) -> str:
+    if row.verdict != verdict.FASTER or row.cost.break_even_steps is None:
+        return ""
+    return f", and has paid back its start after {row.cost.break_even_steps:,} steps"
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Plain values, as `comparison.schema.json` describes; the cost's fields lie in the row."""
+    values = dataclasses.asdict(result)
+    for row in values["rows"]:
+        row.update(row.pop("cost"))
+    return values

@@ -1,0 +1,130 @@
+"""A judged comparison as a terminal table or as Markdown."""
+
+import io
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from accbench.report import verdict
+from accbench.report.analysis import Result, RowResult
+
+_NOT_KNOWN = "-"
+
+
+def number(value: float | None, pattern: str) -> str:
+    """`value` formatted, or a dash."""
+    return _NOT_KNOWN if value is None else pattern.format(value)
+
+
+def speedup(row: RowResult) -> str:
+    """Median and interval."""
+    if row.speedup is None or row.speedup_ci95 is None or row.verdict == verdict.BASELINE:
+        return "1" if row.verdict == verdict.BASELINE else _NOT_KNOWN
+    return "{:.3f} ({:.3f} to {:.3f})".format(row.speedup, *row.speedup_ci95)
+
+
+def first_step(row: RowResult) -> str:
+    """Cold and warm."""
+    cold, warm = row.cost.first_step_cold_s, row.cost.first_step_warm_s
+    return f"{number(cold, '{:.1f}')} / {number(warm, '{:.1f}')}"
+
+
+def break_even(row: RowResult) -> str:
+    """In steps, of a cold start."""
+    if row.verdict in (verdict.BASELINE, verdict.FAILED):
+        return _NOT_KNOWN
+    return (
+        number(row.cost.break_even_steps, "{:,}")
+        if row.cost.break_even_steps is not None
+        else "never"
+    )
+
+
+def peak_mib(row: RowResult) -> str:
+    """In MiB."""
+    return number(row.peak_memory_bytes and row.peak_memory_bytes / 2**20, "{:,.0f}")
+
+
+COLUMNS: dict[str, Callable[[RowResult], str]] = {
+    "engine": lambda row: row.name,
+    "samples/s": lambda row: number(row.samples_per_s, "{:,.1f}"),
+    "speedup (95 %)": speedup,
+    "over best non-XLA": lambda row: number(row.speedup_over_best, "{:.3f}"),
+    "verdict": lambda row: row.verdict,
+    "numerics": lambda row: row.numerics.verdict,
+    "first step s cold/warm": first_step,
+    "break-even steps": break_even,
+    "peak MiB": peak_mib,
+}
+LEFT = ("engine", "verdict", "numerics")
+
+
+def notes(result: Result) -> list[str]:
+    """What a reader of the table must know; a line each."""
+    setting = ", ".join(f"{key} {value}" for key, value in result.setting.items())
+    lines = [setting] if setting else []
+    lines.append(
+        f"samples/s of all workers after the warm-up, median of {result.repeats} rounds; "
+        f"speedup over {result.baseline}, round by round; differences under "
+        f"{result.min_effect:.0%} do not count"
+    )
+    lines += [f"MIXED {line}" for line in result.mixed]
+    for row in result.rows:
+        lines += [f"{row.name}: {row.verdict}: {reason}" for reason in row.reasons]
+        if row.numerics.reason:
+            lines.append(f"{row.name}: numerics {row.numerics.verdict}: {row.numerics.reason}")
+        lines += _extras(row, result)
+    return lines
+
+
+def _extras(row: RowResult, result: Result) -> list[str]:
+    said = []
+    cost = row.cost
+    if row.input_share is not None:
+        said.append(f"input takes {row.input_share:.0%} of the time")
+    if cost.compile_cold_s:
+        warm = number(cost.compile_warm_s, "{:.1f}")
+        said.append(f"compiles {cost.compile_cold_s:.1f} s cold, {warm} s warm")
+    if cost.break_even_epochs is not None and row.verdict != verdict.BASELINE:
+        said.append(
+            f"pays back after {cost.break_even_samples:,} samples, "
+            f"{cost.break_even_epochs:,.1f} epochs"
+        )
+    if cost.price_per_epoch is not None:
+        said.append(
+            f"an epoch costs {cost.price_per_epoch:.3g} at {result.price_per_hour:g} an hour"
+        )
+    if cost.joules_per_1000_samples is not None:
+        said.append(f"{cost.joules_per_1000_samples:,.0f} J a thousand samples")
+    return [f"{row.name}: {'; '.join(said)}"] if said else []
+
+
+def markdown(result: Result) -> str:
+    """For an issue or a README; ends in a newline."""
+    lines = [list(COLUMNS), ["---" if title in LEFT else "---:" for title in COLUMNS]]
+    lines += [[cell(row) for cell in COLUMNS.values()] for row in result.rows]
+    body = "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+    listed = "\n".join(f"- {_plain(line)}" for line in notes(result))
+    return f"**{_plain(result.headline)}**\n\n{body}\n\n{listed}\n"
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def terminal(result: Result, width: int = 150) -> str:
+    """Ends in a newline."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in COLUMNS:
+        table.add_column(title, justify="left" if title in LEFT else "right")
+    for row in result.rows:
+        table.add_row(*(escape(cell(row)) for cell in COLUMNS.values()))
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(escape(result.headline), soft_wrap=True, highlight=False)
+    console.print(table)
+    for line in notes(result):
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    return console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,107 @@
+"""What an engine costs before it is faster, and when that is paid back."""
+
+import dataclasses
+
+from accbench.report.comparison import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Seconds before the speed, with caches cold (first round) and warm (the median of the rest).
+
+    None: not known, or not defined.
+    """
+
+    first_step_cold_s: float | None = None
+    first_step_warm_s: float | None = None
+    compile_cold_s: float | None = None
+    compile_warm_s: float | None = None
+    break_even_steps: int | None = None
+    """Steps after which a cold start is paid back; None: never, or not known."""
+    break_even_steps_warm: int | None = None
+    break_even_samples: int | None = None
+    """Of a cold start."""
+    break_even_epochs: float | None = None
+    """Of a cold start."""
+    samples_per_epoch: int | None = None
+    price_per_epoch: float | None = None
+    joules_per_1000_samples: float | None = None
+
+
+def of_row(row: Row, baseline: Row, price_per_hour: float | None) -> Cost:
+    """The cost of a row, beside the baseline's."""
+    cold, warm = _starts(row)
+    base_cold, base_warm = _starts(baseline)
+    steps = _break_even(row, baseline, cold[0], base_cold[0])
+    a_step, epoch = _samples_a_step(row), _samples_per_epoch(row)
+    samples = steps * a_step if steps is not None and a_step else None
+    speed = row.median("samples_per_s")
+    return Cost(
+        first_step_cold_s=cold[0], first_step_warm_s=warm[0],
+        compile_cold_s=cold[1], compile_warm_s=warm[1],
+        break_even_steps=steps,
+        break_even_steps_warm=_break_even(row, baseline, warm[0], base_warm[0]),
+        break_even_samples=samples,
+        break_even_epochs=samples / epoch if samples is not None and epoch else None,
+        samples_per_epoch=epoch,
+        price_per_epoch=(
+            price_per_hour * epoch / speed / 3600 if price_per_hour and epoch and speed else None
+        ),
+        joules_per_1000_samples=_joules_per_1000_samples(row),
+    )  # fmt: skip
+
+
+Start = tuple[float | None, float | None]
+
+
+def _starts(row: Row) -> tuple[Start, Start]:
+    """(time to first step, compile seconds) of the cold round, and the median of the warm."""
+    cold: Start = (None, None)
+    warm: list[Start] = []
+    for number, run in enumerate(row.rounds):
+        if run.status != "ok" or run.end is None:
+            continue
+        start = (run.end.time_to_first_step_s, run.end.compile_s)
+        if number == 0:
+            cold = start
+        else:
+            warm.append(start)
+    return cold, (_median([s[0] for s in warm]), _median([s[1] for s in warm]))
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    middle = len(known) // 2
+    if not known:
+        return None
+    return known[middle] if len(known) % 2 else (known[middle - 1] + known[middle]) / 2
+
+
+def _break_even(
+    row: Row, baseline: Row, start_s: float | None, baseline_start_s: float | None
+) -> int | None:
+    own, other = row.median("steps_per_s"), baseline.median("steps_per_s")
+    if row is baseline or not own or not other or start_s is None or baseline_start_s is None:
+        return None
+    saved_s = 1 / other - 1 / own  # a step
+    if saved_s <= 0:
+        return None
+    return max(0, -int(-(start_s - baseline_start_s) // saved_s))
+
+
+def _samples_a_step(row: Row) -> int | None:
+    header = next((run.header for run in row.good if run.header), None)
+    return header.world_size * header.batch_size if header else None
+
+
+def _samples_per_epoch(row: Row) -> int | None:
+    return next((run.end.samples_per_epoch for run in row.good if run.end), None)
+
+
+def _joules_per_1000_samples(row: Row) -> float | None:
+    values = [
+        1000 * run.device.power_w / run.samples_per_s
+        for run in row.good
+        if run.device and run.device.power_w and run.samples_per_s
+    ]
+    return _median([*values])

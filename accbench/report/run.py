@@ -1,0 +1,113 @@
+"""One run's records, sorted by kind, with the few rates that everything else starts from."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accbench import config, records
+from accbench.errors import RequestError
+
+R = TypeVar("R", bound=records.Record)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run. What it did not get to is None or empty."""
+
+    name: str
+    header: records.RunRecord | None = None
+    windows: tuple[records.WindowRecord, ...] = ()
+    end: records.EndRecord | None = None
+    device: records.DeviceRecord | None = None
+    numerics: tuple[records.NumericsRecord, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """As in the end record; `killed` without one, `not run` without anything."""
+        if self.end is not None:
+            return self.end.status
+        return "killed" if self.header else "not run"
+
+    @property
+    def steady(self) -> tuple[records.WindowRecord, ...]:
+        """Windows after the warm-up."""
+        return tuple(window for window in self.windows if not window.warmup)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all ranks, over the wall seconds of the steady windows."""
+        return self._per_wall(sum(window.num_samples for window in self.steady))
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Likewise in steps."""
+        return self._per_wall(sum(window.num_steps for window in self.steady))
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Part of the steady wall time in which the loop waited for a batch, 0..1."""
+        return self._per_wall(sum(window.data_wait_s for window in self.steady))
+
+    @property
+    def dispatch_share(self) -> float | None:
+        """Part of the steady wall time in which the host traced or ran steps, 0..1."""
+        return self._per_wall(sum(window.dispatch_s for window in self.steady))
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The largest of any rank."""
+        return max((window.peak_memory_bytes for window in self.windows), default=None)
+
+    def _per_wall(self, amount: float) -> float | None:
+        wall_s = sum(window.wall_s for window in self.steady)
+        return amount / wall_s if wall_s > 0 else None
+
+    def setting(self) -> dict[str, Any]:
+        """What must be alike in two runs for their speeds to be compared."""
+        assert self.header is not None
+        run = self.header
+        return {
+            "machine": run.hostname,
+            "device": f"{run.world_size} x {run.device_name}",
+            "model": run.model,
+            "image size": run.task.get("image_size"),
+            "dtype": run.amp_dtype or "float32",
+            "global batch": run.world_size * run.batch_size,
+        }
+
+
+def of_records(name: str, found: list[records.Record]) -> Run:
+    """Sort a run's records."""
+
+    def of_kind(kind: type[R]) -> tuple[R, ...]:
+        return tuple(record for record in found if isinstance(record, kind))
+
+    def last(kind: type[R]) -> R | None:
+        return next(reversed(of_kind(kind)), None)
+
+    return Run(
+        name=name,
+        header=next(iter(of_kind(records.RunRecord)), None),
+        windows=of_kind(records.WindowRecord),
+        end=last(records.EndRecord),
+        device=last(records.DeviceRecord),
+        numerics=of_kind(records.NumericsRecord),
+    )
+
+
+def read(path: Path) -> Run:
+    """A run by its folder or its records file.
+
+    Raises:
+        RequestError: there are no records.
+    """
+    file = path / config.RECORDS_FILE if path.is_dir() else path
+    return of_records(file.parent.name, records.read(file))
+
+
+def read_if_there(path: Path) -> Run:
+    """Likewise, but a run that left no records has status `not run`."""
+    try:
+        return read(path)
+    except RequestError:
+        return Run(path.name)

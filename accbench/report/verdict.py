@@ -1,0 +1,97 @@
+"""Whether a difference was shown, in words, and what makes a measurement worth nothing."""
+
+import statistics
+
+from accbench.report.comparison import Comparison, Row
+
+MAX_DATA_WAIT_SHARE = 0.10
+MAX_OTHER_CPU_SHARE = 0.20
+MAX_THROTTLED_SHARE = 0.10
+# Width of the 95 % interval, as a part of the median, beyond which "no difference
+# shown" would only say that nothing could have been.
+MAX_INTERVAL_WIDTH = 0.25
+
+FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference shown"
+NOT_VALID, FAILED, BASELINE = "not valid", "failed", "baseline"
+
+
+def of_interval(median: float, interval: tuple[float, float], min_effect: float) -> str:
+    """faster, slower or no difference shown, of a speedup and its interval."""
+    low, high = interval
+    if low > 1 and median >= 1 + min_effect:
+        return FASTER
+    if high < 1 and median <= 1 / (1 + min_effect):
+        return SLOWER
+    return NO_DIFFERENCE
+
+
+def too_wide(median: float, interval: tuple[float, float], min_effect: float) -> str | None:
+    """The reason, where repeats differ too much for any answer."""
+    width = (interval[1] - interval[0]) / median
+    if of_interval(median, interval, min_effect) == NO_DIFFERENCE and width > MAX_INTERVAL_WIDTH:
+        return (
+            f"spread between repeats too wide: the interval spans {width:.0%} of the speedup; "
+            "more --repeats, more --max_steps or a quieter machine"
+        )
+    return None
+
+
+def reasons_against(comparison: Comparison, row: Row, numerics_reason: str | None) -> list[str]:
+    """Why the row's speed, or its ratio to the baseline's, says nothing; empty if it does."""
+    reasons = [*_of_compiler(row), *_of_loss(row)]
+    if numerics_reason:
+        reasons.append(f"different numerics: {numerics_reason}")
+    for one in dict.fromkeys((row.name, comparison.baseline.name)):
+        measured = next(r for r in comparison.rows if r.name == one)
+        reasons += _of_input(measured) + _of_device(measured)
+    if comparison.mixed:
+        reasons.append(f"runs of different settings: {'; '.join(comparison.mixed)}")
+    return reasons
+
+
+def _of_compiler(row: Row) -> list[str]:
+    reasons = []
+    ends = [run.end for run in row.good if run.end is not None]
+    recompiles = max((end.num_recompiles or 0 for end in ends), default=0)
+    fallbacks = max((end.num_fallbacks or 0 for end in ends), default=0)
+    compiler = next((run.header.compiler for run in row.good if run.header), None)
+    if recompiles:
+        reasons.append(f"{row.name} compiled {recompiles} graphs anew after the warm-up")
+    if fallbacks:
+        reasons.append(f"{row.name}: {fallbacks} operations left the compiler")
+    if compiler and any(end.num_graphs == 0 for end in ends):
+        reasons.append(f"{row.name} compiled nothing: no compiled graph ran in a step")
+    return reasons
+
+
+def _of_loss(row: Row) -> list[str]:
+    if any(run.status == "nan" or any(w.loss is None for w in run.windows) for run in row.rounds):
+        return [f"{row.name}: the loss became NaN or infinite"]
+    return []
+
+
+def _of_input(row: Row) -> list[str]:
+    share = row.median("data_wait_share")
+    if share is not None and share > MAX_DATA_WAIT_SHARE:
+        return [f"loader-bound: {row.name} waited for data {share:.0%} of the time"]
+    return []
+
+
+def _of_device(row: Row) -> list[str]:
+    devices = [run.device for run in row.good if run.device is not None]
+
+    def seen(name: str) -> list[float]:
+        values = [getattr(device, name) for device in devices]
+        return [value for value in values if value is not None] or [0.0]
+
+    reasons = []
+    throttled, processes = max(seen("throttled_share")), max(seen("other_device_processes"))
+    # The median of the rounds: it is what one disturbed round does to the speed, too.
+    shared = statistics.median(seen("other_cpu_share"))
+    if throttled > MAX_THROTTLED_SHARE:
+        reasons.append(f"the device was throttled: {row.name}, {throttled:.0%} of the time")
+    if shared > MAX_OTHER_CPU_SHARE:
+        reasons.append(f"the machine was shared: others took {shared:.0%} of it in {row.name}")
+    if processes > 0:
+        reasons.append(f"the device was shared: other processes were on it in {row.name}")
+    return reasons

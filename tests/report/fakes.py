@@ -1,0 +1,144 @@
+"""A made-up comparison on disk: three engines, five rounds, everything in order."""
+
+import dataclasses
+from pathlib import Path
+
+from accbench import records
+from accbench.report import comparison
+from accbench.report.comparison import OTHER_LAYOUT, REFERENCE, Plan, RowPlan
+
+SPEED = {"ddp": 100.0, "inductor": 125.0, "xla": 50.0}  # samples/s
+# What one round is faster than another; the same for all rows, so that ratios are steady.
+DRIFT = (1.0, 1.02, 0.99, 1.01, 0.98)
+WOBBLE = {"ddp": (0.0,) * 5, "inductor": (0.0, 0.01, -0.01, 0.005, -0.005), "xla": (0.01,) * 5}
+COLD = {"ddp": 4.0, "inductor": 30.0, "xla": 40.0}  # seconds to the first step
+WARM = {"ddp": 4.0, "inductor": 9.0, "xla": 40.0}
+
+
+def plan(**changes: object) -> Plan:
+    rows = tuple(RowPlan(name, name, {"engine": name, "model": "net"}) for name in SPEED)
+    made = Plan(rows, "ddp", 5, 0.02, 3, True, price_per_hour=2.0)
+    return dataclasses.replace(made, **changes)
+
+
+def header(engine: str, **changes: object) -> records.RunRecord:
+    made = records.RunRecord(
+        task={"engine": engine, "image_size": 64},
+        engine=engine,
+        model="net",
+        world_size=2,
+        batch_size=8,
+        amp_level="O0",
+        amp_dtype=None,
+        device_type="cpu",
+        device_name="a processor",
+        collectives="process_group",
+        compile_cache="off: none",
+        num_threads=1,
+        versions={"python": "3.11", "torch": "2.8.0"},
+        commit="abc",
+        hostname="here",
+        started_at="2026-01-01T00:00:00+00:00",
+        compiler=None if engine == "ddp" else engine,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def window(first_step: int, samples_per_s: float, **changes: object) -> records.WindowRecord:
+    num_samples = 10 * 16
+    wall_s = num_samples / samples_per_s
+    made = records.WindowRecord(
+        epoch=0,
+        first_step=first_step,
+        num_steps=10,
+        num_samples=num_samples,
+        wall_s=wall_s,
+        data_wait_s=0.02 * wall_s,
+        dispatch_s=0.3 * wall_s,
+        loss=2.0 - first_step / 50,
+        peak_memory_bytes=500 * 2**20,
+        num_compiles=0,
+        warmup=first_step == 0,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def end(engine: str, cold: bool, **changes: object) -> records.EndRecord:
+    first_step_s = (COLD if cold else WARM)[engine]
+    compiles = engine != "ddp"
+    made = records.EndRecord(
+        status="ok",
+        time_to_first_step_s=first_step_s,
+        compile_s=first_step_s - 5 if compiles else 0.0,
+        num_compiles=int(compiles),
+        num_recompiles=0,
+        num_graphs=float(compiles),
+        num_fallbacks=0,
+        skipped_steps=0,
+        num_steps=40,
+        num_samples=640,
+        num_bad_samples=0,
+        samples_per_epoch=6400,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def run(engine: str, number: int) -> list[records.Record]:
+    speed = SPEED[engine] * DRIFT[number - 1] * (1 + WOBBLE[engine][number - 1])
+    return [
+        header(engine),
+        *(window(step, speed) for step in (0, 10, 20, 30)),
+        end(engine, cold=number == 1),
+        records.DeviceRecord(wall_s=20.0, other_cpu_share=0.01),
+    ]
+
+
+def numerics(engine: str, error: float, **changes: object) -> list[records.Record]:
+    """Three steps in which everything is `error` away from the reference, as a part."""
+
+    def look(step: int) -> records.NumericsRecord:
+        made = records.NumericsRecord(
+            step=step,
+            loss=(2.0 - 0.1 * step) * (1 + error) if step else None,
+            grad_norm=1.5 * (1 + error) if step else None,
+            rank_difference=0.0,
+            sketches={
+                "w": [1.0 + 0.1 * step * (1 + error), 2.0],
+                "bn.running_mean": [0.1 * step * (1 + error), 0.0],
+            },
+            gradients={"w": [0.5 * (1 + error), 0.25]} if step else {},
+            update_errors={"w": error} if step else {},
+        )
+        return dataclasses.replace(made, **changes) if step == 2 else made
+
+    steps = [look(step) for step in range(4)]
+    return [header(engine), *steps, records.EndRecord("ok", num_steps=3)]
+
+
+def write_run(folder: Path, found: list[records.Record]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "records.jsonl"
+    path.unlink(missing_ok=True)
+    for record in found:
+        records.append(path, record)
+
+
+def write(folder: Path, made: Plan | None = None) -> Path:
+    """The whole comparison; returns `folder`."""
+    made = made or plan()
+    folder.mkdir(parents=True, exist_ok=True)
+    made.write(folder)
+    for row in made.rows:
+        for number in range(1, made.repeats + 1):
+            write_run(comparison.round_folder(folder, number, row), run(row.folder, number))
+        synthetic = [
+            header(row.folder),
+            *(window(step, 1.1 * SPEED[row.folder]) for step in (0, 10)),
+            end(row.folder, cold=False),
+        ]
+        write_run(comparison.synthetic_folder(folder, row), synthetic)
+        error = {"ddp": 1e-5, "inductor": 2e-5, "xla": 3e-5}[row.folder]
+        write_run(comparison.numerics_folder(folder, row.folder), numerics(row.folder, error))
+    write_run(comparison.numerics_folder(folder, REFERENCE), numerics("ddp", 0.0))
+    write_run(comparison.numerics_folder(folder, OTHER_LAYOUT), numerics("ddp", 1.5e-5))
+    return folder

@@ -1,0 +1,255 @@
+"""Verdicts and reports of made-up records: what is planted must be named."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from accbench import cli, records
+from accbench.errors import RequestError
+from accbench.report import analysis, comparison, publish
+from tests.report import fakes
+
+GOLDEN = Path(__file__).parent / "golden"
+SCHEMA = Path(comparison.__file__).with_name("comparison.schema.json")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return fakes.write(tmp_path / "fake")
+
+
+def round_of(folder: Path, number: int, row: str) -> Path:
+    return folder / "rounds" / f"{number:02}" / row
+
+
+def rewrite(folder: Path, engine: str, change) -> None:
+    """Pass every record of an engine's rounds through `change`."""
+    for number in range(1, 6):
+        found = [change(record) for record in fakes.run(engine, number)]
+        fakes.write_run(round_of(folder, number, engine), found)
+
+
+def replaced(kind: type, **values):
+    """A change of `rewrite`: records of `kind` get other values; of windows, steady ones."""
+
+    def change(record):
+        if isinstance(record, kind) and not getattr(record, "warmup", False):
+            return dataclasses.replace(record, **values)
+        return record
+
+    return change
+
+
+def row_of(folder: Path, name: str) -> analysis.RowResult:
+    result = analysis.judge(comparison.read(folder, allow_mixed=True))
+    return next(row for row in result.rows if row.name == name)
+
+
+@pytest.mark.parametrize("format", ["md", "json"])
+def test_golden(folder, format):
+    """Committed output for committed records, to the letter."""
+    rendered = publish.render([comparison.read(folder)], format)
+    assert rendered == (GOLDEN / f"comparison.{format}").read_text()
+
+
+def test_json_fits_the_published_schema(folder):
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    values = json.loads(publish.render([comparison.read(folder)], "json"))
+    jsonschema.validate(values, schema)
+    assert set(schema["$defs"]["row"]["properties"]) == set(values["rows"][0])
+    fakes.write_run(round_of(folder, 1, "xla"), [records.EndRecord("oom", "no memory")])
+    fakes.write_run(folder / "numerics" / "xla", [records.EndRecord("oom", "no memory")])
+    jsonschema.validate(json.loads(publish.render([comparison.read(folder)], "json")), schema)
+
+
+def test_verdicts_and_cost_of_good_records(folder):
+    rows = {name: row_of(folder, name) for name in fakes.SPEED}
+    assert {name: row.verdict for name, row in rows.items()} == {
+        "ddp": "baseline",
+        "inductor": "faster",
+        "xla": "slower",
+    }
+    inductor = rows["inductor"]
+    # 26 s more before the first step; 160 ms and 128 ms a step.
+    assert inductor.cost.break_even_steps == 813
+    assert inductor.cost.break_even_steps_warm == 157
+    assert inductor.cost.break_even_samples == 813 * 16
+    assert rows["xla"].cost.break_even_steps is None
+    assert rows["xla"].speedup_over_best == pytest.approx(50.5 / 125, rel=0.02)
+    assert inductor.input_share == pytest.approx(1 - 1 / 1.1, rel=0.01)
+    assert inductor.cost.price_per_epoch == pytest.approx(2.0 * 6400 / 125 / 3600, rel=0.01)
+
+
+def test_engines_alike_show_no_difference(folder):
+    """Ratios on both sides of 1, as of an engine against itself."""
+    factors = iter((1.01, 0.99, 1.0, 1.02, 0.995))
+    for number in range(1, 6):
+        speed = 100 * fakes.DRIFT[number - 1] * next(factors)
+        found = [
+            fakes.window(r.first_step, speed) if isinstance(r, records.WindowRecord) else r
+            for r in fakes.run("inductor", number)
+        ]
+        fakes.write_run(round_of(folder, number, "inductor"), found)
+    row = row_of(folder, "inductor")
+    assert row.verdict == "no difference shown"
+    assert row.speedup_ci95[0] < 1 < row.speedup_ci95[1]
+
+
+def test_a_difference_under_min_effect_does_not_count(tmp_path):
+    folder = fakes.write(tmp_path, fakes.plan(min_effect=0.5))
+    assert row_of(folder, "inductor").verdict == "no difference shown"
+
+
+DEVICE = records.DeviceRecord
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "reason"),
+    [
+        (records.EndRecord, {"num_recompiles": 3}, "compiled 3 graphs anew after the warm-up"),
+        (records.EndRecord, {"num_fallbacks": 7}, "7 operations left the compiler"),
+        (records.EndRecord, {"num_graphs": 0.0}, "compiled nothing"),
+        (records.WindowRecord, {"loss": None}, "loss became NaN"),
+        (records.WindowRecord, {"data_wait_s": 0.3}, "loader-bound"),
+        (DEVICE, {"throttled_share": 0.5}, "throttled"),
+        (DEVICE, {"other_cpu_share": 0.5}, "machine was shared"),
+        (DEVICE, {"other_device_processes": 1}, "device was shared"),
+    ],
+)
+def test_planted_fault_makes_the_result_not_valid(folder, kind, values, reason):
+    rewrite(folder, "inductor", replaced(kind, **values))
+    row = row_of(folder, "inductor")
+    assert row.verdict == "not valid"
+    assert reason in row.reasons[0]
+    assert "inductor" in row.reasons[0]
+    assert row_of(folder, "xla").verdict == "slower"
+
+
+def test_loader_bound_baseline_spoils_every_ratio(folder):
+    rewrite(folder, "ddp", replaced(records.WindowRecord, data_wait_s=0.5))
+    for name in ("inductor", "xla"):
+        assert "loader-bound: ddp" in row_of(folder, name).reasons[0]
+
+
+def test_spread_too_wide(folder):
+    for number, speed in enumerate((60, 140, 100, 80, 120), start=1):
+        found = [
+            fakes.window(r.first_step, speed) if isinstance(r, records.WindowRecord) else r
+            for r in fakes.run("inductor", number)
+        ]
+        fakes.write_run(round_of(folder, number, "inductor"), found)
+    row = row_of(folder, "inductor")
+    assert row.verdict == "not valid"
+    assert "spread between repeats too wide" in row.reasons[0]
+
+
+def test_numerics_drift_is_named_with_step_and_tensor(folder):
+    drifted = fakes.numerics("inductor", 2e-5, gradients={"w": [0.51, 0.25]})
+    fakes.write_run(folder / "numerics" / "inductor", drifted)
+    row = row_of(folder, "inductor")
+    assert row.verdict == "not valid"
+    assert "different numerics: gradient of w at step 2" in row.reasons[0]
+    assert row.numerics.verdict == "differs"
+    assert (row.numerics.first_step, row.numerics.first_tensor) == (2, "gradient of w")
+
+
+def test_ranks_apart_mean_gradients_not_averaged(folder):
+    fakes.write_run(folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, rank_difference=1e-3))
+    assert "not averaged" in row_of(folder, "xla").numerics.reason
+
+
+def test_numerics_not_checked_says_why(folder):
+    fakes.write_run(folder / "numerics" / "xla", [records.EndRecord("oom", "no memory left")])
+    checked = row_of(folder, "xla").numerics
+    assert checked.verdict == "not checked"
+    assert "no memory left" in checked.reason
+
+
+def test_engine_that_failed_is_a_row_with_its_reason(folder):
+    for number in range(1, 6):
+        fakes.write_run(
+            round_of(folder, number, "xla"),
+            [fakes.header("xla"), records.EndRecord("oom", "rank 0 failed: OutOfMemoryError")],
+        )
+    row = row_of(folder, "xla")
+    assert (row.verdict, row.reasons) == ("failed", ("rank 0 failed: OutOfMemoryError",))
+    assert row_of(folder, "inductor").verdict == "faster"
+    assert "OutOfMemoryError" in publish.render([comparison.read(folder)], "md")
+
+
+def test_run_killed_in_mid_line_loses_its_round_only(folder):
+    path = round_of(folder, 3, "inductor") / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-300])
+    row = row_of(folder, "inductor")
+    assert row.verdict == "faster"
+    assert row.rounds_ok == 4
+    assert row.samples_per_s_rounds[2] is None
+
+
+def test_runs_of_different_settings_are_refused_or_marked(folder):
+    rewrite(folder, "xla", replaced(records.RunRecord, hostname="elsewhere"))
+    with pytest.raises(RequestError, match="machine: elsewhere, here.*--allow_mixed"):
+        comparison.read(folder)
+    found = comparison.read(folder, allow_mixed=True)
+    assert "mixed: machine: elsewhere, here" in publish.render([found], "html")
+    assert "MIXED machine" in publish.render([found], "md")
+    assert row_of(folder, "xla").verdict == "not valid"
+
+
+def test_page_is_one_file_and_escapes(tmp_path):
+    evil = '<script>alert("x")</script>&'
+    rows = tuple(
+        dataclasses.replace(row, name=row.name + evil) if row.name == "xla" else row
+        for row in fakes.plan().rows
+    )
+    folder = fakes.write(tmp_path / "fake", fakes.plan(rows=rows))
+    for engine in fakes.SPEED:
+        rewrite(
+            folder,
+            engine,
+            replaced(records.RunRecord, device_name=evil, model=evil, versions={evil: evil}),
+        )
+    page = publish.render([comparison.read(folder)], "html")
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert not re.search(r"(src|href)=|url\(|@import|https?://", page)
+    assert page.index("is <b") < page.index("<svg")  # the verdict comes first
+
+
+def test_report_shows_the_good_and_names_the_bad(folder, tmp_path, capsys):
+    bad = {"empty": "", "foreign": '{"kind": "other"}\n[1, 2]\nnot json\n', "cut": '{"kind": "ru'}
+    paths = []
+    for name, text in bad.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "records.jsonl").write_text(text)
+        paths.append(str(tmp_path / name))
+    good = str(round_of(folder, 2, "ddp"))
+    missing = str(tmp_path / "missing")
+    assert cli.main(["report", good, str(folder), *paths, missing]) == 2
+    out, err = capsys.readouterr()
+    assert "inductor is faster" in out
+    assert len(err.splitlines()) == 4
+    for path in [*paths, missing]:
+        assert path in err
+
+
+def test_single_runs_make_a_page_without_a_verdict(folder, capsys):
+    runs = [str(round_of(folder, 2, name)) for name in ("ddp", "xla")]
+    assert cli.main(["report", *runs, "--format", "html"]) == 0
+    page = capsys.readouterr().out
+    assert "<svg" in page
+    assert "fewer than two rounds" in page
+
+
+def test_figures_for_a_notebook(folder):
+    from accbench import report
+
+    figures = report.figures(folder)
+    assert len(figures) == 2
+    labels = [text.get_text() for text in figures[0].axes[0].get_yticklabels()]
+    assert labels == ["ddp", "inductor", "xla"]

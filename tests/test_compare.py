@@ -1,0 +1,119 @@
+"""`accbench compare` as a user runs it, on tiny nets."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accbench import cli
+from accbench.report import comparison
+from tests import planted
+from tests.conftest import ROOT, TINY
+
+FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu")
+
+
+def start(folder, *flags, plugins=None) -> subprocess.Popen:
+    path = os.pathsep.join(map(str, filter(None, (plugins, ROOT))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "accbench", "compare", *FAST, f"--output_dir={folder}", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process, timeout_s: float = 200) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err
+
+
+def rows_of(folder) -> dict:
+    return {row["name"]: row for row in json.loads((folder / "report.json").read_text())["rows"]}
+
+
+def test_rows_reports_and_an_engine_that_crashes(tmp_path):
+    """Variants are rows; what one engine cannot do does not stop the others."""
+    plugins = planted.install(tmp_path / "plugins")
+    folder = tmp_path / "c"
+    flags = ("--engines=ddp,ddp:channels_last=false,crashes", "--numerics_steps=2")
+    status, out, err = finish(start(folder, *flags, plugins=plugins))
+    assert status == 0, err
+    rows = rows_of(folder)
+    assert list(rows) == ["ddp", "ddp:channels_last=false", "crashes"]
+    assert rows["crashes"]["verdict"] == "failed"
+    assert "planted crash" in rows["crashes"]["reasons"][0]
+    assert rows["ddp:channels_last=false"]["rounds_ok"] == 2
+    assert rows["ddp:channels_last=false"]["speedup"] > 0
+    assert rows["ddp:channels_last=false"]["numerics"]["verdict"] == "trains the same"
+    run = comparison.read(folder).rows[1].rounds[0]
+    assert run.header.task["ddp"]["channels_last"] is False
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert "planted crash" in (folder / "report.md").read_text()
+    # Measured in turn, not one engine after the other.
+    lines = [line for line in out.splitlines() if line.startswith("round")]
+    assert [line.split()[1] for line in lines] == ["1/2", "1/2", "1/2", "2/2", "2/2"]
+    assert "crashes" in lines[2]
+
+
+def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
+    folder = tmp_path / "c"
+    flags = ("--engines=ddp,ddp", "--numerics_steps=0")
+    process = start(folder, *flags)
+    first = folder / "rounds" / "01" / "ddp" / "records.jsonl"
+    deadline = time.monotonic() + 120
+    while not (first.exists() and '"device"' in first.read_text()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert status == 130
+    assert f"--output_dir {folder}" in err
+    assert "Traceback" not in err
+    kept = first.read_text()
+    status, out, err = finish(start(folder, *flags))
+    assert status == 0, err
+    assert first.read_text() == kept, "a run that had ended well was repeated"
+    assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
+    assert list(rows_of(folder)) == ["ddp", "ddp#2"]
+
+    status, _, err = finish(start(folder, *flags, "--min_effect=0.5"))
+    assert status == 2
+    assert "other settings" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--engines=ddp"], "two or more"),
+        (["--engines=ddp,dpd"], "unknown engine 'dpd'; there are: ddp, inductor"),
+        (["--engines=ddp,ddp:channels=1"], "ddp.channels"),
+        (["--engines=ddp,ddp:channels_last"], "no option=value"),
+        (["--engines=ddp,xla", "--baseline=eager"], "none of the rows: ddp, xla"),
+        (["--repeats=1"], "--repeats must be at least 2"),
+        (["--price_per_hour=-1"], "--price_per_hour must be more than 0"),
+        (["--compiler-opt"], "takes --engines"),
+        (["--lr=fast"], "lr"),
+    ],
+)
+def test_bad_request_is_one_line(flags, message, capsys, tmp_path):
+    argv = ["compare", "--data=synthetic", f"--output_dir={tmp_path / 'c'}", *flags]
+    assert cli.main(argv) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    argv = ["compare", *FAST, "--engines=ddp,ddp", f"--output_dir={tmp_path}"]
+    assert cli.main(argv) == 2
+    assert "not empty" in capsys.readouterr().err
