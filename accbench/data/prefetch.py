@@ -59,7 +59,10 @@ class BackgroundGenerator:
         transfer = _OnOwnStream(to_device, device) if device is not None and on_cuda else to_device
         # The thread knows nothing of this object, which can thus be collected.
         self._thread = threading.Thread(
-            target=_work, args=(self._shared, generator, transfer), name="prefetch", daemon=True
+            target=_work,
+            args=(self._shared, generator, transfer, self._consumer_device),
+            name="prefetch",
+            daemon=True,
         )
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._shared, self._thread)
@@ -99,8 +102,16 @@ class _Shared:
         self.stopped = threading.Event()
 
 
-def _work(shared: _Shared, generator: Iterable[Any], transfer: Callable[[Any], Any]) -> None:
+def _work(
+    shared: _Shared,
+    generator: Iterable[Any],
+    transfer: Callable[[Any], Any],
+    cuda_device: torch.device | None,
+) -> None:
     try:
+        if cuda_device is not None:
+            # A thread begins on device 0, where pinning would take memory for every rank.
+            torch.cuda.set_device(cuda_device)
         iterator = iter(generator)
         del generator
         while True:
