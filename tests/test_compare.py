@@ -68,7 +68,7 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
     process = start(folder, *flags)
     first = folder / "rounds" / "01" / "ddp" / "records.jsonl"
     deadline = time.monotonic() + 120
-    while not (first.exists() and '"device"' in first.read_text()):
+    while not (first.exists() and '"kind": "device"' in first.read_text()):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
