@@ -52,9 +52,9 @@ class Engine(engines.Engine):
         """The cache's folder. Unset: accbench/xla in the user's cache folder."""
         host_bucket_mib: int = 64
         """Gradients averaged on the host travel in buckets of this size, in MiB."""
-        replay: Literal["auto", "on", "off"] = "auto"
-        """Run recorded steps without tracing them anew. auto: on where it is proven, which is
-        one worker on a CPU so far. Workers that average on the host cannot."""
+        replay: Literal["on", "off"] = "off"
+        """Run recorded steps without tracing them anew. Recording compiles once more, some
+        steps into the run. Workers that average on the host cannot."""
         flags: str = ""
         """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
 
@@ -80,7 +80,7 @@ class Engine(engines.Engine):
         if options.replay == "on" and task.device == "cpu" and task.nproc_per_node > 1:
             return (
                 "--xla.replay on needs gradients that are averaged in the graph, and workers on "
-                "a CPU average on the host; leave it at auto, or use --nproc_per_node 1"
+                "a CPU average on the host; leave it off, or use --nproc_per_node 1"
             )
         return _cuda_problem(task) if task.device == "cuda" else None
 
@@ -147,9 +147,7 @@ class Engine(engines.Engine):
             os.environ.setdefault(cuda.COORDINATOR_PORT_VARIABLE, str(port))
 
     def _start_replay(self) -> Any | None:
-        wanted, alone = self.options.replay, self.topology.world_size == 1
-        proven = self.task.device == "cpu" and alone
-        if wanted == "off" or (wanted == "auto" and not proven):
+        if self.options.replay == "off":
             return None
         from accbench.engines.xla_replay import StepReplay
 
@@ -180,7 +178,7 @@ class Engine(engines.Engine):
         return str(self.xm.xla_device_kind(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        xla_batchnorm.correct_running_variance(model)
+        self._variances = xla_batchnorm.VarianceCorrection(model)
         return model.to(self.device)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -235,6 +233,7 @@ class Engine(engines.Engine):
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self._variances.apply()
         self._average([p for group in optimizer.param_groups for p in group["params"]])
         if self.scaler is None:
             optimizer.step(found_inf=self._no_overflow)  # type: ignore[call-overload]

@@ -12,29 +12,41 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def correct_running_variance(model: nn.Module) -> None:
-    """Have every BatchNorm of `model` keep the variance as PyTorch does."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.momentum and module.running_var is not None:
-            module.register_forward_pre_hook(_keep_variance)
-            module.register_forward_hook(_correct_variance)
+class VarianceCorrection:
+    """What is missing in the running variances of a model, added after each backward pass.
 
+    Not in the forward pass: autograd holds the buffers until the backward pass is done.
+    """
 
-def _keep_variance(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-    if module.training:
-        # A copy: the forward pass writes in place.
-        module._variance_before = module.running_var.detach().clone()
+    def __init__(self, model: nn.Module) -> None:
+        self._before: dict[nn.Module, torch.Tensor] = {}
+        self._missing: dict[nn.Module, torch.Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and module.momentum and module.track_running_stats:
+                module.register_forward_pre_hook(self._keep)
+                module.register_forward_hook(self._note)
 
+    def _keep(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if module.training:
+            # A copy: the forward pass writes in place.
+            self._before[module] = module.running_var.detach().clone()
 
-def _correct_variance(module: Any, inputs: tuple[torch.Tensor, ...], _output: Any) -> None:
-    if not module.training:
-        return
-    num_values = inputs[0].numel() // inputs[0].shape[1]
-    if num_values < 2:
-        return
-    with torch.no_grad():
-        # running = (1 - m) * before + m * biased; what m added grows by 1 / (n - 1).
-        added = module.running_var - (1 - module.momentum) * module._variance_before
-        # As data: autograd holds the buffer, though in training its gradient needs it not.
-        module.running_var.data.add_(added / (num_values - 1))
-    del module._variance_before
+    @torch.no_grad()
+    def _note(self, module: Any, inputs: tuple[torch.Tensor, ...], _output: Any) -> None:
+        before = self._before.pop(module, None)
+        num_values = inputs[0].numel() // inputs[0].shape[1]
+        if before is None or num_values < 2:
+            return
+        # running = (1 - m) * before + m * biased; what m added grows by 1 / (n - 1). Of an
+        # earlier forward pass before the same step, as much as the average keeps.
+        keep = 1 - module.momentum
+        missing = (module.running_var - keep * before) / (num_values - 1)
+        earlier = self._missing.get(module)
+        self._missing[module] = missing if earlier is None else missing + keep * earlier
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Add what is missing since the last call."""
+        for module, missing in self._missing.items():
+            module.running_var.add_(missing)  # type: ignore[operator]
+        self._missing.clear()
