@@ -26,10 +26,11 @@ class VarianceCorrection:
                 module.register_forward_pre_hook(self._keep)
                 module.register_forward_hook(self._note)
 
+    @torch.no_grad()
     def _keep(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         if module.training:
             # A copy: the forward pass writes in place.
-            self._before[module] = module.running_var.detach().clone()
+            self._before[module] = module.running_var.clone()
 
     @torch.no_grad()
     def _note(self, module: Any, inputs: tuple[torch.Tensor, ...], _output: Any) -> None:
