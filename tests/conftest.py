@@ -38,15 +38,17 @@ def _nothing_left_behind():
     assert after == environment, "the test changed the environment"
     new = set(psutil.Process().children(recursive=True)) - children
     # Python keeps these two for the whole process, once something needed them.
-    new -= {process for process in new if _is_kept_by_python(process)}
-    # psutil now and then overlooks a child at first; what is older is not the test's.
-    new = {process for process in new if process.create_time() > started - 1}
+    new = {process for process in new if not _is_kept(process, started)}
     _, alive = psutil.wait_procs(new, timeout=10)
     assert not alive, "the test left processes"
 
 
-def _is_kept_by_python(process: psutil.Process) -> bool:
+def _is_kept(process: psutil.Process, started: float) -> bool:
+    """Kept by Python for the whole process; or older than the test, for psutil now and then
+    overlooks a child at first."""
     try:
+        if process.create_time() < started - 1:
+            return True
         return "multiprocessing." in " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile
         return False
