@@ -31,27 +31,26 @@ TINY = (
 def _nothing_left_behind():
     environment = dict(os.environ)
     children = set(psutil.Process().children(recursive=True))
-    started = time.time()
     yield
     after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert after == environment, "the test changed the environment"
     new = set(psutil.Process().children(recursive=True)) - children
-    # Python keeps these two for the whole process, once something needed them.
-    new = {process for process in new if not _is_kept(process, started)}
+    new = {process for process in new if _is_ours(process)}
     _, alive = psutil.wait_procs(new, timeout=10)
     assert not alive, "the test left processes"
 
 
-def _is_kept(process: psutil.Process, started: float) -> bool:
-    """Kept by Python for the whole process; or older than the test, for psutil now and then
-    overlooks a child at first."""
+def _is_ours(process: psutil.Process) -> bool:
+    """Started by accbench's scripts or modules. Python and torch keep helpers of their own
+    for as long as pytest's process lives, once something needed them."""
     try:
-        if process.create_time() < started - 1:
-            return True
-        return "multiprocessing." in " ".join(process.cmdline())
+        arguments = process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile
         return False
+    names = {Path(argument).name for argument in arguments}
+    modules = any(argument.split(".")[0] == "accbench" for argument in arguments)
+    return modules or bool(names & {"main.py", "launch_single_task.py"})
 
 
 @pytest.fixture(scope="session")
