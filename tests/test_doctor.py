@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from accbench import doctor, self_test
 
 from .conftest import ROOT
@@ -56,6 +58,7 @@ def test_the_table_gives_the_reason_in_words() -> None:
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_the_self_test_trains_with_every_engine_alone_and_in_pairs() -> None:
     done = ask("--self_test", "--format=json", CUDA_VISIBLE_DEVICES="")
     facts = json.loads(done.stdout)
