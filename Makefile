@@ -9,7 +9,7 @@ BENCH_DIR := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O0 \
 	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5
 
-.PHONY: help bench test test-slow check prepare prepare-dev
+.PHONY: help bench test check prepare prepare-dev
 
 help:
 	@echo "make bench   train the baseline and the compiled engine on mock images, and compare"
@@ -28,10 +28,7 @@ bench: prepare
 	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla
 
 test: prepare-dev
-	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not slow"
-
-test-slow: prepare-dev
-	$(PYTHON) -m pytest -m slow
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 check: prepare-dev
 	$(PYTHON) -m ruff format --check .

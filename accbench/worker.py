@@ -1,6 +1,7 @@
 """One worker, top to bottom. `main.py`, torchrun and the launchers all start this."""
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -44,6 +45,7 @@ def main(
         job: what to do instead of training, with what `run` takes.
     """
     started = time.perf_counter() if started is None else started
+    faulthandler.enable()  # a crash in C++ then shows where Python was
     topology = Topology.from_env()
     launched = ERROR_FILE_VARIABLE in os.environ
     if launched:

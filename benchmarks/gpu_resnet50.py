@@ -31,8 +31,8 @@ VARIANTS = {
     "ddp channels_last": ("ddp", ["--ddp.channels_last"], PYTHON),
     "ddp NCHW": ("ddp", ["--ddp.no-channels_last"], PYTHON),
     "inductor": ("inductor", [], PYTHON),
-    "xla traced": ("xla", ["--xla.replay=off", "--xla.no-unbiased_variance"], XLA_PYTHON),
-    "xla replayed": ("xla", ["--xla.replay=on", "--xla.no-unbiased_variance"], XLA_PYTHON),
+    "xla traced": ("xla", ["--xla.replay=off"], XLA_PYTHON),
+    "xla replayed": ("xla", ["--xla.replay=on"], XLA_PYTHON),
 }
 
 

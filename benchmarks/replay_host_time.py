@@ -66,9 +66,7 @@ class Trainer:
             amp_level=flags.amp_level,
             amp_dtype="float16" if flags.device == "cuda" else "bfloat16",
         )  # fmt: skip
-        options = Engine.Options(
-            replay="on" if mode == "replayed" else "off", unbiased_variance=False
-        )
+        options = Engine.Options(replay="on" if mode == "replayed" else "off")
         self.engine = Engine(task, options, Topology())
         self.spec = models.resolve(flags.model)
         torch.manual_seed(0)

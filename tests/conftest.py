@@ -27,30 +27,37 @@ TINY = (
 )
 
 
+# What Python and torch start once, in the tests' own process, and keep until it ends.
+HELPERS = (
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+    "torch/_inductor/compile_worker",
+)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     environment = dict(os.environ)
-    children = set(psutil.Process().children(recursive=True))
+    children = _children()
     yield
     after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert after == environment, "the test changed the environment"
-    new = set(psutil.Process().children(recursive=True)) - children
-    new = {process for process in new if _is_ours(process)}
-    _, alive = psutil.wait_procs(new, timeout=10)
+    _, alive = psutil.wait_procs(_children() - children, timeout=10)
     assert not alive, "the test left processes"
 
 
-def _is_ours(process: psutil.Process) -> bool:
-    """Started by accbench's scripts or modules. Python and torch keep helpers of their own
-    for as long as pytest's process lives, once something needed them."""
-    try:
-        arguments = process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile
-        return False
-    names = {Path(argument).name for argument in arguments}
-    modules = any(argument.split(".")[0] == "accbench" for argument in arguments)
-    return modules or bool(names & {"main.py", "launch_single_task.py"})
+def _children() -> set[psutil.Process]:
+    """All processes below this one, but not its helpers and theirs."""
+    found = set()
+    for child in psutil.Process().children():
+        try:
+            line = " ".join(child.cmdline())
+            if not any(helper in line for helper in HELPERS):
+                found |= {child, *child.children(recursive=True)}
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile
+            continue
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,6 @@ def test_the_table_gives_the_reason_in_words() -> None:
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-@pytest.mark.slow
 def test_the_self_test_trains_with_every_engine_alone_and_in_pairs() -> None:
     done = ask("--self_test", "--format=json", CUDA_VISIBLE_DEVICES="")
     facts = json.loads(done.stdout)

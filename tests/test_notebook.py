@@ -23,7 +23,6 @@ def texts(notebook) -> str:
 @pytest.mark.xla
 @pytest.mark.timeout(420)
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
-@pytest.mark.slow
 def test_runs_from_top_to_bottom():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}})

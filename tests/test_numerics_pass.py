@@ -22,12 +22,13 @@ STEPS = 6
 def look(folder: Path, name: str, *flags: str, plugins: Path) -> runs.Run:
     """A pass of two workers."""
     path = os.pathsep.join((str(plugins), str(ROOT)))
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "accbench.numerics", *TINY, "--nproc_per_node=2", "--device=cpu",
          "--data=synthetic", f"--max_steps={STEPS}", f"--output_dir={folder / name}", *flags],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
         timeout=200,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     return runs.read(folder / name)
 
 

@@ -54,10 +54,7 @@ class Engine(engines.Engine):
         """Gradients averaged on the host travel in buckets of this size, in MiB."""
         replay: Literal["on", "off"] = "off"
         """Run recorded steps without tracing them anew. Recording compiles once more, some
-        steps into the run. Workers that average on the host cannot, and models with
-        BatchNorm only with --xla.no-unbiased_variance."""
-        unbiased_variance: bool = True
-        """Have BatchNorm track the unbiased variance, as PyTorch does and torch_xla does not."""
+        steps into the run. Workers that average on the host cannot."""
         flags: str = ""
         """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
 
@@ -134,7 +131,6 @@ class Engine(engines.Engine):
                 self.scaler = torch_xla.amp.GradScaler()
         self._no_overflow = torch.zeros(()).to(self.device)
         self._replay = self._start_replay()
-        self._variances: xla_batchnorm.VarianceCorrection | None = None
 
     def _register_cuda(self) -> None:
         from torch_xla.experimental import plugins
@@ -182,8 +178,7 @@ class Engine(engines.Engine):
         return str(self.xm.xla_device_kind(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        if self.options.unbiased_variance:
-            self._variances = xla_batchnorm.VarianceCorrection(model)
+        xla_batchnorm.track_unbiased_variance(model)
         return model.to(self.device)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -238,8 +233,6 @@ class Engine(engines.Engine):
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._variances is not None:
-            self._variances.apply()
         self._average([p for group in optimizer.param_groups for p in group["params"]])
         if self.scaler is None:
             optimizer.step(found_inf=self._no_overflow)  # type: ignore[call-overload]

@@ -12,42 +12,35 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class VarianceCorrection:
-    """What is missing in the running variances of a model, added after each backward pass.
+def track_unbiased_variance(model: nn.Module) -> None:
+    """Have the BatchNorm layers of `model` track the unbiased variance.
 
-    Not in the forward pass: autograd holds the buffers until the backward pass is done.
+    A forward pass gets zeros as the running variance, (C,), so that momentum times the
+    batch's own is left in them; corrected, that goes into the layer's own. Layers whose
+    average is cumulative (momentum None) stay as they are.
     """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.momentum and module.track_running_stats:
+            module.register_forward_pre_hook(_lend_zeros)
+            # Also after an error, or the layer would lose its buffer.
+            module.register_forward_hook(_take_back, always_call=True)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._before: dict[nn.Module, torch.Tensor] = {}
-        self._missing: dict[nn.Module, torch.Tensor] = {}
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) and module.momentum and module.track_running_stats:
-                module.register_forward_pre_hook(self._keep)
-                module.register_forward_hook(self._note)
 
-    @torch.no_grad()
-    def _keep(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        if module.training:
-            # A copy: the forward pass writes in place.
-            self._before[module] = module.running_var.clone()
+def _lend_zeros(module: Any, _inputs: tuple[torch.Tensor, ...]) -> None:
+    if module.training:
+        module._own_running_var = module.running_var
+        module._buffers["running_var"] = torch.zeros_like(module.running_var)
 
-    @torch.no_grad()
-    def _note(self, module: Any, inputs: tuple[torch.Tensor, ...], _output: Any) -> None:
-        before = self._before.pop(module, None)
-        num_values = inputs[0].numel() // inputs[0].shape[1]
-        if before is None or num_values < 2:
-            return
-        # running = (1 - m) * before + m * biased; what m added grows by 1 / (n - 1). Of an
-        # earlier forward pass before the same step, as much as the average keeps.
-        keep = 1 - module.momentum
-        missing = (module.running_var - keep * before) / (num_values - 1)
-        earlier = self._missing.get(module)
-        self._missing[module] = missing if earlier is None else missing + keep * earlier
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Add what is missing since the last call."""
-        for module, missing in self._missing.items():
-            module.running_var.add_(missing)  # type: ignore[operator]
-        self._missing.clear()
+@torch.no_grad()
+def _take_back(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+    own = module.__dict__.pop("_own_running_var", None)
+    if own is None:
+        return
+    added = module.running_var
+    module._buffers["running_var"] = own
+    if output is None:  # the forward pass failed
+        return
+    num_values = inputs[0].numel() // inputs[0].shape[1]
+    unbiased = added * (num_values / (num_values - 1)) if num_values > 1 else added
+    own.copy_(own * (1 - module.momentum) + unbiased)

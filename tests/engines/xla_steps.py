@@ -43,9 +43,7 @@ def make_engine(replay: str, amp: str = "O0", world_size: int = 1) -> Engine:
         amp_level="O0" if amp == "O0" else "O1", amp_dtype=None if amp == "O0" else amp,
     )  # fmt: skip
     topology = Topology(0, 0, world_size, world_size)
-    # Replay cannot take the correction of BatchNorm's variance yet, so both go without.
-    options = Engine.Options(replay=replay, unbiased_variance=False)
-    engine = Engine(task, options, topology)
+    engine = Engine(task, Engine.Options(replay=replay), topology)
     if engine.scaler is not None:
         engine.scaler._init_scale = 2.0**24  # overflows, and is halved, for some steps
     return engine
