@@ -1,18 +1,22 @@
 """What an engine costs over a bare hand-written loop of the same model, data and settings.
 
     python benchmarks/engine_overhead.py --engine ddp
+    python benchmarks/engine_overhead.py --engine ddp --nproc_per_node 2
     python benchmarks/engine_overhead.py --engine xla
-    torchrun --nproc_per_node=2 benchmarks/engine_overhead.py --engine ddp
 
 Both sides run in one process, in turns of a few steps (A B, B A, ...), on fixed
-batches. Printed is the ratio of their times, turn by turn: median, and the
-interval that holds 95 % of medians of resampled turns.
+batches. Where its memory lies can make one side of a process faster by some percent
+for as long as the process lives, so all is repeated in fresh processes, in which the
+two sides are built in either order by turns. Printed is the ratio of their times: the
+median of the processes' medians, and its 95 % bootstrap interval.
 """
 
 import argparse
 import contextlib
-import random
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import numpy as np
 import torch
+from scipy import stats
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -130,25 +136,26 @@ def measure(sides: list[Callable[[int], None]], turns: int, num_steps: int) -> l
     return seconds
 
 
-def interval_95(ratios: list[float]) -> tuple[float, float]:
-    """Bootstrap interval of the median."""
-    resample = random.Random(0)
-    medians = sorted(
-        statistics.median(resample.choices(ratios, k=len(ratios))) for _ in range(2000)
-    )
-    return medians[50], medians[1949]
-
-
-def main() -> None:
+def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=BARE, default="ddp")
+    parser.add_argument("--nproc_per_node", type=int, default=1, help="workers; xla takes one")
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--image_size", type=int, default=64)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--amp_level", default="O0")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
+    parser.add_argument("--processes", type=int, default=10, help="fresh starts")
+    parser.add_argument("--turns", type=int, default=20, help="of each side in a process")
+    parser.add_argument("--steps", type=int, default=4, help="steps a turn")
+    parser.add_argument("--bare_first", type=int, help=argparse.SUPPRESS)  # in a worker
     flags = parser.parse_args()
+    if flags.engine == "xla" and flags.nproc_per_node > 1:
+        parser.error("the bare loop of xla is one worker's")
+    return flags
+
+
+def worker(flags: argparse.Namespace) -> None:
+    """Measure in this process; rank 0 prints what it found as JSON."""
     topology = Topology.from_env()
     task = config.resolve(
         config.parse(
@@ -163,24 +170,57 @@ def main() -> None:
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
     source = plugins.load("data", "synthetic")(None, task, task.options["synthetic"], topology)
     spec = models.resolve(task.model)
-    sides = [
-        engine_turn(engine, spec, source.num_classes, source.train_loader()),
-        BARE[task.engine](task, topology, spec.build(source.num_classes), source.batches),
-    ]
+
+    def build(bare: bool) -> Callable[[int], None]:
+        if not bare:
+            return engine_turn(engine, spec, source.num_classes, source.train_loader())
+        net = spec.build(source.num_classes)
+        return BARE[task.engine](task, topology, net, source.batches)
+
+    built = {bare: build(bare) for bare in (bool(flags.bare_first), not flags.bare_first)}
+    sides = [built[False], built[True]]
     measure(sides, turns=2, num_steps=flags.steps)  # compilation and caches
     of_engine, of_bare = measure(sides, flags.turns, flags.steps)
-    ratios = [a / b for a, b in zip(of_engine, of_bare, strict=True)]
-    low, high = interval_95(ratios)
     if topology.rank == 0:
-        print(
-            f"{task.engine}, {topology.world_size} worker(s), {task.model} {task.image_size} px, "
-            f"batch {task.batch_size}, {task.amp_level}, {task.threads} threads: "
-            f"{1e3 * statistics.median(of_engine) / flags.steps:.2f} ms a step, "
-            f"bare loop {1e3 * statistics.median(of_bare) / flags.steps:.2f} ms; "
-            f"ratio {statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}, "
-            f"{flags.turns} turns of {flags.steps} steps"
-        )
+        ratios = [a / b for a, b in zip(of_engine, of_bare, strict=True)]
+        answer = {
+            "ratio": statistics.median(ratios),
+            "engine_ms": 1e3 * statistics.median(of_engine) / flags.steps,
+            "bare_ms": 1e3 * statistics.median(of_bare) / flags.steps,
+            "threads": task.threads,
+        }
+        print(json.dumps(answer), flush=True)
     process_group.close()
+
+
+def main() -> None:
+    flags = parse_flags()
+    if flags.bare_first is not None:
+        return worker(flags)
+    found = []
+    for number in range(flags.processes):
+        command = [
+            sys.executable, "-m", "torch.distributed.run",
+            f"--nproc_per_node={flags.nproc_per_node}", "--standalone",
+            __file__, *sys.argv[1:], f"--bare_first={number % 2}",
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        )  # fmt: skip
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        print(found[-1], file=sys.stderr)
+    ratios = np.array([one["ratio"] for one in found])
+    interval = stats.bootstrap((ratios,), np.median, rng=np.random.default_rng(0))
+    low, high = interval.confidence_interval
+    print(
+        f"{flags.engine}, {flags.nproc_per_node} worker(s), {flags.model} {flags.image_size} px, "
+        f"batch {flags.batch_size}, {flags.amp_level}, {found[0]['threads']} threads: "
+        f"{statistics.median(one['engine_ms'] for one in found):.1f} ms a step, "
+        f"bare loop {statistics.median(one['bare_ms'] for one in found):.1f} ms; "
+        f"ratio {np.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}, "
+        f"{flags.processes} processes of {flags.turns} turns of {flags.steps} steps"
+    )
 
 
 if __name__ == "__main__":
