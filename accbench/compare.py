@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -199,38 +199,39 @@ def run(job: Job, cache: Path) -> runs.Run:
     on_device = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
     with log.open("w") as file:
         watch = Watch(on_device)
-        process = subprocess.Popen(
-            [sys.executable, "-m", *job.module, *flags],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        _wait(process)
+        exit_status = _run_to_its_end([sys.executable, "-m", *job.module, *flags], file)
         seen = watch.stop()
     path = job.folder / config.RECORDS_FILE
     path.parent.mkdir(exist_ok=True)
     if runs.read_if_there(job.folder).end is None:
         lines = log.read_text(errors="replace").strip().splitlines()
-        why = lines[-1] if lines else f"exit status {process.returncode}"
+        why = lines[-1] if lines else f"exit status {exit_status}"
         records.append(path, records.EndRecord("error", why))
     records.append(path, seen)
     return runs.read(job.folder)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Until it ends; SIGTERM and Ctrl-C here end it first."""
+def _run_to_its_end(command: list[str], log: IO[str]) -> int:
+    """Returns the exit status; SIGTERM and Ctrl-C here end the process first."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
+    process = None
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        process.wait()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+        return process.wait()
     except KeyboardInterrupt:
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -80,7 +80,7 @@ def watch(task: TaskConfig, topology: Topology, double: bool) -> None:
     model.train()
     steps = 0
     for batch in _batches(engine, source.train_loader()):
-        loss = train_step(engine, model, spec, optimizer, batch)
+        loss = engine.run_step(train_step, model, spec, optimizer, batch)
         engine.wait()
         steps += 1
         record = look.record(steps, loss.double().cpu().item())

@@ -145,8 +145,8 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--amp_level", default="O0")
     parser.add_argument("--processes", type=int, default=10, help="fresh starts")
-    parser.add_argument("--turns", type=int, default=20, help="of each side in a process")
-    parser.add_argument("--steps", type=int, default=4, help="steps a turn")
+    parser.add_argument("--turns", type=int, default=8, help="of each side in a process")
+    parser.add_argument("--steps", type=int, default=10, help="steps a turn")
     parser.add_argument("--bare_first", type=int, help=argparse.SUPPRESS)  # in a worker
     flags = parser.parse_args()
     if flags.engine == "xla" and flags.nproc_per_node > 1:
@@ -196,7 +196,8 @@ def worker(flags: argparse.Namespace) -> None:
 def main() -> None:
     flags = parse_flags()
     if flags.bare_first is not None:
-        return worker(flags)
+        worker(flags)
+        return
     found = []
     for number in range(flags.processes):
         command = [

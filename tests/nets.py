@@ -74,6 +74,13 @@ def not_a_number(num_classes: int) -> nn.Module:
     return _NotANumber(num_classes)
 
 
+def not_compiled(num_classes: int) -> nn.Module:
+    """torch.compile leaves it to eager PyTorch."""
+    net = tiny(num_classes)
+    net.forward = torch.compiler.disable(net.forward)
+    return net
+
+
 def slow(num_classes: int) -> nn.Module:
     """Takes its time, so that a test can interrupt it."""
     net = tiny(num_classes)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 
-import pytest
 
 from accbench import doctor, self_test
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from accbench.config import TaskConfig
 from accbench.data.prefetch import naming_dead_workers
@@ -189,7 +189,8 @@ class Collate:
     pad_to: int = 0
 
     def __call__(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-        images_NHWC = torch.stack([image for image, _, _ in samples])
+        # torch's own, for in a worker process it stacks into memory that is shared already.
+        images_NHWC = default_collate([image for image, _, _ in samples])
         labels_N = torch.tensor([label for _, label, _ in samples])
         missing = self.pad_to - len(samples)
         if missing > 0:

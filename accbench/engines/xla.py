@@ -10,23 +10,21 @@ host in between.
 import dataclasses
 import importlib.util
 import os
-import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.metadata import entry_points, version
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from accbench import engines, process_group, provenance
+from accbench import engines, provenance
 from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import xla_batchnorm, xla_flags
+from accbench.engines import xla_batchnorm, xla_cuda, xla_flags, xla_host_reduction
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.errors import RequestError
 from accbench.pjrt import nvidia
@@ -52,9 +50,9 @@ class Engine(engines.Engine):
         """The cache's folder. Unset: accbench/xla in the user's cache folder."""
         host_bucket_mib: int = 64
         """Gradients averaged on the host travel in buckets of this size, in MiB."""
-        replay: Literal["on", "off"] = "off"
-        """Run recorded steps without tracing them anew. Recording compiles once more, some
-        steps into the run. Workers that average on the host cannot."""
+        replay: Literal["auto", "on", "off"] = "auto"
+        """Run recorded steps without tracing them anew. auto: on where that is proven to
+        give the same numbers, which is one worker on a CPU."""
         flags: str = ""
         """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
 
@@ -82,7 +80,7 @@ class Engine(engines.Engine):
                 "--xla.replay on needs gradients that are averaged in the graph, and workers on "
                 "a CPU average on the host; leave it off, or use --nproc_per_node 1"
             )
-        return _cuda_problem(task) if task.device == "cuda" else None
+        return xla_cuda.problem(task) if task.device == "cuda" else None
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
@@ -110,7 +108,7 @@ class Engine(engines.Engine):
         self.xla, self.xm, self.xr = torch_xla, xm, xr
         self._cache = self._start_cache()
         if task.device == "cuda":
-            self._register_cuda()
+            xla_cuda.register(topology.world_size)
         if task.device != "cpu":
             from torch_xla._internal import pjrt
 
@@ -132,22 +130,9 @@ class Engine(engines.Engine):
         self._no_overflow = torch.zeros(()).to(self.device)
         self._replay = self._start_replay()
 
-    def _register_cuda(self) -> None:
-        from torch_xla.experimental import plugins
-
-        from accbench.pjrt import cuda
-
-        if "CUDA" not in entry_points(group=cuda.ENTRY_POINT_GROUP).names:
-            # accbench on PYTHONPATH, not installed; with an entry point torch_xla has done this.
-            plugins.use_dynamic_plugins()
-            plugins.register_plugin("CUDA", cuda.plugin())
-        if self.topology.world_size > 1:
-            # Rank 0 knows a port that is free now; without it one beside the rendezvous' is taken.
-            port = process_group.from_rank0(_free_port())
-            os.environ.setdefault(cuda.COORDINATOR_PORT_VARIABLE, str(port))
-
     def _start_replay(self) -> Any | None:
-        if self.options.replay == "off":
+        proven = self.task.device == "cpu" and self.topology.world_size == 1
+        if self.options.replay == "off" or (self.options.replay == "auto" and not proven):
             return None
         from accbench.engines.xla_replay import StepReplay
 
@@ -215,7 +200,10 @@ class Engine(engines.Engine):
         self.xla.sync()
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
-        return tuple(tensor.contiguous().to(self.device) for tensor in batch)
+        # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
+        # in the training thread would take for a part of the step, and compile it anew.
+        on_host = [tensor.contiguous() for tensor in batch]
+        return tuple(self.xm.send_cpu_data_to_device(on_host, self.device))
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
         return BackgroundGenerator(
@@ -226,7 +214,7 @@ class Engine(engines.Engine):
         if self.autocast_dtype is None:
             return nullcontext()
         if self.task.device == "cuda":
-            return _autocast_on_cuda(self.autocast_dtype)
+            return xla_cuda.autocast(self.autocast_dtype)
         return torch.autocast("xla", dtype=self.autocast_dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -252,26 +240,10 @@ class Engine(engines.Engine):
             scale = 1.0 / self.topology.world_size
             self.xm.all_reduce(self.xm.REDUCE_SUM, gradients, scale=scale)
         else:
-            self._average_on_host(parameters)
-
-    def _average_on_host(self, parameters: list[nn.Parameter]) -> None:
-        buckets = _buckets(parameters, self.options.host_bucket_mib * 2**20)
-        flat = []
-        for bucket in buckets:
-            flat.append(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
-            for parameter in bucket:
-                parameter.grad = None  # so that only the buckets are computed and kept
-        # All that is traced so far runs here, as the step's first graph. Copying a
-        # bucket alone would run what it needs, and all the rest a second time later.
-        self.xla.sync()
-        for bucket, on_device in zip(buckets, flat, strict=True):
-            on_host = on_device.cpu()  # waits: gloo needs the values
-            dist.all_reduce(on_host)
-            on_host /= self.topology.world_size
-            averaged = on_host.to(self.device)
-            sizes = [p.numel() for p in bucket]
-            for parameter, gradient in zip(bucket, averaged.split(sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter)
+            bucket_bytes = self.options.host_bucket_mib * 2**20
+            xla_host_reduction.average(
+                parameters, self.device, self.topology.world_size, bucket_bytes
+            )
 
     def end_step(self) -> None:
         if self._replay is None or not self._replay.recording:
@@ -328,75 +300,7 @@ class Engine(engines.Engine):
         )
 
 
-def _cuda_problem(task: TaskConfig) -> str | None:
-    """Why torch_xla cannot use the GPUs here, and what to do; None if it can."""
-    driver = nvidia.driver()
-    if driver.problem is not None:
-        return f"--device cuda: {driver.problem}; use --device cpu to train on the CPU"
-    if task.nproc_per_node > len(driver.gpus):
-        return (
-            f"--nproc_per_node {task.nproc_per_node} is more than the {len(driver.gpus)} "
-            f"CUDA devices here ({driver.gpus[0].name})"
-        )
-    plugins = entry_points(group="torch_xla.plugins", name="CUDA")
-    another = any(not plugin.module.startswith("accbench.") for plugin in plugins)
-    library = nvidia.find_plugin()
-    if not another and (library is None or not library.exists()):
-        where = "is not installed" if library is None else f"is not at {library}"
-        return (
-            f"torch_xla needs a PJRT plugin for CUDA, which {where}: {nvidia.INSTALL}, "
-            "or use --device cpu to train on the CPU"
-        )
-    return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def _autocast_on_cuda(dtype: torch.dtype) -> Iterator[None]:
-    """Autocast for tensors of XLA:CUDA, which obey the key cuda, not xla.
-
-    `torch.autocast("cuda")` asks torch's own CUDA half whether it knows the type,
-    and that half may be missing; so the two keys are set here, and both.
-    """
-    keys = ("cuda", "xla")
-    kept = [(key, torch.is_autocast_enabled(key), torch.get_autocast_dtype(key)) for key in keys]
-    torch.autocast_increment_nesting()
-    try:
-        for key in keys:
-            torch.set_autocast_enabled(key, True)
-            torch.set_autocast_dtype(key, dtype)
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        for key, was_enabled, old_dtype in kept:
-            torch.set_autocast_enabled(key, was_enabled)
-            torch.set_autocast_dtype(key, old_dtype)
-
-
 def _user_cache_folder() -> Path:
     # The XDG base directory specification's place.
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "accbench" / "xla"
-
-
-def _buckets(parameters: list[nn.Parameter], capacity_bytes: int) -> list[list[nn.Parameter]]:
-    """Neighbours together up to `capacity_bytes`, one type a bucket; at least one each."""
-    buckets: list[list[nn.Parameter]] = []
-    filled_bytes = 0
-    for parameter in parameters:
-        size_bytes = parameter.numel() * parameter.element_size()
-        fits = buckets and filled_bytes + size_bytes <= capacity_bytes
-        if fits and buckets[-1][0].dtype == parameter.dtype:
-            buckets[-1].append(parameter)
-            filled_bytes += size_bytes
-        else:
-            buckets.append([parameter])
-            filled_bytes = size_bytes
-    return buckets

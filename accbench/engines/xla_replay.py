@@ -31,6 +31,9 @@ from accbench.engines.xla_recording import (
 _SEED_FACTOR, _SEED_OFFSET, _SEED_MODULUS = 7012063, 1012031, 2**64
 # Recordings that may disagree with the one before until replay is given up.
 _MAX_DISAGREEMENTS = 3
+# Steps between two recordings of a plan in use, which must agree: Python code in a model that
+# decides by something other than tensors would be seen by nobody else.
+_RECHECK_EVERY = 100
 # Learning rates that torch_xla writes into the graph instead of passing them in.
 _WRITTEN_INTO_GRAPH = (0.0, 1.0)
 
@@ -47,7 +50,7 @@ class StepReplay:
         self.num_replayed = 0
         self.given_up: str | None = None
         self._plans: dict[Any, tuple[Plan, bool]] = {}  # signature -> plan, confirmed
-        self._disagreements = 0
+        self._disagreements = self._num_steps = 0
         self._state: TrainingState | None = None
         self._left_as: list[int] = []
         self._learning_rates: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -70,7 +73,8 @@ class StepReplay:
             state = self._unchanged_state(model, optimizer)
             key = _signature(state, optimizer, batch)
             plan, confirmed = self._plans.get(key, (None, False))
-            if plan is not None and confirmed:
+            self._num_steps += 1
+            if plan is not None and confirmed and self._num_steps % _RECHECK_EVERY:
                 self.num_replayed += 1
             else:
                 plan = self._record(key, plan, step, optimizer, batch)

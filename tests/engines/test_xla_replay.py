@@ -59,3 +59,8 @@ def test_a_step_that_writes_elsewhere_is_traced_and_right() -> None:
     assert replayed["numbers"] == traced["numbers"]
     assert replayed["replayed"] == 0
     assert replayed["given_up"] == "the step changes 1 tensors outside of model and optimizer"
+
+
+def test_a_step_that_python_decides_is_found_out() -> None:
+    _, replayed = both("coin", "0")
+    assert replayed["given_up"] == "step after step was another graph"

@@ -1,6 +1,6 @@
 """Programs that train through the xla engine on the CPU, a process of their own each.
 
-    python -m tests.engines.xla_steps long O0 | odd fallback | odd outside | graph O0
+    python -m tests.engines.xla_steps long O0 | odd fallback | odd outside | coin 0 | graph O0
 
 The last line they print is JSON; `long` and `odd` train twice, traced and replayed.
 """
@@ -8,6 +8,7 @@ The last line they print is JSON; `long` and `odd` train twice, traced and repla
 import dataclasses
 import json
 import os
+import random
 import sys
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -137,6 +138,21 @@ def odd_run(mode: str, why: str) -> dict:
             "replayed": engine.num_replayed}  # fmt: skip
 
 
+def coin_run(mode: str, seed: str) -> dict:
+    """150 steps of a net that throws a coin in Python, rarely tails."""
+    engine = make_engine(mode)
+    model, optimizer = start(engine)
+    coin = random.Random(int(seed))
+    model.register_forward_hook(
+        lambda module, inputs, output: output * (2.0 if coin.random() < 0.2 else 1.0)
+    )
+    batches = [batch for batch in make_batches() if len(batch[0]) == 8]
+    for step in range(150):
+        batch = engine.to_device(batches[step % len(batches)])
+        engine.run_step(train_step, model, Spec(), optimizer, batch)
+    return {"given_up": engine._replay.given_up if engine._replay else None}
+
+
 def graph(amp: str) -> dict:
     """The real step's graph as eight workers with collectives in the graph would have it."""
     engine = make_engine("off", amp, world_size=8)
@@ -162,6 +178,6 @@ if __name__ == "__main__":
     if program == "graph":
         answer = graph(argument)
     else:
-        run = {"long": long_run, "odd": odd_run}[program]
+        run = {"long": long_run, "odd": odd_run, "coin": coin_run}[program]
         answer = {mode: run(mode, argument) for mode in ("off", "on")}
     print(json.dumps(answer))

@@ -1,0 +1,46 @@
+"""torch.compile in whole runs: graphs that ran are counted, and a run without any is known."""
+
+import shutil
+
+import pytest
+
+from accbench import records
+from accbench.report import run as runs
+from tests.conftest import TINY, end_of, of_kind, run
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("inductor") / "cache"
+
+
+def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
+    ends = []
+    for name in ("cold", "warm"):
+        result = run(
+            *TINY, "--engine=inductor", "--data=synthetic", "--nproc_per_node=2",
+            f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path / name}",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        end = end_of(tmp_path / name)
+        assert (end.status, end.num_recompiles, end.num_fallbacks) == ("ok", 0, 0)
+        assert end.num_graphs >= 1
+        assert of_kind(tmp_path / name, records.RunRecord)[0].compile_cache == str(cache)
+        ends.append(end)
+    assert ends[1].compile_s < ends[0].compile_s / 2
+    # the same code on the same batches
+    losses = [
+        [window.loss for window in runs.read(tmp_path / name).windows] for name in ("cold", "warm")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_model_that_cannot_be_compiled_ran_no_graph(tmp_path, cache):
+    result = run(
+        *TINY, "--model=tests.nets:not_compiled", "--engine=inductor", "--data=synthetic",
+        f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert end_of(tmp_path).num_graphs == 0
