@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 
-
 from accbench import doctor, self_test
 
 from .conftest import ROOT
