@@ -2,27 +2,21 @@
 
 import dataclasses
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accbench import compare_plan, config, records
-from accbench.device_watch import Watch
+from accbench.compare_run import Kind, run_to_its_end
 from accbench.errors import RequestError
 from accbench.report import comparison, publish
 from accbench.report import run as runs
 from accbench.report.comparison import OTHER_LAYOUT, REFERENCE, Plan, RowPlan
-
-# Seconds that a run's launcher has to end its workers when the comparison is stopped.
-_GRACE_S = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +29,9 @@ class Job:
     task: dict[str, Any]
     number: int | None = None
     """The round, from 1, which starts with empty compile caches; None: not timed."""
-    module: tuple[str, ...] = ("accbench", "run")
-    """What `python -m` starts it with."""
+    kind: Kind = "run"
+    flags: tuple[str, ...] = ()
+    """Beside those that the task stands for."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -118,20 +113,21 @@ def _numerics_jobs(
 ) -> Iterator[Job]:
     row, task = next((row, task) for row, task in rows if row.name == plan.baseline)
     steps = {"max_steps": plan.numerics_steps, "epochs": None}
-    module = ("accbench.numerics",)
     eager = {**task, **steps, "engine": "ddp", "ddp": {"channels_last": False}}
     reference = {**eager, "amp_level": "O0"}
     at = comparison.numerics_folder(folder, REFERENCE)
-    yield Job("numerics  float64 reference", row, at, reference, module=(*module, "--float64"))
+    yield Job(
+        "numerics  float64 reference", row, at, reference, kind="numerics", flags=("--float64",)
+    )
     for other, its_task in rows:
         at = comparison.numerics_folder(folder, other.folder)
-        yield Job(f"numerics  {other.name}", other, at, {**its_task, **steps}, module=module)
+        yield Job(f"numerics  {other.name}", other, at, {**its_task, **steps}, kind="numerics")
     options = task.get(task["engine"], {})
     if "channels_last" in options:
         flipped = {**options, "channels_last": not options["channels_last"]}
         at = comparison.numerics_folder(folder, OTHER_LAYOUT)
         other_layout = {**task, **steps, task["engine"]: flipped}
-        yield Job("numerics  baseline, other layout", row, at, other_layout, module=module)
+        yield Job("numerics  baseline, other layout", row, at, other_layout, kind="numerics")
 
 
 def with_cache(row: RowPlan, folder: Path) -> dict[str, Any]:
@@ -195,43 +191,13 @@ def run(job: Job, cache: Path) -> runs.Run:
         shutil.rmtree(cache, ignore_errors=True)
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     log = job.folder.parent / f"{job.folder.name}.log"
-    flags = [*config.as_flags(job.task), f"--output_dir={job.folder}"]
-    on_device = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
-    with log.open("w") as file:
-        watch = Watch(on_device)
-        exit_status = _run_to_its_end([sys.executable, "-m", *job.module, *flags], file)
-        seen = watch.stop()
+    flags = [*config.as_flags(job.task), *job.flags]
+    num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
+    exit_status = run_to_its_end(job.kind, flags, job.folder, log, num_devices)
     path = job.folder / config.RECORDS_FILE
     path.parent.mkdir(exist_ok=True)
     if runs.read_if_there(job.folder).end is None:
         lines = log.read_text(errors="replace").strip().splitlines()
         why = lines[-1] if lines else f"exit status {exit_status}"
         records.append(path, records.EndRecord("error", why))
-    records.append(path, seen)
     return runs.read(job.folder)
-
-
-def _run_to_its_end(command: list[str], log: IO[str]) -> int:
-    """Returns the exit status; SIGTERM and Ctrl-C here end the process first."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    process = None
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-        return process.wait()
-    except KeyboardInterrupt:
-        if process is not None:
-            process.terminate()
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)

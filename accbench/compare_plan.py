@@ -43,34 +43,41 @@ class CompareFlags(TaskConfig):
 
     # Unset: as DEFAULTS has it for the device.
     model: str | None = None  # type: ignore[assignment]
-    """A model's name, or package.module:callable. Unset: resnet18 on a CPU, else resnet50."""
+    """A model's name, or package.module:callable. Unset: resnet10 on a CPU, else resnet50."""
     image_size: int | None = None  # type: ignore[assignment]
-    """Height and width in pixels. Unset: 64 on a CPU, else 224."""
+    """Height and width in pixels. Unset: 96 on a CPU, else 224."""
+    batch_size: int | None = None
+    """Samples a worker and step. Unset: 4 on a CPU, else 128."""
     amp_level: Literal["O0", "O1"] | None = None  # type: ignore[assignment]
     """O0: float32. O1: autocast. Unset: O0 on a CPU, else O1."""
     lr: float | None = None  # type: ignore[assignment]
     """AdamW's learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
     max_steps: int | None = None
-    """Steps of a run, warm-up included. Unset: 45 on a CPU, else 220."""
+    """Steps of a run, warm-up included. Unset: 20 on a CPU, else 220."""
     warmup_steps: int | None = None  # type: ignore[assignment]
     """Steps of the first window. Unset: 5 on a CPU, else 20."""
     log_interval: int | None = None  # type: ignore[assignment]
     """Steps of every other window. Unset: 5 on a CPU, else 20."""
     eval_interval: int = 0
     """Epochs between evaluations; 0 never evaluates."""
+    workers: int | None = None
+    """Data loading processes a worker. Unset: none on a CPU, where they would take the cores
+    from training, else cores / workers, at most 8."""
     epochs: int | None = None  # type: ignore[assignment]
     """Passes over the data. Unset: as many as --max_steps needs."""
 
 
 # setting -> (on a CPU, on an accelerator)
 DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "model": ("resnet18", "resnet50"),
-    "image_size": (64, 224),
+    "model": ("resnet10", "resnet50"),
+    "image_size": (96, 224),
+    "batch_size": (4, 128),
     "amp_level": ("O0", "O1"),
     "lr": (1e-4, 1e-3),
-    "max_steps": (45, 220),
+    "max_steps": (20, 220),
     "warmup_steps": (5, 20),
     "log_interval": (5, 20),
+    "workers": (0, None),
     "epochs": (sys.maxsize, sys.maxsize),
 }
 
@@ -152,7 +159,8 @@ def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
         for name, (on_cpu_value, elsewhere) in DEFAULTS.items()
         if getattr(flags, name) is None
     }
-    chosen.update({name: value for name, value in missing.items() if name != "epochs"})
+    hidden = ("epochs", "workers")
+    chosen.update({name: value for name, value in missing.items() if name not in hidden})
     return dataclasses.replace(flags, engine=engine, **missing)
 
 

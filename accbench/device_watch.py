@@ -21,12 +21,12 @@ _THROTTLE_REASONS = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown")
 class Watch:
     """Looks from its making until `stop`.
 
-    The processor's part needs the run's process to be waited for before `stop`.
+    In the process that starts the run's workers, and waits for them before `stop`.
     """
 
     def __init__(self, num_devices: int) -> None:
         self._started = time.perf_counter()
-        self._busy_s, self._own_s = _busy_cpu_s(), _children_cpu_s()
+        self._busy_s, self._own_s = _busy_cpu_s(), _own_cpu_s()
         self._nvidia = Nvidia(num_devices) if num_devices else None
 
     def stop(self) -> DeviceRecord:
@@ -36,14 +36,14 @@ class Watch:
         share = None
         busy_s = _busy_cpu_s()
         if busy_s is not None and self._busy_s is not None:
-            others_s = busy_s - self._busy_s - (_children_cpu_s() - self._own_s)
+            others_s = busy_s - self._busy_s - (_own_cpu_s() - self._own_s)
             share = max(0.0, others_s) / (wall_s * len(os.sched_getaffinity(0)))
         return DeviceRecord(wall_s=wall_s, other_cpu_share=share, **seen)
 
 
-def _children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def _own_cpu_s() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _busy_cpu_s() -> float | None:

@@ -130,6 +130,7 @@ def measure(sides: list[Callable[[int], None]], turns: int, num_steps: int) -> l
     seconds: list[list[float]] = [[], []]
     for number in range(turns):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
+            process_group.gather_values([0.0])  # no rank begins before the others are done
             started = time.perf_counter()
             sides[side](num_steps)
             seconds[side].append(time.perf_counter() - started)

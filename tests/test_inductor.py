@@ -1,4 +1,4 @@
-"""torch.compile in whole runs: graphs that ran are counted, and a run without any is known."""
+"""torch.compile in whole runs: graphs that ran are counted, and what was not compiled."""
 
 import shutil
 
@@ -37,10 +37,10 @@ def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
     assert losses[0] == losses[1]
 
 
-def test_a_model_that_cannot_be_compiled_ran_no_graph(tmp_path, cache):
+def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):
     result = run(
         *TINY, "--model=tests.nets:not_compiled", "--engine=inductor", "--data=synthetic",
         f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert end_of(tmp_path).num_graphs == 0
+    assert end_of(tmp_path).num_fallbacks >= 1
