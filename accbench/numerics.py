@@ -110,7 +110,7 @@ class Look:
         self._moments: dict[str, torch.Tensor] = {}
         # AdamW again, on the host in float64, from the engine's own gradients: whether
         # the engine's optimizer computes what it should, whatever its gradients are.
-        self._shadow = {n: p.double() for n, p in self._parameters().items()}
+        self._shadow = {n: p.to(torch.float64, copy=True) for n, p in self._parameters().items()}
         self._shadow_optimizer = torch.optim.AdamW(
             self._shadow.values(), lr=task.lr, weight_decay=task.weight_decay
         )

@@ -17,7 +17,7 @@ def cache(tmp_path_factory):
 
 
 def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
-    ends = []
+    compiled = []
     for name in ("cold", "warm"):
         result = run(
             *TINY, "--engine=inductor", "--data=synthetic", "--nproc_per_node=2",
@@ -28,8 +28,8 @@ def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
         assert (end.status, end.num_recompiles, end.num_fallbacks) == ("ok", 0, 0)
         assert end.num_graphs >= 1
         assert of_kind(tmp_path / name, records.RunRecord)[0].compile_cache == str(cache)
-        ends.append(end)
-    assert ends[1].compile_s < ends[0].compile_s / 2
+        compiled.append({path for path in cache.rglob("*.so") if "precompiled" not in path.name})
+    assert compiled[0] and compiled[1] == compiled[0]
     # the same code on the same batches
     losses = [
         [window.loss for window in runs.read(tmp_path / name).windows] for name in ("cold", "warm")

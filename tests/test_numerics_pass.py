@@ -62,6 +62,13 @@ def test_right_engine_trains_the_same(passes):
     assert verdict.dtype == "float32"
 
 
+def test_the_reference_trains_as_float32_does_but_for_rounding(passes):
+    _, reference, baseline, _ = passes
+    for double, single in zip(reference.numerics[1:], baseline.numerics[1:], strict=True):
+        assert double.loss == pytest.approx(single.loss, rel=1e-5)
+        assert double.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("engine", "where"),
     [("not_averaged", None), ("bn_momentum", "running_"), ("wrong_epsilon", "update of ")],
