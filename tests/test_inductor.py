@@ -29,7 +29,8 @@ def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
         assert end.num_graphs >= 1
         assert of_kind(tmp_path / name, records.RunRecord)[0].compile_cache == str(cache)
         compiled.append({path for path in cache.rglob("*.so") if "precompiled" not in path.name})
-    assert compiled[0] and compiled[1] == compiled[0]
+    assert compiled[0]
+    assert compiled[1] == compiled[0]
     # the same code on the same batches
     losses = [
         [window.loss for window in runs.read(tmp_path / name).windows] for name in ("cold", "warm")
