@@ -1,14 +1,14 @@
 """Programs that train through the xla engine on the CPU, a process of their own each.
 
-    python -m tests.engines.xla_steps long O0 | odd fallback | odd outside | coin 0 | graph O0
+    python -m tests.engines.xla_steps long O0 | odd fallback | odd outside | python 4 | graph O0
 
 The last line they print is JSON; `long` and `odd` train twice, traced and replayed.
 """
 
 import dataclasses
+import itertools
 import json
 import os
-import random
 import sys
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -138,19 +138,24 @@ def odd_run(mode: str, why: str) -> dict:
             "replayed": engine.num_replayed}  # fmt: skip
 
 
-def coin_run(mode: str, seed: str) -> dict:
-    """150 steps of a net that throws a coin in Python, rarely tails."""
+def python_run(mode: str, num_calls: str) -> dict:
+    """120 steps of a net that Python code changes in every other pair of its calls, but not in
+    the first `num_calls`. Recording a step calls it twice."""
     engine = make_engine(mode)
     model, optimizer = start(engine)
-    coin = random.Random(int(seed))
-    model.register_forward_hook(
-        lambda module, inputs, output: output * (2.0 if coin.random() < 0.2 else 1.0)
-    )
+    calls = itertools.count(1)
+
+    def doubled_at_times(module, inputs, output):
+        call = next(calls)
+        return output * 2.0 if call > int(num_calls) and call // 2 % 2 else output
+
+    model.register_forward_hook(doubled_at_times)
     batches = [batch for batch in make_batches() if len(batch[0]) == 8]
-    for step in range(150):
+    for step in range(120):
         batch = engine.to_device(batches[step % len(batches)])
         engine.run_step(train_step, model, Spec(), optimizer, batch)
-    return {"given_up": engine._replay.given_up if engine._replay else None}
+    given_up = engine._replay.given_up if engine._replay else None
+    return {"given_up": given_up, "replayed": engine.num_replayed}
 
 
 def graph(amp: str) -> dict:
@@ -178,6 +183,6 @@ if __name__ == "__main__":
     if program == "graph":
         answer = graph(argument)
     else:
-        run = {"long": long_run, "odd": odd_run, "coin": coin_run}[program]
+        run = {"long": long_run, "odd": odd_run, "python": python_run}[program]
         answer = {mode: run(mode, argument) for mode in ("off", "on")}
     print(json.dumps(answer))
