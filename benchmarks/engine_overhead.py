@@ -55,7 +55,7 @@ def engine_turn(engine, spec, num_classes: int, loader) -> Callable[[int], None]
     def turn(num_steps: int) -> None:
         timer.start(0)
         for batch in timer.batches(islice(engine.device_batches(loader), num_steps)):
-            timer.step_done(train_step(engine, model, spec, optimizer, batch))
+            timer.step_done(engine.run_step(train_step, model, spec, optimizer, batch))
         timer.close_window()
 
     return turn
