@@ -191,6 +191,7 @@ def run(job: Job, cache: Path) -> runs.Run:
         shutil.rmtree(cache, ignore_errors=True)
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     log = job.folder.parent / f"{job.folder.name}.log"
+    log.write_text("")  # a launcher that is killed at once leaves none
     flags = [*config.as_flags(job.task), *job.flags]
     num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
     exit_status = run_to_its_end(job.kind, flags, job.folder, log, num_devices)

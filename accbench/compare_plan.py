@@ -159,8 +159,8 @@ def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
         for name, (on_cpu_value, elsewhere) in DEFAULTS.items()
         if getattr(flags, name) is None
     }
-    hidden = ("epochs", "workers")
-    chosen.update({name: value for name, value in missing.items() if name not in hidden})
+    told = {n: value for n, value in missing.items() if n != "epochs" and value is not None}
+    chosen.update(told)
     return dataclasses.replace(flags, engine=engine, **missing)
 
 

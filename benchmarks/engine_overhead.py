@@ -25,14 +25,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np
 import torch
-from scipy import stats
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from accbench import config, models, plugins, process_group
 from accbench.process_group import Topology
+from accbench.report.statistics import median_with_interval
 from accbench.step_timer import StepTimer
 from accbench.train_loop import train_step
 from accbench.worker import apply_environment
@@ -148,6 +147,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=10, help="fresh starts")
     parser.add_argument("--turns", type=int, default=8, help="of each side in a process")
     parser.add_argument("--steps", type=int, default=10, help="steps a turn")
+    parser.add_argument("--replay", default="auto", help="xla's; off traces every step")
     parser.add_argument("--bare_first", type=int, help=argparse.SUPPRESS)  # in a worker
     flags = parser.parse_args()
     if flags.engine == "xla" and flags.nproc_per_node > 1:
@@ -163,7 +163,8 @@ def worker(flags: argparse.Namespace) -> None:
             [f"--engine={flags.engine}", f"--model={flags.model}", "--data=synthetic",
              f"--image_size={flags.image_size}", f"--batch_size={flags.batch_size}",
              f"--amp_level={flags.amp_level}", f"--nproc_per_node={topology.local_world_size}",
-             f"--warmup_steps={flags.steps}", f"--log_interval={flags.steps}"]
+             f"--warmup_steps={flags.steps}", f"--log_interval={flags.steps}",
+             f"--xla.replay={flags.replay}"]
         )
     )  # fmt: skip
     apply_environment(task, topology)
@@ -212,15 +213,13 @@ def main() -> None:
         )  # fmt: skip
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], file=sys.stderr)
-    ratios = np.array([one["ratio"] for one in found])
-    interval = stats.bootstrap((ratios,), np.median, rng=np.random.default_rng(0))
-    low, high = interval.confidence_interval
+    ratio, (low, high) = median_with_interval([one["ratio"] for one in found])
     print(
         f"{flags.engine}, {flags.nproc_per_node} worker(s), {flags.model} {flags.image_size} px, "
         f"batch {flags.batch_size}, {flags.amp_level}, {found[0]['threads']} threads: "
         f"{statistics.median(one['engine_ms'] for one in found):.1f} ms a step, "
         f"bare loop {statistics.median(one['bare_ms'] for one in found):.1f} ms; "
-        f"ratio {np.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}, "
+        f"ratio {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}, "
         f"{flags.processes} processes of {flags.turns} turns of {flags.steps} steps"
     )
 
