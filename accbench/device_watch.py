@@ -6,9 +6,9 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accbench.records import DeviceRecord
 
@@ -61,12 +61,23 @@ def _busy_cpu_s() -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+class Look(NamedTuple):
+    """What the devices said at a time; None where one does not tell."""
+
+    clock_mhz: float | None
+    """Of the slowest."""
+    power_w: float | None
+    """All together."""
+    throttled: bool | None
+    """Whether any is."""
+
+
 class Nvidia:
     """Looks at the first `num_devices` NVIDIA devices through NVML in a thread."""
 
     def __init__(self, num_devices: int) -> None:
         self._stopped = threading.Event()
-        self._looks: list[tuple[float, float, bool]] = []
+        self._looks: list[Look] = []
         self._others: int | None = None
         self._thread = threading.Thread(target=self._watch, args=(num_devices,), daemon=True)
         self._thread.start()
@@ -77,41 +88,70 @@ class Nvidia:
         self._thread.join()
         if not self._looks:
             return {}
-        clocks, powers, throttled = zip(*self._looks, strict=True)
+        clocks = [look.clock_mhz for look in self._looks if look.clock_mhz is not None]
+        # The first half is start-up and compilation.
+        late = self._looks[len(self._looks) // 2 :]
+        powers = [look.power_w for look in late if look.power_w is not None]
+        throttled = [look.throttled for look in self._looks if look.throttled is not None]
         return {
-            "throttled_share": sum(throttled) / len(throttled),
+            "throttled_share": sum(throttled) / len(throttled) if throttled else None,
             "other_device_processes": self._others,
-            "sm_clock_mhz": statistics.median(clocks),
-            # The first half is start-up and compilation.
-            "power_w": statistics.median(powers[len(powers) // 2 :]),
+            "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+            "power_w": statistics.median(powers) if powers else None,
         }
 
     def _watch(self, num_devices: int) -> None:
         with _nvml() as nvml:
             if nvml is None:
                 return
-            count = min(num_devices, nvml.nvmlDeviceGetCount())
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            handles = _visible(nvml)[:num_devices]
             if not handles:
                 return
-            self._others = sum(
-                len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)) for handle in handles
-            )
+            processes = _of_each(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handles)
+            self._others = None if processes is None else sum(map(len, processes))
             while not self._stopped.wait(_LOOK_EVERY_S):
                 self._looks.append(_look(nvml, handles))
 
 
-def _look(nvml: Any, handles: list[Any]) -> tuple[float, float, bool]:
-    """(slowest clock in MHz, power of all in W, whether any is throttled)."""
+def _visible(nvml: Any) -> list[Any]:
+    """The devices that CUDA numbers from 0, which CUDA_VISIBLE_DEVICES may choose."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        names = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    else:
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+    return [
+        nvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.isdigit()
+        else nvml.nvmlDeviceGetHandleByUUID(name)
+        for name in names
+    ]
+
+
+def _look(nvml: Any, handles: list[Any]) -> Look:
     mask = 0
     for reason in _THROTTLE_REASONS:
         mask |= getattr(nvml, f"nvmlClocksEventReason{reason}", 0) or getattr(
             nvml, f"nvmlClocksThrottleReason{reason}", 0
         )
-    clocks = [nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) for handle in handles]
-    power_mw = sum(nvml.nvmlDeviceGetPowerUsage(handle) for handle in handles)
-    held = any(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(h) & mask for h in handles)
-    return float(min(clocks)), power_mw / 1000, held
+    clocks = _of_each(nvml, nvml.nvmlDeviceGetClockInfo, handles, nvml.NVML_CLOCK_SM)
+    powers_mw = _of_each(nvml, nvml.nvmlDeviceGetPowerUsage, handles)
+    reasons = _of_each(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handles)
+    return Look(
+        clock_mhz=None if clocks is None else float(min(clocks)),
+        power_w=None if powers_mw is None else sum(powers_mw) / 1000,
+        throttled=None if reasons is None else any(held & mask for held in reasons),
+    )
+
+
+def _of_each(
+    nvml: Any, ask: Callable[..., Any], handles: list[Any], *arguments: Any
+) -> list[Any] | None:
+    """What each device answers; None where one cannot."""
+    try:
+        return [ask(handle, *arguments) for handle in handles]
+    except nvml.NVMLError:
+        return None
 
 
 @contextlib.contextmanager
@@ -127,7 +167,7 @@ def _nvml() -> Iterator[Any]:
         yield None
         return
     try:
-        with contextlib.suppress(pynvml.NVMLError):  # a device may not tell everything
+        with contextlib.suppress(pynvml.NVMLError):  # a device that is not there
             yield pynvml
     finally:
         pynvml.nvmlShutdown()

@@ -1,11 +1,23 @@
 """What a number needs so that someone can repeat it: versions, commit, device."""
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _PACKAGES = ("accbench", "torch", "torchvision", "torch_xla", "numpy", "pillow")
+
+# Environment variables that change how fast a run is, by how their names begin.
+_TELLING = (
+    "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_",
+    "NCCL_", "OMP_", "PJRT_DEVICE", "PYTORCH_", "TORCHINDUCTOR_", "XLA_",
+)  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Environment variables of this process that may change its speed."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)}
 
 
 def versions() -> dict[str, str]:

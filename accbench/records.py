@@ -43,6 +43,8 @@ class RunRecord:
     """ISO 8601, UTC."""
     compiler: str | None = None
     """What the engine is meant to compile with: inductor, xla; None if it is eager."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Rank 0's environment variables that may change its speed."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -185,6 +185,7 @@ def run_record(task: TaskConfig, engine: Engine, topology: Topology) -> records.
         commit=provenance.commit(),
         hostname=socket.gethostname(),
         compiler=engine.compiler,
+        environment=provenance.environment(),
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 

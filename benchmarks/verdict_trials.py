@@ -31,8 +31,8 @@ TRIALS = {
 }
 FLAGS = (
     "--model=tests.nets:tiny", "--image_size=64", "--batch_size=32", "--amp_level=O0",
-    "--data=synthetic", "--device=cpu", "--threads=1", "--workers=0", "--max_steps=320",
-    "--warmup_steps=20", "--log_interval=50", "--repeats=5", "--numerics_steps=0",
+    "--data=synthetic", "--device=cpu", "--threads=1", "--workers=0", "--max_steps=520",
+    "--warmup_steps=20", "--log_interval=50", "--repeats=10", "--numerics_steps=0",
 )  # fmt: skip
 
 

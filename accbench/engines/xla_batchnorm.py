@@ -42,5 +42,5 @@ def _take_back(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> No
     if output is None:  # the forward pass failed
         return
     num_values = inputs[0].numel() // inputs[0].shape[1]
-    unbiased = added * (num_values / (num_values - 1)) if num_values > 1 else added
-    own.copy_(own * (1 - module.momentum) + unbiased)
+    correction = num_values / (num_values - 1) if num_values > 1 else 1.0
+    own.mul_(1 - module.momentum).add_(added, alpha=correction)

@@ -62,9 +62,9 @@ class Launcher(launchers.Launcher):
 
 
 def worker_env(task: TaskConfig, rank: int, port: int) -> dict[str, str]:
-    """A worker's environment: torchrun's names, the engine's, the threads, the error file."""
+    """A worker's environment: torchrun's names, the engine's, all workers', the error file."""
     engine = plugins.load("engines", task.engine)
-    wanted = {"OMP_NUM_THREADS": str(task.threads), **engine.worker_env(task, rank)}
+    wanted = {**launchers.common_env(task), **engine.worker_env(task, rank)}
     num_workers = str(task.nproc_per_node)
     return {
         **{name: value for name, value in wanted.items() if name not in os.environ},

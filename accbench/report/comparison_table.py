@@ -97,8 +97,14 @@ def _extras(row: RowResult, result: Result) -> list[str]:
         said.append(
             f"an epoch costs {cost.price_per_epoch:.3g} at {result.price_per_hour:g} an hour"
         )
-    if cost.joules_per_1000_samples is not None:
-        said.append(f"{cost.joules_per_1000_samples:,.0f} J a thousand samples")
+    if cost.sm_clock_mhz is not None:
+        said.append(f"SM clock {cost.sm_clock_mhz:,.0f} MHz")
+    if cost.throttled_share is not None:
+        said.append(f"throttled {cost.throttled_share:.0%} of the time")
+    if cost.power_w is not None and cost.joules_per_1000_samples is not None:
+        said.append(
+            f"{cost.power_w:,.0f} W, {cost.joules_per_1000_samples:,.0f} J a thousand samples"
+        )
     return [f"{row.name}: {'; '.join(said)}"] if said else []
 
 

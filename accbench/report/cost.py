@@ -1,6 +1,7 @@
 """What an engine costs before it is faster, and when that is paid back."""
 
 import dataclasses
+import statistics
 
 from accbench.report.comparison import Row
 
@@ -26,6 +27,10 @@ class Cost:
     samples_per_epoch: int | None = None
     price_per_epoch: float | None = None
     joules_per_1000_samples: float | None = None
+    """This and what follows: of NVIDIA devices alone, median of the rounds."""
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
+    throttled_share: float | None = None
 
 
 def of_row(row: Row, baseline: Row, price_per_hour: float | None) -> Cost:
@@ -47,7 +52,10 @@ def of_row(row: Row, baseline: Row, price_per_hour: float | None) -> Cost:
         price_per_epoch=(
             price_per_hour * epoch / speed / 3600 if price_per_hour and epoch and speed else None
         ),
-        joules_per_1000_samples=_joules_per_1000_samples(row),
+        joules_per_1000_samples=row.median("joules_per_1000_samples"),
+        power_w=row.median("power_w"),
+        sm_clock_mhz=row.median("sm_clock_mhz"),
+        throttled_share=row.median("throttled_share"),
     )  # fmt: skip
 
 
@@ -70,11 +78,8 @@ def _starts(row: Row) -> tuple[Start, Start]:
 
 
 def _median(values: list[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None)
-    middle = len(known) // 2
-    if not known:
-        return None
-    return known[middle] if len(known) % 2 else (known[middle - 1] + known[middle]) / 2
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _break_even(
@@ -96,12 +101,3 @@ def _samples_a_step(row: Row) -> int | None:
 
 def _samples_per_epoch(row: Row) -> int | None:
     return next((run.end.samples_per_epoch for run in row.good if run.end), None)
-
-
-def _joules_per_1000_samples(row: Row) -> float | None:
-    values = [
-        1000 * run.device.power_w / run.samples_per_s
-        for run in row.good
-        if run.device and run.device.power_w and run.samples_per_s
-    ]
-    return _median([*values])

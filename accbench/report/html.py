@@ -112,6 +112,7 @@ def _facts(run: Run) -> str:
         "threads a worker": header.num_threads,
         "versions": ", ".join(f"{name} {value}" for name, value in header.versions.items()),
         "accbench's commit": header.commit or "not known",
+        "environment": ", ".join(f"{k}={v}" for k, v in header.environment.items()) or "-",
         "gradients reduced": header.collectives,
         "compile cache": header.compile_cache,
         "started": header.started_at,

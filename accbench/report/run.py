@@ -58,6 +58,28 @@ class Run:
         """The largest of any rank."""
         return max((window.peak_memory_bytes for window in self.windows), default=None)
 
+    @property
+    def sm_clock_mhz(self) -> float | None:
+        """Of the slowest NVIDIA device."""
+        return self.device.sm_clock_mhz if self.device else None
+
+    @property
+    def throttled_share(self) -> float | None:
+        """Part of the time in which heat or power held a clock down, 0..1."""
+        return self.device.throttled_share if self.device else None
+
+    @property
+    def power_w(self) -> float | None:
+        """Of all devices."""
+        return self.device.power_w if self.device else None
+
+    @property
+    def joules_per_1000_samples(self) -> float | None:
+        """Energy of the devices alone."""
+        if self.power_w is None or not self.samples_per_s:
+            return None
+        return 1000 * self.power_w / self.samples_per_s
+
     def _per_wall(self, amount: float) -> float | None:
         wall_s = sum(window.wall_s for window in self.steady)
         return amount / wall_s if wall_s > 0 else None
