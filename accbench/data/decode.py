@@ -10,7 +10,7 @@ import io
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -119,43 +119,30 @@ class WholeView:
         return View(0, 0, height, width, self.size, mirrored)
 
 
+class _Header(NamedTuple):
+    height: int
+    width: int
+    colours: str | None
+    """A JPEG file's colour space; None for other formats."""
+
+
 def size_of(encoded: bytes | memoryview) -> tuple[int, int]:
     """(height, width) in pixels, from the header alone.
 
     Raises:
         ImageError: no image, or a decompression bomb.
     """
-    if _is_jpeg(encoded):
-        height, width, _ = _jpeg_header(encoded)
-    else:
-        width, height = _opened(encoded).size
-    _refuse_bomb(height, width)
-    return height, width
+    header = _header(encoded)
+    return header.height, header.width
 
 
-def decode_rgb(encoded: bytes | memoryview, reduce: int = 1) -> np.ndarray:
+def decode_rgb(encoded: bytes | memoryview) -> np.ndarray:
     """(H, W, 3) uint8 of any image: grey, CMYK, palette, alpha and 16 bit too.
-
-    Args:
-        reduce: 1, 2, 4 or 8: a JPEG file is decoded at this fraction of its size
-            (rounded up) from the coefficients, which is faster; others are not.
 
     Raises:
         ImageError: no image, truncated, damaged, or a decompression bomb.
     """
-    if not _is_jpeg(encoded):
-        return _decode_with_pillow(_opened(encoded))
-    height, width, colours = _jpeg_header(encoded)
-    _refuse_bomb(height, width)
-    try:
-        if colours in ("CMYK", "YCCK"):  # libjpeg-turbo does not turn these into RGB
-            return _decode_with_pillow(_opened(encoded))
-        return simplejpeg.decode_jpeg(
-            encoded, "RGB", min_height=-(-height // reduce), min_width=-(-width // reduce),
-            min_factor=reduce,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ImageError(_one_line(error)) from None
+    return _pixels(encoded, _header(encoded))
 
 
 def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
@@ -164,22 +151,22 @@ def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
     Raises:
         ImageError: as `decode_rgb`.
     """
-    height, width = size_of(encoded)
-    view = viewer(height, width)
+    header = _header(encoded)
+    view = viewer(header.height, header.width)
     if (view.height, view.width) == (view.size, view.size):
-        pixels_HWC = torch.from_numpy(decode_rgb(encoded))
+        pixels_HWC = torch.from_numpy(_pixels(encoded, header))
         part_HWC = pixels_HWC[view.top : view.top + view.size, view.left : view.left + view.size]
     else:
-        part_HWC = _scaled(encoded, view, height, width)
+        part_HWC = _scaled(encoded, view, header)
     return part_HWC.flip(1) if view.mirrored else part_HWC
 
 
-def _scaled(encoded: bytes | memoryview, view: View, height: int, width: int) -> torch.Tensor:
+def _scaled(encoded: bytes | memoryview, view: View, header: _Header) -> torch.Tensor:
     # Full resolution is decoded only where the part needs it.
     spare = min(view.height, view.width) // view.size
     reduce = 1 << min(3, spare.bit_length() - 1) if spare else 1
-    pixels_HWC = torch.from_numpy(decode_rgb(encoded, reduce))
-    down, right = pixels_HWC.shape[0] / height, pixels_HWC.shape[1] / width
+    pixels_HWC = torch.from_numpy(_pixels(encoded, header, reduce))
+    down, right = pixels_HWC.shape[0] / header.height, pixels_HWC.shape[1] / header.width
     top, left = int(view.top * down), int(view.left * right)
     bottom = max(top + 1, round((view.top + view.height) * down))
     end = max(left + 1, round((view.left + view.width) * right))
@@ -193,19 +180,43 @@ def _scaled(encoded: bytes | memoryview, view: View, height: int, width: int) ->
     return scaled[0].permute(1, 2, 0)
 
 
-def _jpeg_header(encoded: bytes | memoryview) -> tuple[int, int, str]:
-    """(height, width, colour space)"""
+def _header(encoded: bytes | memoryview) -> _Header:
+    if bytes(encoded[:3]) == b"\xff\xd8\xff":
+        header = _jpeg_header(encoded)
+    else:
+        width, height = _opened(encoded).size
+        header = _Header(height, width, None)
+    _refuse_bomb(header.height, header.width)
+    return header
+
+
+def _jpeg_header(encoded: bytes | memoryview) -> _Header:
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded, strict=False)
     except ValueError as error:
         raise ImageError(_one_line(error)) from None
     except KeyError:  # a subsampling that simplejpeg 1.9 has no name for
         raise ImageError("a JPEG header with unknown subsampling") from None
-    return height, width, colours
+    return _Header(height, width, colours)
 
 
-def _is_jpeg(encoded: bytes | memoryview) -> bool:
-    return bytes(encoded[:3]) == b"\xff\xd8\xff"
+def _pixels(encoded: bytes | memoryview, header: _Header, reduce: int = 1) -> np.ndarray:
+    """(H, W, 3) uint8.
+
+    Args:
+        reduce: 1, 2, 4 or 8: a JPEG file is decoded at this fraction of its size
+            (rounded up) from the coefficients, which is faster; others are not.
+    """
+    # libjpeg-turbo does not turn CMYK into RGB.
+    if header.colours in (None, "CMYK", "YCCK"):
+        return _decode_with_pillow(_opened(encoded))
+    try:
+        return simplejpeg.decode_jpeg(
+            encoded, "RGB", min_height=-(-header.height // reduce),
+            min_width=-(-header.width // reduce), min_factor=reduce,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ImageError(_one_line(error)) from None
 
 
 def _refuse_bomb(height: int, width: int) -> None:

@@ -128,8 +128,10 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         record = self.record(index)
-        with self._naming(index):
+        try:
             pixels_HWC = decode.decode_rgb(record.payload)
+        except decode.ImageError as error:
+            raise self._unreadable(index, error) from None
         if self.transform is None:
             return torch.from_numpy(pixels_HWC).permute(2, 0, 1), self.label_of(index, record)
         return self.transform(Image.fromarray(pixels_HWC)), self.label_of(index, record)
@@ -161,13 +163,11 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
             UnreadableSampleError: it is none.
         """
         if not (0 <= record.label < _MAX_CLASSES and record.label == int(record.label)):
-            raise UnreadableSampleError(
-                f"{self.path}, offset {self._offset(index)}: the label {record.label} is no class"
-            )
+            raise self._unreadable(index, f"the label {record.label} is no class")
         return int(record.label)
 
-    def _naming(self, index: int) -> "_Naming":
-        return _Naming(f"{self.path}, offset {self._offset(index)}")
+    def _unreadable(self, index: int, problem: object) -> UnreadableSampleError:
+        return UnreadableSampleError(f"{self.path}, offset {self._offset(index)}: {problem}")
 
     def view(self, index: int, viewer: decode.Viewer) -> tuple[torch.Tensor, int]:
         """(part of the image (size, size, 3) uint8, label), decoding no more than it needs.
@@ -176,13 +176,19 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
             UnreadableSampleError: the record or the image is damaged.
         """
         record = self.record(index)
-        with self._naming(index):
-            return decode.decode_view(record.payload, viewer), self.label_of(index, record)
+        try:
+            part_HWC = decode.decode_view(record.payload, viewer)
+        except decode.ImageError as error:
+            raise self._unreadable(index, error) from None
+        return part_HWC, self.label_of(index, record)
 
     def get_img_info(self, index: int) -> dict[str, int]:
         """The image's height and width, from its header."""
-        with self._naming(index):
-            height, width = decode.size_of(self.record(index).payload)
+        record = self.record(index)
+        try:
+            height, width = decode.size_of(record.payload)
+        except decode.ImageError as error:
+            raise self._unreadable(index, error) from None
         return {"height": height, "width": width}
 
     def count_classes(self) -> int:
@@ -254,17 +260,3 @@ class Samples(data.ReadableSamples):
                 f"{self.num_classes} classes"
             )
         return image_HWC, label
-
-
-class _Naming:
-    """Turns an image's error into a sample's, named with its place."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, decode.ImageError):
-            raise UnreadableSampleError(f"{self.place}: {error}") from None

@@ -182,10 +182,16 @@ class Engine(engines.Engine):
                     "exp_avg_sq": zeros.to(self.device),
                     "max_exp_avg_sq": torch.empty(0).to(self.device),
                 }
+        optimizer.register_load_state_dict_post_hook(self._steps_to_device)
         if self.scaler is not None:
             self._make_scaler_state(self.scaler)
         self.xla.sync()
         return optimizer
+
+    def _steps_to_device(self, optimizer: torch.optim.Optimizer) -> None:
+        # torch moves what it loads to the parameters' device, but not the step counts.
+        for state in optimizer.state.values():
+            state["step"] = state["step"].to(self.device)
 
     def _make_scaler_state(self, scaler: Any) -> None:
         # As above: the growth tracker is an integer at first and a computed tensor

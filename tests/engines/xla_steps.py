@@ -104,8 +104,6 @@ def long_run(mode: str, amp: str) -> dict:
             model.load_state_dict(saved)
         if step == 40:
             optimizer.load_state_dict(saved_optimizer)
-            for state in optimizer.state.values():  # torch leaves this one on the host
-                state["step"] = state["step"].to(engine.device)
         if step == 25:  # frozen for five steps
             model[0].weight.requires_grad_(False)
         if step == 30:

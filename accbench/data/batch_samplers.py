@@ -1,0 +1,163 @@
+"""Batches by group, and batches by the iteration instead of the epoch, as maskrcnn-benchmark
+has them. To be imported from `accbench.data.samplers`."""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, Sampler
+
+
+class GroupedBatchSampler(Sampler[list[int]]):
+    """Batches of samples of one group each, in the order of their first samples.
+
+    As maskrcnn-benchmark's; a group without a sample is no failure. On several
+    ranks the numbers of batches may differ: put an `IterationBasedBatchSampler` around.
+
+    Args:
+        group_ids: the group of every sample of the dataset.
+        drop_uneven: leave out batches that are not full.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler[int],
+        group_ids: Sequence[int],
+        batch_size: int,
+        drop_uneven: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        self.sampler, self.batch_size, self.drop_uneven = sampler, batch_size, drop_uneven
+        self.group_ids = torch.as_tensor(group_ids).tolist()
+        # Made for `len`, and then what the next pass gives: a random sampler drawn
+        # from twice would give another order.
+        self._next: list[list[int]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it on."""
+        self._next = None
+        _set_epoch(self.sampler, epoch)
+
+    def _batches(self) -> list[list[int]]:
+        open_: dict[int, list[int]] = {}
+        batches: list[list[int]] = []
+        for index in self.sampler:
+            group = self.group_ids[index]
+            if group not in open_:
+                open_[group] = []
+                batches.append(open_[group])
+            open_[group].append(index)
+            if len(open_[group]) == self.batch_size:
+                del open_[group]
+        if self.drop_uneven:
+            return [batch for batch in batches if len(batch) == self.batch_size]
+        return batches
+
+    def __len__(self) -> int:
+        if self._next is None:
+            self._next = self._batches()
+        return len(self._next)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches, self._next = self._next if self._next is not None else self._batches(), None
+        return iter(batches)
+
+
+class IterationBasedBatchSampler(Sampler[list[int]]):
+    """Batches of another batch sampler, over and over, `num_iterations` in all.
+
+    The passes count as epochs. With `start_iter` the batches are those that an
+    uninterrupted run would have had from there; for that the order must depend on
+    the epoch or on a seeded generator alone.
+
+    Raises:
+        ValueError: `start_iter` with a sampler that draws from torch's global generator;
+            when iterating, a sampler without a batch.
+    """
+
+    def __init__(
+        self, batch_sampler: Sampler[list[int]], num_iterations: int, start_iter: int = 0
+    ) -> None:
+        inner = getattr(batch_sampler, "sampler", None)
+        if start_iter and getattr(inner, "generator", self) is None:
+            raise ValueError(
+                f"start_iter {start_iter} needs {type(inner).__name__} to have a seeded generator"
+            )
+        self.batch_sampler = batch_sampler
+        self.num_iterations, self.start_iter = num_iterations, start_iter
+
+    def __len__(self) -> int:
+        return max(0, self.num_iterations - self.start_iter)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self._endless(), self.start_iter, self.num_iterations)
+
+    def _endless(self) -> Iterator[list[int]]:
+        for epoch in itertools.count():
+            _set_epoch(self.batch_sampler, epoch)
+            empty = True
+            for batch in self.batch_sampler:
+                empty = False
+                yield batch
+            if empty:
+                raise ValueError("the sampler is empty, so it has no batch to repeat")
+
+    def state_dict(self, num_consumed: int) -> dict[str, Any]:
+        """Where it is, after `num_consumed` batches of this sampler."""
+        return {"start_iter": self.start_iter + num_consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.start_iter = state["start_iter"]
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    for candidate in (sampler, getattr(sampler, "sampler", None)):
+        if candidate is not None and hasattr(candidate, "set_epoch"):
+            candidate.set_epoch(epoch)
+            return
+
+
+class _WithSizes(Protocol):
+    def __len__(self) -> int: ...
+
+    def get_img_info(self, index: int) -> dict[str, int]: ...
+
+
+def make_batch_data_sampler(
+    dataset: _WithSizes,
+    sampler: Sampler[int],
+    aspect_grouping: bool | Sequence[float],
+    images_per_batch: int,
+    num_iters: int | None = None,
+    start_iter: int = 0,
+) -> Sampler[list[int]]:
+    """Batches for a dataset, as maskrcnn-benchmark makes them.
+
+    Args:
+        dataset: with `get_img_info(index)`, which gives "height" and "width", where
+            images are grouped.
+        aspect_grouping: group images by height / width between these bounds; True
+            is [1], upright and not.
+        num_iters: batches in all, over as many passes as that takes; one pass if None.
+        start_iter: batches to leave out, of `num_iters`.
+    """
+    batches: Sampler[list[int]]
+    if aspect_grouping:
+        bounds = [1.0] if aspect_grouping is True else sorted(aspect_grouping)
+        group_ids = [bisect.bisect_right(bounds, ratio) for ratio in _aspect_ratios(dataset)]
+        batches = GroupedBatchSampler(sampler, group_ids, images_per_batch)
+    else:
+        batches = BatchSampler(sampler, images_per_batch, drop_last=False)
+    if num_iters is None:
+        return batches
+    return IterationBasedBatchSampler(batches, num_iters, start_iter)
+
+
+def _aspect_ratios(dataset: _WithSizes) -> Iterator[float]:
+    for index in range(len(dataset)):
+        info = dataset.get_img_info(index)
+        yield info["height"] / info["width"]

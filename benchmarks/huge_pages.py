@@ -1,0 +1,62 @@
+"""What huge pages are worth to a worker on a CPU.
+
+    python benchmarks/huge_pages.py [--engine xla] [FLAGS OF A RUN]
+
+Runs in turn with the launcher's own setting of the C library's allocator and without it,
+in fresh processes; prints the ratio of their samples/s, round by round: the median and
+its 95 % bootstrap interval.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from accbench.report import run as runs  # noqa: E402
+from accbench.report.statistics import median_with_interval  # noqa: E402
+
+FLAGS = (
+    "--model=resnet18", "--image_size=96", "--batch_size=8", "--amp_level=O0", "--device=cpu",
+    "--data=synthetic", "--max_steps=45", "--warmup_steps=5", "--nproc_per_node=2",
+)  # fmt: skip
+
+
+def samples_per_s(flags: list[str], folder: Path, huge_pages: bool) -> float:
+    # What is set already the launcher leaves alone.
+    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    if not huge_pages:
+        environment["GLIBC_TUNABLES"] = ""
+    subprocess.run(
+        [sys.executable, str(ROOT / "launch_single_task.py"), *FLAGS, *flags,
+         f"--output_dir={folder}"],
+        env=environment, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    speed = runs.read(folder).samples_per_s
+    assert speed is not None
+    return speed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    arguments, flags = parser.parse_known_args()
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(arguments.rounds):
+            speeds = {}
+            for huge_pages in (True, False) if number % 2 else (False, True):
+                at = Path(folder) / f"{number}-{huge_pages}"
+                speeds[huge_pages] = samples_per_s(flags, at, huge_pages)
+            ratios.append(speeds[True] / speeds[False])
+            print(f"{speeds[True]:.1f} samples/s with, {speeds[False]:.1f} without", flush=True)
+    ratio, (low, high) = median_with_interval(ratios)
+    print(f"huge pages: {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}, {len(ratios)} rounds")
+
+
+if __name__ == "__main__":
+    main()
