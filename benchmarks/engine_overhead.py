@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from accbench import config, models, plugins, process_group
+from accbench import config, launchers, models, plugins, process_group
+from accbench.config import TaskConfig
 from accbench.process_group import Topology
 from accbench.report.statistics import median_with_interval
 from accbench.step_timer import StepTimer
@@ -222,7 +223,7 @@ def main() -> None:
         ]  # fmt: skip
         done = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            env={**launchers.common_env(TaskConfig(device="cpu", threads=1)), **os.environ},
         )  # fmt: skip
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], file=sys.stderr)
