@@ -27,12 +27,12 @@ def lines(
     series: Sequence[Series], x_title: str, y_title: str, height: int = 260,
     from_zero: bool = True, marks: Sequence[tuple[Point, str]] = (),
 ) -> str:  # fmt: skip
-    """A line chart; `marks` are points with a text."""
+    """A line chart over counts; `marks` are points with a text."""
     points = [point for one in series for point in one.points]
     if not points:
         return '<p class="none">not recorded</p>'
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_axis = _Axis.over(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
+    x_axis = _Axis.over(min(xs), max(xs), _LEFT, WIDTH - _RIGHT, whole=True)
     low = min(0.0, *ys) if from_zero else min(ys)
     y_axis = _Axis.over(low, max(ys), height - _BOTTOM, _TOP)
     parts = [_grid(x_axis, y_axis, height), _titles(x_title, y_title, height)]
@@ -129,12 +129,14 @@ class _Axis:
     high: float
     start: float
     end: float
+    whole: bool = False
+    """Ticks at whole numbers alone."""
 
     @staticmethod
-    def over(low: float, high: float, start: float, end: float) -> "_Axis":
+    def over(low: float, high: float, start: float, end: float, whole: bool = False) -> "_Axis":
         if high <= low:
             low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
-        return _Axis(low, high, start, end)
+        return _Axis(low, high, start, end, whole)
 
     def at(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
@@ -144,6 +146,7 @@ class _Axis:
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+        step = max(step, 1.0) if self.whole else step
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [round(number * step, 12) for number in range(first, last + 1)]
