@@ -3,8 +3,7 @@
     python benchmarks/input_ten_million.py [--records 10000000]
 
 The file is sparse: every record has its place, but only some are written. Each
-line is a process of its own; its memory before opening is that of Python, torch
-and accbench.
+line is a process of its own.
 """
 
 import argparse
@@ -17,17 +16,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-from accbench.data.recordio import RecordIODataset
-from accbench.data.recordio_file import image_record, write_record
-
 STRIDE = 4096
 
 
 def make(path: Path, num_records: int) -> None:
     """Records of 4 KiB, of which each thousandth is there."""
+    import numpy as np
+    from PIL import Image
+
+    from accbench.data.recordio_file import image_record, write_record
+
     image = io.BytesIO()
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(image, "JPEG")
     record = image_record([1.0], 0, image.getvalue())
@@ -44,31 +42,37 @@ def make(path: Path, num_records: int) -> None:
             idx.write("".join(f"{key}\t{key * STRIDE}\n" for key in keys))
 
 
-def memory_mib(what: str) -> float:
+def memory_mib() -> tuple[float, float]:
+    """(resident, of it the process's own) of this process."""
     lines = dict(
         line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines()
     )
-    return int(lines[what].split()[0]) / 1024
+    resident, own = (int(lines[what].split()[0]) / 1024 for what in ("VmRSS", "RssAnon"))
+    return resident, own
 
 
 def measure(path: Path) -> None:
-    before = memory_mib("VmRSS"), memory_mib("RssAnon")
+    # Imported one by one, for torch alone has more memory than all that comes after it.
+    import torch  # noqa: F401
+
+    memory = {"torch": memory_mib()}
+    from accbench.data.recordio import RecordIODataset
+
+    memory["accbench"] = memory_mib()
     begun = time.perf_counter()
     dataset = RecordIODataset(path)
     open_s = time.perf_counter() - begun
+    memory["opened"] = memory_mib()
     random_ = random.Random(0)
     indices = [1000 * random_.randrange(len(dataset) // 1000) for _ in range(2000)]
     begun = time.perf_counter()
     for index in indices:
         dataset[index]
     read_s = time.perf_counter() - begun
-    print(
-        f"{len(dataset)} records: opened in {open_s:.3f} s, 2000 random reads in {read_s:.2f} s; "
-        f"resident {before[0]:.0f} -> {memory_mib('VmRSS'):.0f} MiB, at most "
-        f"{memory_mib('VmHWM'):.0f}; of it the process's own, not shared files, "
-        f"{before[1]:.0f} -> {memory_mib('RssAnon'):.0f} MiB",
-        flush=True,
-    )
+    memory["read"] = memory_mib()
+    print(f"{len(dataset)} records: opened in {open_s:.3f} s, 2000 random reads in {read_s:.2f} s")
+    for what, (resident, own) in memory.items():
+        print(f"    {what}: resident {resident:.0f} MiB, own {own:.0f} MiB", flush=True)
 
 
 def main() -> None:
