@@ -1,6 +1,7 @@
 """Runs accbench as a user would, and sees to it that a test leaves nothing behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,13 @@ HELPERS = (
     "multiprocessing.resource_tracker",
     "torch/_inductor/compile_worker",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the tests in the background has them, and every process that
+    # they start, ignore Ctrl-C, which some tests press.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
