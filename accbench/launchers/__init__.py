@@ -44,7 +44,7 @@ def common_env(task: TaskConfig) -> dict[str, str]:
     env = {"OMP_NUM_THREADS": str(task.threads)}
     if task.device == "cpu":
         # Or the C library asks the kernel for each tensor's memory page by page, step
-        # after step: ResNet-18 then trains 8 % slower (docs/measured.md).
+        # after step, which can be felt (docs/measured.md).
         env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     return env
 
