@@ -49,11 +49,23 @@ def main(argv: Sequence[str], prog: str) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted; go on with --output_dir {folder}", file=sys.stderr)
         return 130
+    except (RequestError, OSError) as error:
+        return _stopped(prog, error, folder)
     found = comparison.read(folder, allow_mixed=True)
-    for path in publish.write(found, folder):
-        console.print(f"wrote {path}", markup=False)
+    try:
+        for path in publish.write(found, folder):
+            console.print(f"wrote {path}", markup=False)
+    except OSError as error:
+        return _stopped(prog, error, folder)
     console.print(publish.render([found], "table"), markup=False, end="")
     return 0 if any(row.good for row in found.rows) else 1
+
+
+def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
+    """One line on a folder that cannot be written any more; returns the exit status."""
+    why = error.strerror if isinstance(error, OSError) else error
+    print(f"{prog}: {why}; go on with --output_dir {folder}", file=sys.stderr)
+    return 2
 
 
 def claim(plan: Plan, wanted: str | None) -> Path:

@@ -201,15 +201,21 @@ def append(path: Path, record: Record) -> None:
 
     A line that a killed writer left unfinished is closed first, so that it
     spoils nothing but itself.
+
+    Raises:
+        RequestError: it cannot be written, the disk being full for one.
     """
     line = json.dumps({"kind": record.kind, **dataclasses.asdict(record)}, allow_nan=False)
-    with path.open("ab+") as file:
-        file.seek(0, 2)
-        if file.tell():
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                line = "\n" + line
-        file.write(f"{line}\n".encode())
+    try:
+        with path.open("ab+") as file:
+            file.seek(0, 2)
+            if file.tell():
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    line = "\n" + line
+            file.write(f"{line}\n".encode())
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read(path: Path) -> list[Record]:

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )  # fmt: skip
 
+from accbench.errors import RequestError
 from accbench.records import EvalRecord, WindowRecord
 
 log = logging.getLogger("accbench")
@@ -35,13 +36,19 @@ def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
     Rank 0 writes its log lines to its file and to the terminal, whose console is
     given. Of all other ranks everything goes to their files, also what compiled
     code writes to file descriptors 1 and 2.
+
+    Raises:
+        RequestError: the file cannot be written.
     """
     path = log_file(run_dir, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
     log.setLevel(logging.INFO)
     log.propagate = False
     with contextlib.ExitStack() as stack:
-        to_file = logging.FileHandler(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            to_file = _LogFile(path)
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {error.strerror}") from None
         to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         _attach(to_file, stack)
         if rank != 0:
@@ -51,6 +58,17 @@ def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
         console = Console(highlight=False, soft_wrap=True)
         _attach(_console_handler(console), stack)
         yield console
+
+
+class _LogFile(logging.FileHandler):
+    """Passes over lines that a full disk does not take; the records tell of that."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def _attach(handler: logging.Handler, stack: contextlib.ExitStack) -> None:
@@ -80,8 +98,9 @@ def descriptors_to(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the file's disk may be full
+            sys.stdout.flush()
+            sys.stderr.flush()
         for descriptor, original in enumerate(kept, start=1):
             os.dup2(original, descriptor)
             os.close(original)

@@ -1,5 +1,6 @@
 """One worker, top to bottom. `main.py`, torchrun and the launchers all start this."""
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -60,8 +61,9 @@ def main(
             task = shared_output_dir(task, topology)
     except RequestError as error:
         return _failed(error, topology, None)
-    with terminal.worker_output(task.run_dir, topology.rank) as console:
+    with contextlib.ExitStack() as stack:
         try:
+            console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
             if launched:  # gloo greets on stdout, which is no news for a terminal
                 with terminal.descriptors_to(terminal.log_file(task.run_dir, topology.rank)):
                     process_group.start(topology, task.device, task.timeout_s)
@@ -230,7 +232,10 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
         details = {"time": time.time(), "name": name, "message": str(error), "traceback": text}
         Path(error_file).write_text(json.dumps(details))
         if run_dir is not None:
-            with terminal.log_file(run_dir, topology.rank).open("a") as file:
+            with (
+                contextlib.suppress(OSError),
+                terminal.log_file(run_dir, topology.rank).open("a") as file,
+            ):
                 file.write(text)
     elif isinstance(error, RequestError):
         if topology.rank == 0:
@@ -239,7 +244,8 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
         print(text, file=sys.stderr)
         if run_dir is not None and topology.rank == 0:
             end = records.EndRecord(end_status(name), f"rank 0: {name}: {error}")
-            records.append(run_dir / config.RECORDS_FILE, end)
+            with contextlib.suppress(RequestError):
+                records.append(run_dir / config.RECORDS_FILE, end)
     if isinstance(error, RequestError):
         return 2
     return 130 if isinstance(error, KeyboardInterrupt) else 1

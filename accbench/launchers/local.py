@@ -47,21 +47,25 @@ class Launcher(launchers.Launcher):
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         arguments = (*worker, f"--config={task.run_dir / config.CONFIG_FILE}")
         ranks = range(task.nproc_per_node)
+        # Not in the run's folder, whose disk may be full: the errors go here as well.
         with tempfile.TemporaryDirectory() as elastic_dir, _signals_restored():
+            error_files = {rank: Path(elastic_dir) / f"rank{rank}.error.json" for rank in ranks}
             context = start_processes(
                 name="accbench",
                 entrypoint=sys.executable,
                 args={rank: ("-u", *arguments) for rank in ranks},
-                envs={rank: worker_env(task, rank, store.port) for rank in ranks},
+                envs={
+                    rank: worker_env(task, rank, store.port, error_files[rank]) for rank in ranks
+                },
                 logs_specs=DefaultLogsSpecs(log_dir=elastic_dir),
             )
             assert context is not None
             # It closes itself on a failure, with thirty seconds unless told otherwise.
             context.close = partial(context.close, timeout=GRACE_S)  # type: ignore[method-assign]
-            return _wait(context, task)
+            return _wait(context, error_files)
 
 
-def worker_env(task: TaskConfig, rank: int, port: int) -> dict[str, str]:
+def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict[str, str]:
     """A worker's environment: torchrun's names, the engine's, all workers', the error file."""
     engine = plugins.load("engines", task.engine)
     wanted = {**launchers.common_env(task), **engine.worker_env(task, rank)}
@@ -76,12 +80,8 @@ def worker_env(task: TaskConfig, rank: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        ERROR_FILE_VARIABLE: str(_error_file(task, rank)),
+        ERROR_FILE_VARIABLE: str(error_file),
     }
-
-
-def _error_file(task: TaskConfig, rank: int) -> Path:
-    return task.run_dir / "logs" / f"rank{rank}.error.json"
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def _signals_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(context: PContext, task: TaskConfig) -> Failure | None:
+def _wait(context: PContext, error_files: dict[int, Path]) -> Failure | None:
     pids = context.pids()
     try:
         result = context.wait(period=0.1)
@@ -117,7 +117,7 @@ def _wait(context: PContext, task: TaskConfig) -> Failure | None:
             console.show_cursor()  # rank 0's progress bar may have died with it hidden
     if result is None or not result.failures:
         return None
-    return _first_failure(result.failures, task)
+    return _first_failure(result.failures, error_files)
 
 
 def _end_groups(pids: list[int]) -> None:
@@ -127,7 +127,9 @@ def _end_groups(pids: list[int]) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _first_failure(failures: dict[int, ProcessFailure], task: TaskConfig) -> Failure:
+def _first_failure(
+    failures: dict[int, ProcessFailure], error_files: dict[int, Path]
+) -> Failure:
     """The failure that caused the others.
 
     A rank that was killed comes before one that raised: what a rank raises because
@@ -138,7 +140,7 @@ def _first_failure(failures: dict[int, ProcessFailure], task: TaskConfig) -> Fai
             name = signal.Signals(-process.exitcode).name
             hint = " (is the machine out of memory?)" if name == "SIGKILL" else ""
             return Failure("error", f"rank {rank} was killed by {name}{hint}")
-    raised = {rank: _read_error(_error_file(task, rank)) for rank in range(task.nproc_per_node)}
+    raised = {rank: _read_error(path) for rank, path in error_files.items()}
     known = {rank: error for rank, error in raised.items() if error is not None}
     if not known:
         rank, process = next(iter(failures.items()))
