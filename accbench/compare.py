@@ -106,7 +106,10 @@ def introduction(plan: Plan, folder: Path) -> str:
 
 
 def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
-    """All runs, in their order: rounds in turn, then without input, then the numerics."""
+    """All runs, in their order: rounds in turn, then without input, then the numerics.
+
+    What a later run is asked for can depend on what an earlier one has found.
+    """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
     for number in range(1, plan.repeats + 1):
         for row, task in rows:
@@ -115,9 +118,20 @@ def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
     for row, task in rows if plan.input_round else []:
         if config.data_name(task["data"])[0] != "synthetic":
             at = comparison.synthetic_folder(folder, row)
-            yield Job(f"synthetic data  {row.name}", row, at, {**task, "data": "synthetic"})
+            yield Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))
     if plan.numerics_steps:
         yield from _numerics_jobs(plan, rows, folder)
+
+
+def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str, Any]:
+    """The task on synthetic data, with as many classes as a round of the row has found."""
+    found = runs.read_if_there(comparison.round_folder(folder, 1, row)).header
+    without = {**task, "data": "synthetic"}
+    if found is None or found.num_classes is None:
+        return without
+    # Or the model's last layer is another, and all is compiled anew.
+    options = {**task.get("synthetic", {}), "num_classes": found.num_classes}
+    return {**without, "synthetic": options}
 
 
 def _numerics_jobs(
@@ -159,14 +173,14 @@ def cache_folder(folder: Path, row: RowPlan) -> Path:
 
 def measure(plan: Plan, folder: Path, console: Console) -> None:
     """Run what has not ended well yet; a row that fails is left out from there on."""
-    all_jobs = list(jobs(plan, folder))
+    num_jobs = sum(1 for _ in jobs(plan, folder))
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
     for row in plan.rows:
         if row.task is None:
             console.print(f"{row.name}: {row.reason}", markup=False)
     with _progress(console) as progress:
-        bar = progress.add_task("", total=len(all_jobs))
-        for job in all_jobs:
+        bar = progress.add_task("", total=num_jobs)
+        for job in jobs(plan, folder):
             progress.update(bar, description=job.label)
             if runs.read_if_there(job.folder).status != "ok" and job.row.name not in failed:
                 done = run(job, cache_folder(folder, job.row))

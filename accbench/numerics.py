@@ -61,12 +61,12 @@ def watch(task: TaskConfig, topology: Topology, double: bool) -> None:
     engine: Engine = plugins.load("engines", task.engine)(
         task, task.options.get(task.engine), topology
     )
-    logger.write(worker.run_record(task, engine, topology))
-    engine.prove_reduction()
     source_name, location = config.data_name(task.data)
     source = plugins.load("data", source_name)(
         location, task, task.options.get(source_name), topology
     )
+    logger.write(worker.run_record(task, engine, topology, source.num_classes))
+    engine.prove_reduction()
     spec = models.resolve(task.model)
     torch.manual_seed(task.seed)
     net = spec.build(source.num_classes)

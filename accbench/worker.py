@@ -104,16 +104,16 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     engine: Engine = plugins.load("engines", task.engine)(
         task, task.options.get(task.engine), topology
     )
-    logger.write(run_record(task, engine, topology))
+    source = plugins.load("data", source_name)(
+        location, task, task.options.get(source_name), topology
+    )
+    logger.write(run_record(task, engine, topology, source.num_classes))
     log.info(
         f"{task.engine} on {topology.world_size} x {engine.device_name}, {task.model}, "
         f"{task.amp_level}{' ' + str(task.amp_dtype) if engine.autocast_dtype else ''}, "
         f"batch {task.batch_size} a worker, records in {task.run_dir}"
     )
     engine.prove_reduction()
-    source = plugins.load("data", source_name)(
-        location, task, task.options.get(source_name), topology
-    )
     spec = models.resolve(task.model)
     torch.manual_seed(task.seed)
     model = spec.build(source.num_classes)
@@ -167,7 +167,9 @@ class Reporter:
         self.display.window(record, self.task.batch_size)
 
 
-def run_record(task: TaskConfig, engine: Engine, topology: Topology) -> records.RunRecord:
+def run_record(
+    task: TaskConfig, engine: Engine, topology: Topology, num_classes: int
+) -> records.RunRecord:
     """The record's first line."""
     assert task.batch_size is not None
     return records.RunRecord(
@@ -188,6 +190,7 @@ def run_record(task: TaskConfig, engine: Engine, topology: Topology) -> records.
         hostname=socket.gethostname(),
         compiler=engine.compiler,
         environment=provenance.environment(),
+        num_classes=num_classes,
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
