@@ -127,9 +127,7 @@ def _end_groups(pids: list[int]) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _first_failure(
-    failures: dict[int, ProcessFailure], error_files: dict[int, Path]
-) -> Failure:
+def _first_failure(failures: dict[int, ProcessFailure], error_files: dict[int, Path]) -> Failure:
     """The failure that caused the others.
 
     A rank that was killed comes before one that raised: what a rank raises because
