@@ -52,7 +52,9 @@ if [[ ! -f $stamp || $(<"$stamp") != "$now" ]]; then
   fi
   what=.${extras:+[$extras]}
   echo "installing accbench${extras:+[$extras]} into $env"
-  "$uv" pip install --quiet --python "$python" --editable "$what"
+  # Compiled here, for where Python may not write (PYTHONDONTWRITEBYTECODE, as in many
+  # containers) every worker would compile all it imports, at each start.
+  "$uv" pip install --quiet --compile-bytecode --python "$python" --editable "$what"
   echo "$now" >"$stamp"
 fi
 

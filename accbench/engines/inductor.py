@@ -80,7 +80,10 @@ class Engine(ddp.Engine):
     def _compiled(self, model: nn.Module) -> nn.Module:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+        if self.device.type == "cpu":
+            pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
         def in_turn(*args: Any, **kwargs: Any) -> Any:
