@@ -40,7 +40,7 @@ def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = 
     # The workers' imports take seconds in which nothing else is said.
     print(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
     sys.stdout.flush()
-    failure = launcher.launch(task, list(worker) or ["-m", "accbench.worker"])
+    failure = launcher.launch(task, list(worker) or ["-m", "accbench.worker_process"])
     return launchers.conclude(task.run_dir, failure)
 
 

@@ -1,4 +1,4 @@
-"""One worker, top to bottom. `main.py`, torchrun and the launchers all start this."""
+"""One worker, top to bottom. `main.py`, torchrun and the launchers all come here."""
 
 import contextlib
 import ctypes
@@ -252,7 +252,3 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
     if isinstance(error, RequestError):
         return 2
     return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
