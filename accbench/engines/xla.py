@@ -163,7 +163,10 @@ class Engine(engines.Engine):
         return str(self.xm.xla_device_kind(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        xla_batchnorm.track_unbiased_variance(model)
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            return self.to_device((tensor,))[0]
+
+        xla_batchnorm.track_unbiased_variance(model, send)
         return model.to(self.device)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -3,8 +3,15 @@
 PyTorch keeps the variance with Bessel's correction, n / (n - 1) of the batch's own,
 for n values a channel (see `torch.nn.BatchNorm2d`). torch_xla keeps the batch's own:
 3 % too little where a late layer has 32 values, and evaluation then sees it.
+
+Correcting every step would trace some operations more for every layer. So the buffer
+stays as torch_xla has it, and is corrected where it is read: in evaluation and in
+`state_dict()`. With c = n / (n - 1), after t steps from the variance v0, the buffer holds
+(1 - momentum)^t v0 and the sum of what the batches gave; that sum should be c times as large.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,24 +19,71 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def track_unbiased_variance(model: nn.Module) -> None:
+def track_unbiased_variance(model: nn.Module, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Have the BatchNorm layers of `model` track the unbiased variance.
 
-    A forward pass gets zeros as the running variance, (C,), so that momentum times the
-    batch's own is left in them; corrected, that goes into the layer's own. Layers whose
-    average is cumulative (momentum None) stay as they are.
+    The buffer `running_var` itself does not hold it: read it through `state_dict()`.
+    Layers whose average is cumulative (momentum None) stay as they are.
+
+    Args:
+        send: copies a tensor from the host to the model's device, with nothing left to compute.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.momentum and module.track_running_stats:
-            module.register_forward_pre_hook(_lend_zeros)
+            module._correction = None  # type: ignore[assignment]  # n / (n - 1) of the first batch
+            begin_here = partial(_begin_here, send)
+            begin_here(module, None)
+            module.register_forward_pre_hook(_lend)
             # Also after an error, or the layer would lose its buffer.
             module.register_forward_hook(_take_back, always_call=True)
+            module.register_state_dict_post_hook(_save_unbiased)
+            module.register_load_state_dict_post_hook(begin_here)
 
 
-def _lend_zeros(module: Any, _inputs: tuple[torch.Tensor, ...]) -> None:
+def _begin_here(
+    send: Callable[[torch.Tensor], torch.Tensor], module: Any, _incompatible_keys: Any
+) -> None:
+    """Take the running variance for right as it stands."""
+    module._at_start = tuple(
+        send(tensor.detach().cpu()) for tensor in (module.running_var, module.num_batches_tracked)
+    )
+
+
+def _state(module: Any) -> tuple[torch.Tensor, ...]:
+    """What `_unbiased` takes: variance, (C,), and steps, now and at the start."""
+    return (module.running_var, module.num_batches_tracked, *module._at_start)
+
+
+def _unbiased(
+    module: Any,
+    variance: torch.Tensor,
+    steps: torch.Tensor,
+    variance_at_start: torch.Tensor,
+    steps_at_start: torch.Tensor,
+) -> torch.Tensor:
+    kept = (1 - module.momentum) ** (steps - steps_at_start).float() * variance_at_start
+    unbiased: torch.Tensor = module._correction * variance - (module._correction - 1) * kept
+    return unbiased
+
+
+@torch.no_grad()
+def _lend(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Put another running variance in place for this forward pass where it needs one."""
+    own = module.running_var
     if module.training:
-        module._own_running_var = module.running_var
-        module._buffers["running_var"] = torch.zeros_like(module.running_var)
+        correction = _correction(inputs[0])
+        if module._correction is None:
+            module._correction = correction
+        if correction == module._correction:
+            return
+        # A batch of another size: what it adds is found by itself, to be scaled.
+        lent = torch.zeros_like(own)
+    elif module._correction is None:  # nothing was tracked yet
+        return
+    else:
+        lent = _unbiased(module, *_state(module))
+    module._own_running_var = own
+    module._buffers["running_var"] = lent
 
 
 @torch.no_grad()
@@ -37,10 +91,21 @@ def _take_back(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> No
     own = module.__dict__.pop("_own_running_var", None)
     if own is None:
         return
-    added = module.running_var
+    lent = module.running_var
     module._buffers["running_var"] = own
-    if output is None:  # the forward pass failed
+    if module.training and output is not None:  # None: the forward pass failed
+        scale = _correction(inputs[0]) / module._correction
+        own.mul_(1 - module.momentum).add_(lent, alpha=scale)
+
+
+def _correction(batch: torch.Tensor) -> float:
+    num_values = batch.numel() // batch.shape[1]
+    return num_values / (num_values - 1) if num_values > 1 else 1.0
+
+
+def _save_unbiased(module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    if module._correction is None:
         return
-    num_values = inputs[0].numel() // inputs[0].shape[1]
-    correction = num_values / (num_values - 1) if num_values > 1 else 1.0
-    own.mul_(1 - module.momentum).add_(added, alpha=correction)
+    # On the host, so that nothing is left to be computed in the next step's graph.
+    unbiased = _unbiased(module, *(tensor.detach().cpu() for tensor in _state(module)))
+    state[f"{prefix}running_var"] = unbiased.to(module.running_var.device)

@@ -1,8 +1,10 @@
 """Programs that train through the xla engine on the CPU, a process of their own each.
 
-    python -m tests.engines.xla_steps long O0 | odd fallback | odd outside | python 4 | graph O0
+    python -m tests.engines.xla_steps PROGRAM ARGUMENT
 
-The last line they print is JSON; `long` and `odd` train twice, traced and replayed.
+    long O0 | odd fallback | odd outside | python 4 | batchnorm 0 | graph O0
+
+The last line they print is JSON; all but `graph` train twice, traced and replayed.
 """
 
 import dataclasses
@@ -156,6 +158,44 @@ def python_run(mode: str, num_calls: str) -> dict:
     return {"given_up": given_up, "replayed": engine.num_replayed}
 
 
+def batchnorm_run(mode: str, _argument: str) -> dict:
+    """BatchNorm's statistics beside torch's own, of the same images, with a frozen net.
+
+    Batches of two sizes, evaluations, a state saved and loaded into a net that goes on.
+    """
+    engine = make_engine(mode)
+    engine.task = dataclasses.replace(engine.task, lr=1e-20, weight_decay=0.0)
+    model, optimizer = start(engine)
+    plain = make_net()
+    differences, evaluations, compiles = {}, [], []
+    saved = None
+    for step, (images, labels) in enumerate(make_batches()[:30]):
+        batch = engine.to_device((images, labels))
+        engine.run_step(train_step, model, Spec(), optimizer, batch)
+        plain.train()(images)
+        if step % 7 == 6:
+            with torch.no_grad():
+                expected = plain.eval()(make_batches()[0][0]).sum().item()
+            evaluations.append((evaluate(engine, model), expected))
+        if step == 15:
+            saved = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        if step == 22:
+            model.load_state_dict(saved)
+            plain.load_state_dict(saved)
+            engine.xla.sync()
+        compiles.append(engine.compile_stats().num_compiles)
+        state = model.state_dict()
+        for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+            difference = (state[name].cpu() - plain.state_dict()[name]).abs().max().item()
+            differences[name] = max(differences.get(name, 0.0), difference)
+    return {
+        "differences": differences,
+        "evaluations": evaluations,
+        "compiles": compiles,
+        "replayed": engine.num_replayed,
+    }
+
+
 def graph(amp: str) -> dict:
     """The real step's graph as eight workers with collectives in the graph would have it."""
     engine = make_engine("off", amp, world_size=8)
@@ -181,6 +221,7 @@ if __name__ == "__main__":
     if program == "graph":
         answer = graph(argument)
     else:
-        run = {"long": long_run, "odd": odd_run, "python": python_run}[program]
+        runs = {"long": long_run, "odd": odd_run, "python": python_run}
+        run = {**runs, "batchnorm": batchnorm_run}[program]
         answer = {mode: run(mode, argument) for mode in ("off", "on")}
     print(json.dumps(answer))
