@@ -123,14 +123,14 @@ def bare_xla_turn(task, topology: Topology, net, batches) -> Callable[[int], Non
     def turn(num_steps: int) -> None:
         for step in range(num_steps):
             images, labels = on_device[step % len(on_device)]
-            optimizer.zero_grad(set_to_none=True)
-            with autocast:
-                logits = net(images)
-            loss = functional.cross_entropy(logits.float(), labels)
+            with autocast:  # logits that had a name would be a result of the graph, and kept
+                loss = functional.cross_entropy(net(images).float(), labels)
             loss.backward()
+            loss = loss.detach()
             if topology.world_size > 1:
                 average_gradients()
             optimizer.step(found_inf=no_overflow)
+            optimizer.zero_grad(set_to_none=True)  # as with the logits
             torch_xla.sync()
         xm.wait_device_ops()
         loss.item()
@@ -141,16 +141,23 @@ def bare_xla_turn(task, topology: Topology, net, batches) -> Callable[[int], Non
 BARE = {"ddp": bare_eager_turn, "xla": bare_xla_turn}
 
 
-def measure(sides: list[Callable[[int], None]], turns: int, num_steps: int) -> list[list[float]]:
-    """Seconds of each turn of each side; which side is first alternates."""
-    seconds: list[list[float]] = [[], []]
+def measure(
+    sides: list[Callable[[int], None]], turns: int, num_steps: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Wall seconds, and the main thread's CPU seconds, of each turn of each side.
+
+    Which side is first alternates.
+    """
+    wall_s: list[list[float]] = [[], []]
+    host_s: list[list[float]] = [[], []]
     for number in range(turns):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
             process_group.gather_values([0.0])  # no rank begins before the others are done
-            started = time.perf_counter()
+            started, host_started = time.perf_counter(), time.thread_time()
             sides[side](num_steps)
-            seconds[side].append(time.perf_counter() - started)
-    return seconds
+            wall_s[side].append(time.perf_counter() - started)
+            host_s[side].append(time.thread_time() - host_started)
+    return wall_s, host_s
 
 
 def parse_flags() -> argparse.Namespace:
@@ -195,14 +202,24 @@ def worker(flags: argparse.Namespace) -> None:
 
     built = {bare: build(bare) for bare in (bool(flags.bare_first), not flags.bare_first)}
     sides = [built[False], built[True]]
-    measure(sides, turns=2, num_steps=flags.steps)  # compilation and caches
-    of_engine, of_bare = measure(sides, flags.turns, flags.steps)
+    num_compiles = []
+    for side in sides:  # compilation and caches
+        before = engine.compile_stats().num_compiles
+        side(flags.steps)
+        num_compiles.append(engine.compile_stats().num_compiles - before)
+    measure(sides, turns=2, num_steps=flags.steps)
+    (of_engine, of_bare), host_s = measure(sides, flags.turns, flags.steps)
+    host_ms = [1e3 * statistics.median(side) / flags.steps for side in host_s]
     if topology.rank == 0:
         ratios = [a / b for a, b in zip(of_engine, of_bare, strict=True)]
         answer = {
             "ratio": statistics.median(ratios),
             "engine_ms": 1e3 * statistics.median(of_engine) / flags.steps,
             "bare_ms": 1e3 * statistics.median(of_bare) / flags.steps,
+            "engine_host_ms": host_ms[0],
+            "bare_host_ms": host_ms[1],
+            "engine_compiles": num_compiles[0],
+            "bare_compiles": num_compiles[1],
             "threads": task.threads,
         }
         print(json.dumps(answer), flush=True)
