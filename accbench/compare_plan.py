@@ -53,7 +53,7 @@ class CompareFlags(TaskConfig):
     lr: float | None = None  # type: ignore[assignment]
     """AdamW's learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
     max_steps: int | None = None
-    """Steps of a run, warm-up included. Unset: 20 on a CPU, else 220."""
+    """Steps of a run, warm-up included. Unset: 40 on a CPU, else 220."""
     warmup_steps: int | None = None  # type: ignore[assignment]
     """Steps of the first window. Unset: 5 on a CPU, else 20."""
     log_interval: int | None = None  # type: ignore[assignment]
@@ -74,7 +74,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "batch_size": (4, 128),
     "amp_level": ("O0", "O1"),
     "lr": (1e-4, 1e-3),
-    "max_steps": (20, 220),
+    "max_steps": (40, 220),
     "warmup_steps": (5, 20),
     "log_interval": (5, 20),
     "workers": (0, None),
