@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accbench.data import Collate, decode
-from accbench.data.prefetch import DataLoaderX
+from accbench.data.loader import DataLoaderX
 from accbench.data.recordio import RecordIODataset, Samples
 
 BATCH = 32

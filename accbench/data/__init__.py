@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from accbench.config import TaskConfig
-from accbench.data.prefetch import naming_dead_workers
+from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.process_group import Topology

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accbench.data.prefetch import BackgroundGenerator, DataLoaderX, move, tensors_of
+from accbench.data.loader import DataLoaderX
+from accbench.data.prefetch import BackgroundGenerator, move, tensors_of
 from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
 from tests.conftest import ROOT
 
@@ -178,7 +179,7 @@ def test_loader_can_be_left_and_begun_again(workers):
 ON_XLA = """
 import torch, torch_xla
 from torch.utils.data import TensorDataset
-from accbench.data.prefetch import DataLoaderX
+from accbench.data.loader import DataLoaderX
 data = TensorDataset(torch.arange(10))
 loader = DataLoaderX(0, device=torch_xla.device(), dataset=data, batch_size=4)
 batches = [batch for batch, in loader]
@@ -251,7 +252,7 @@ def test_state_of_a_batch_sampler():
 # that happens to be, which may be inside pytest.
 KILLED_WORKER = """
 import os, signal, torch
-from accbench.data.prefetch import DataLoaderX
+from accbench.data.loader import DataLoaderX
 class Dying(torch.utils.data.Dataset):
     def __len__(self):
         return 100
@@ -273,7 +274,7 @@ def test_killed_worker_process_is_an_error_not_a_hang():
 
 FULL_SHM = """
 import torch
-from accbench.data.prefetch import DataLoaderX
+from accbench.data.loader import DataLoaderX
 data = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
 loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=16, num_workers=1)
 list(loader)
