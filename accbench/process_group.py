@@ -2,12 +2,15 @@
 
 import dataclasses
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+_SETTLE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,10 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
 def close() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
+        # Gloo's threads let go of the last collective's tensors after it is done, and need
+        # Python's lock for that: in a process that is just ending they abort it. Destroying
+        # the group does not end them where a DDP was built (torch 2.8), so they get the time.
+        time.sleep(_SETTLE_S)
         dist.destroy_process_group()
 
 

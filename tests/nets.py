@@ -1,5 +1,6 @@
 """Small networks for `--model tests.nets:...`, some of which go wrong on purpose."""
 
+import atexit
 import os
 import signal
 import time
@@ -47,6 +48,16 @@ def _raise() -> None:
 
 def raises_on_rank1(num_classes: int) -> nn.Module:
     return _Faulty(num_classes, _raise)
+
+
+def raises_on_rank1_and_crashes(num_classes: int) -> nn.Module:
+    """As above; then the process aborts while it ends."""
+
+    def fault() -> None:
+        atexit.register(os.abort)
+        _raise()
+
+    return _Faulty(num_classes, fault)
 
 
 def killed_on_rank1(num_classes: int) -> nn.Module:

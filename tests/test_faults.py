@@ -47,6 +47,12 @@ def test_first_failing_ranks_traceback_is_shown_once(tmp_path):
     assert "planted fault" not in (run_dir / "logs" / "rank0.log").read_text()
 
 
+def test_failure_comes_before_a_crash_while_ending(tmp_path):
+    result, run_dir = run_fault(tmp_path, "raises_on_rank1_and_crashes")
+    assert result.returncode == 1
+    assert end_of(run_dir).error == "rank 1 failed: ValueError: planted fault"
+
+
 def test_record_tells_what_was_done_before_the_fault(tmp_path):
     _, run_dir = run_fault(tmp_path, "raises_on_rank1")
     (window,) = of_kind(run_dir, records.WindowRecord)

@@ -131,14 +131,16 @@ def _first_failure(failures: dict[int, ProcessFailure], error_files: dict[int, P
     """The failure that caused the others.
 
     A rank that was killed comes before one that raised: what a rank raises because
-    another is gone may be written down first. Of those that raised, the earliest.
+    another is gone may be written down first. Of those that raised, the earliest; one
+    that raised and then crashed while it ended is one that raised.
     """
+    raised = {rank: _read_error(path) for rank, path in error_files.items()}
     for rank, process in failures.items():
-        if process.exitcode < 0 and process.exitcode != -signal.SIGTERM:
+        killed = process.exitcode < 0 and process.exitcode != -signal.SIGTERM
+        if killed and raised[rank] is None:
             name = signal.Signals(-process.exitcode).name
             hint = " (is the machine out of memory?)" if name == "SIGKILL" else ""
             return Failure("error", f"rank {rank} was killed by {name}{hint}")
-    raised = {rank: _read_error(path) for rank, path in error_files.items()}
     known = {rank: error for rank, error in raised.items() if error is not None}
     if not known:
         rank, process = next(iter(failures.items()))
