@@ -1,10 +1,12 @@
 """Runs accbench as a user would, and sees to it that a test leaves nothing behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -126,3 +128,17 @@ def wait_until(condition, timeout_s: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A real file system of a few kilobytes at `folder`; skips the test where nobody may mount."""
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts")
+    if os.system(f"mount -t tmpfs -o size={size} tmpfs {folder} 2>/dev/null"):
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield
+    finally:
+        os.system(f"umount {folder}")

@@ -94,7 +94,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Place the model (on the host, equal on all ranks) on the device; wrap or compile it."""
+        """Place the model (on the host, equal on all ranks) on the device; wrap or compile it.
+
+        An engine may keep buffers in a form of its own: read them through `state_dict()`.
+        """
 
     @abc.abstractmethod
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
