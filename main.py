@@ -4,13 +4,9 @@
 bottom, stands in accbench/worker.py.
 """
 
-import time
+import sys
 
-STARTED = time.perf_counter()  # before the imports, which a first step waits for too
+from accbench import worker_process
 
 if __name__ == "__main__":
-    import sys
-
-    from accbench import worker
-
-    sys.exit(worker.main(started=STARTED))
+    sys.exit(worker_process.main())

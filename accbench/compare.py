@@ -63,8 +63,9 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
     """One line on a folder that cannot be written any more; returns the exit status."""
-    why = error.strerror if isinstance(error, OSError) else error
-    print(f"{prog}: {why}; go on with --output_dir {folder}", file=sys.stderr)
+    if isinstance(error, OSError):
+        error = RequestError(f"cannot write {error.filename or folder}: {error.strerror}")
+    print(f"{prog}: {error}; once it can, go on with --output_dir {folder}", file=sys.stderr)
     return 2
 
 

@@ -119,9 +119,12 @@ class Look:
     def record(self, step: int, own_loss: float | None) -> records.NumericsRecord:
         """The state after `step` steps; all ranks call this."""
         parameters = self._parameters()
-        # As they are saved: an engine may keep buffers in another form.
-        state = {n: t.cpu() for n, t in self.net.state_dict().items() if n not in parameters}
-        buffers = {n: t for n, t in state.items() if t.is_floating_point()}
+        saved = self.net.state_dict()  # an engine may keep buffers in another form
+        buffers = {
+            n: saved.get(n, b).detach().cpu()
+            for n, b in self.net.named_buffers()
+            if b.is_floating_point()
+        }
         sketches = {n: self._sketcher.sketch(t) for n, t in {**parameters, **buffers}.items()}
         gradients = self._gradients() if step else {}
         squares = sum(float(gradient.square().sum()) for gradient in gradients.values())

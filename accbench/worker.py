@@ -233,7 +233,10 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None:  # the launcher tells the person, and ends the record
         details = {"time": time.time(), "name": name, "message": str(error), "traceback": text}
-        Path(error_file).write_text(json.dumps(details))
+        try:
+            Path(error_file).write_text(json.dumps(details))
+        except OSError:  # that disk is full, too
+            print(error if isinstance(error, RequestError) else text, file=sys.stderr)
         if run_dir is not None:
             with (
                 contextlib.suppress(OSError),

@@ -1,12 +1,17 @@
-"""A worker's process where accbench is installed; main.py is the same in a clone."""
+"""A worker's process: what the launcher starts, and main.py in a clone."""
 
+import sys
 import time
 
 STARTED = time.perf_counter()  # before the imports, which a first step waits for too
 
-if __name__ == "__main__":
-    import sys
 
+def main() -> int:
+    """Train as the process's flags say; returns the exit status."""
     from accbench import worker
 
-    sys.exit(worker.main(started=STARTED))
+    return worker.main(started=STARTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -138,6 +138,7 @@ def bare_xla_turn(task, topology: Topology, net, batches) -> Callable[[int], Non
     return turn
 
 
+SIDES = ("engine", "bare")
 BARE = {"ddp": bare_eager_turn, "xla": bare_xla_turn}
 
 
@@ -216,10 +217,8 @@ def worker(flags: argparse.Namespace) -> None:
             "ratio": statistics.median(ratios),
             "engine_ms": 1e3 * statistics.median(of_engine) / flags.steps,
             "bare_ms": 1e3 * statistics.median(of_bare) / flags.steps,
-            "engine_host_ms": host_ms[0],
-            "bare_host_ms": host_ms[1],
-            "engine_compiles": num_compiles[0],
-            "bare_compiles": num_compiles[1],
+            **{f"{side}_host_ms": ms for side, ms in zip(SIDES, host_ms, strict=True)},
+            **{f"{side}_compiles": n for side, n in zip(SIDES, num_compiles, strict=True)},
             "threads": task.threads,
         }
         print(json.dumps(answer), flush=True)
@@ -245,13 +244,15 @@ def main() -> None:
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], file=sys.stderr)
     ratio, (low, high) = median_with_interval([one["ratio"] for one in found])
+    host_ms = [statistics.mean(one[f"{side}_host_ms"] for one in found) for side in SIDES]
     print(
         f"{flags.engine}, {flags.nproc_per_node} worker(s), {flags.model} {flags.image_size} px, "
         f"batch {flags.batch_size}, {flags.amp_level}, {found[0]['threads']} threads: "
         f"{statistics.median(one['engine_ms'] for one in found):.1f} ms a step, "
         f"bare loop {statistics.median(one['bare_ms'] for one in found):.1f} ms; "
         f"ratio {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}, "
-        f"{flags.processes} processes of {flags.turns} turns of {flags.steps} steps"
+        f"{flags.processes} processes of {flags.turns} turns of {flags.steps} steps; "
+        f"main thread {host_ms[0]:.2f} ms a step, bare loop's {host_ms[1]:.2f}, means"
     )
 
 

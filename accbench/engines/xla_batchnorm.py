@@ -10,7 +10,7 @@ stays as torch_xla has it, and is corrected where it is read: in evaluation and 
 (1 - momentum)^t v0 and the sum of what the batches gave; that sum should be c times as large.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,22 +31,28 @@ def track_unbiased_variance(model: nn.Module, send: Callable[[torch.Tensor], tor
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.momentum and module.track_running_stats:
             module._correction = None  # type: ignore[assignment]  # n / (n - 1) of the first batch
-            begin_here = partial(_begin_here, send)
-            begin_here(module, None)
+            begin_with_loaded = partial(_begin_with_loaded, send)
+            begin_with_loaded(module, module.state_dict(), "")
             module.register_forward_pre_hook(_lend)
             # Also after an error, or the layer would lose its buffer.
             module.register_forward_hook(_take_back, always_call=True)
             module.register_state_dict_post_hook(_save_unbiased)
-            module.register_load_state_dict_post_hook(begin_here)
+            module.register_load_state_dict_pre_hook(begin_with_loaded)
 
 
-def _begin_here(
-    send: Callable[[torch.Tensor], torch.Tensor], module: Any, _incompatible_keys: Any
+def _begin_with_loaded(
+    send: Callable[[torch.Tensor], torch.Tensor],
+    module: Any,
+    state: Mapping[str, Any],
+    prefix: str,
+    *_others: Any,
 ) -> None:
-    """Take the running variance for right as it stands."""
-    module._at_start = tuple(
-        send(tensor.detach().cpu()) for tensor in (module.running_var, module.num_batches_tracked)
-    )
+    """Count from the running variance in `state`; without one there (strict=False) go on."""
+    variance = state.get(f"{prefix}running_var")
+    if variance is not None:
+        steps = state.get(f"{prefix}num_batches_tracked", module.num_batches_tracked)
+        variance = variance.to(module.running_var.dtype)
+        module._at_start = tuple(send(tensor.detach().cpu()) for tensor in (variance, steps))
 
 
 def _state(module: Any) -> tuple[torch.Tensor, ...]:

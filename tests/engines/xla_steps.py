@@ -161,7 +161,8 @@ def python_run(mode: str, num_calls: str) -> dict:
 def batchnorm_run(mode: str, _argument: str) -> dict:
     """BatchNorm's statistics beside torch's own, of the same images, with a frozen net.
 
-    Batches of two sizes, evaluations, a state saved and loaded into a net that goes on.
+    Batches of two sizes, evaluations, a state saved and loaded into a net that goes on,
+    and a part of a state, without statistics.
     """
     engine = make_engine(mode)
     engine.task = dataclasses.replace(engine.task, lr=1e-20, weight_decay=0.0)
@@ -177,6 +178,9 @@ def batchnorm_run(mode: str, _argument: str) -> dict:
             with torch.no_grad():
                 expected = plain.eval()(make_batches()[0][0]).sum().item()
             evaluations.append((evaluate(engine, model), expected))
+        if step == 7:
+            model.load_state_dict({"0.weight": plain[0].weight}, strict=False)
+            engine.xla.sync()
         if step == 15:
             saved = {name: value.cpu().clone() for name, value in model.state_dict().items()}
         if step == 22:
