@@ -29,7 +29,7 @@ from accbench.terminal import TrainingDisplay, log
 from accbench.train_loop import evaluate, train_epoch
 
 # Set by a launcher, which then has made the run's folder and tells how the run
-# failed; the value is the file into which this worker puts its error.
+# failed; the value is a file of blanks over which this worker writes its error.
 ERROR_FILE_VARIABLE = "ACCBENCH_ERROR_FILE"
 
 
@@ -233,10 +233,8 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None:  # the launcher tells the person, and ends the record
         details = {"time": time.time(), "name": name, "message": str(error), "traceback": text}
-        try:
-            Path(error_file).write_text(json.dumps(details))
-        except OSError:  # that disk is full, too
-            print(error if isinstance(error, RequestError) else text, file=sys.stderr)
+        with Path(error_file).open("r+") as file:  # over blanks that hold the place
+            file.write(json.dumps(details))
         if run_dir is not None:
             with (
                 contextlib.suppress(OSError),

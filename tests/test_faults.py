@@ -86,6 +86,24 @@ def test_disk_that_gets_full(tmp_path):
         assert not processes_of(run_dir)
 
 
+@pytest.mark.parametrize(
+    ("size", "cannot"), [("100k", "disk/run/records.jsonl"), ("24k", "to {disk}/tmp/")]
+)
+def test_disk_that_gets_full_and_is_the_temporary_folders_too(tmp_path, monkeypatch, size, cannot):
+    disk = tmp_path / "disk"
+    with small_disk(disk, size):
+        (disk / "tmp").mkdir()
+        monkeypatch.setenv("TMPDIR", str(disk / "tmp"))
+        result = run(*SYNTHETIC, "--log_interval=1", "--max_steps=900", "--timeout_s=60",
+                     "--synthetic.steps_per_epoch=900", f"--output_dir={disk / 'run'}")  # fmt: skip
+        assert result.returncode == 2
+        lines = result.stderr.splitlines()
+        assert all(line.startswith("accbench: ") for line in lines)
+        assert "accbench: cannot write" in lines[0]
+        assert cannot.format(disk=disk) in lines[0]
+        assert "No space left on device" in lines[0]
+
+
 @pytest.mark.parametrize("model", ["sleeps_on_rank1", "stopped_on_rank1"])
 def test_worker_that_hangs(tmp_path, model):
     timeout_s = 8

@@ -36,6 +36,8 @@ from accbench.worker import ERROR_FILE_VARIABLE
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
 # also kills one that is stopped.
 GRACE_S = 5
+# Taken on the disk before the workers start, for what a worker says when it is full.
+_ERROR_BYTES = 16384
 _HOST = "127.0.0.1"
 
 
@@ -50,6 +52,12 @@ class Launcher(launchers.Launcher):
         # Not in the run's folder, whose disk may be full: the errors go here as well.
         with tempfile.TemporaryDirectory() as elastic_dir, _signals_restored():
             error_files = {rank: Path(elastic_dir) / f"rank{rank}.error.json" for rank in ranks}
+            try:
+                for path in error_files.values():
+                    path.write_bytes(b" " * _ERROR_BYTES)
+            except OSError as error:
+                why = f"cannot write to {elastic_dir}: {error.strerror}; set TMPDIR elsewhere"
+                return Failure("error", why, exit_status=2)
             context = start_processes(
                 name="accbench",
                 entrypoint=sys.executable,
