@@ -6,7 +6,7 @@ bottom, stands in accbench/worker.py.
 
 import sys
 
-from accbench import worker_process
+from accbench.training import worker_process
 
 if __name__ == "__main__":
     sys.exit(worker_process.main())

@@ -17,7 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["accbench", "accbench.*"]),
-    package_data={"accbench.report": ["*.json", "*.css"]},
+    package_data={"accbench": ["py.typed"], "accbench.report": ["*.json", "*.css"]},
     install_requires=[
         "torch>=2.8",
         "torchvision>=0.23",

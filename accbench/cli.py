@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from accbench import config
-from accbench.errors import RequestError
+from accbench.errors import RequestError, refused
 
 PROG = "accbench"
 
@@ -30,31 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = ()) -> int:
     """Train a model, one worker a device; the same as launch_single_task.py."""
-    from accbench import launchers, plugins
+    from accbench.launchers.run import run
 
-    try:
-        task = config.claim_output_dir(config.resolve(config.parse(argv, prog)))
-        launcher = plugins.load("launchers", task.launcher)()
-    except RequestError as error:
-        return refused(prog, error)
-    # The workers' imports take seconds in which nothing else is said.
-    print(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
-    sys.stdout.flush()
-    failure = launcher.launch(task, list(worker) or ["-m", "accbench.worker_process"])
-    return launchers.conclude(task.run_dir, failure)
+    return run(argv, prog, worker)
 
 
 def compare(argv: Sequence[str], prog: str = f"{PROG} compare") -> int:
     """Measure engines in turn, several times, and say what was shown."""
-    from accbench import compare
+    from accbench.comparing import rounds
 
-    return compare.main(argv, prog)
-
-
-def refused(prog: str, error: RequestError) -> int:
-    """One line on a request that cannot be met; returns the exit status."""
-    print(f"{prog}: {error}", file=sys.stderr)
-    return 2
+    return rounds.main(argv, prog)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +117,7 @@ def data(argv: Sequence[str]) -> int:
 
 
 def _mock(argv: Sequence[str], prog: str) -> None:
-    from accbench import mock_images
+    from accbench.data import mock_images
 
     flags = config.parse_flags(MockFlags, argv, prog)
     plan = mock_images.Plan(flags.classes, flags.train_images, flags.val_images, flags.seed)
@@ -159,7 +144,7 @@ class DoctorFlags:
 
 def doctor(argv: Sequence[str]) -> int:
     """Tell what is on this machine and what can train on it; --self-test tries it."""
-    from accbench import doctor as examination
+    from accbench.machine import doctor as examination
 
     prog = f"{PROG} doctor"
     try:
@@ -168,7 +153,7 @@ def doctor(argv: Sequence[str]) -> int:
         return refused(prog, error)
     facts = examination.examine()
     if flags.self_test:
-        from accbench import self_test
+        from accbench.machine import self_test
 
         facts["self_test"] = self_test.run()
     print(examination.render(facts, flags.format), end="")

@@ -1,5 +1,11 @@
 """Exceptions whose message is meant for a person: one line, the cause and the remedy."""
 
+import sys
+
+# Set by a launcher, which then has made the run's folder and tells how the run
+# failed; the value is a file of blanks over which the worker writes its error.
+ERROR_FILE_VARIABLE = "ACCBENCH_ERROR_FILE"
+
 
 class RequestError(Exception):
     """What was asked for cannot be done. Ends a command with exit status 2."""
@@ -34,3 +40,9 @@ _END_STATUS = {
 def end_status(exception_name: str) -> str:
     """`status` of the end record for a run that an exception of this class ended."""
     return _END_STATUS.get(exception_name, "error")
+
+
+def refused(prog: str, error: RequestError) -> int:
+    """One line on a request that cannot be met; returns the exit status."""
+    print(f"{prog}: {error}", file=sys.stderr)
+    return 2

@@ -1,4 +1,5 @@
-"""Names on the command line to classes: `accbench/<kind>/<name>.py`, found by scanning.
+"""Names on the command line to classes: `accbench/<kind>/<name>.py`, or a folder of that name
+whose `__init__.py` has the class; found by scanning.
 
 A package outside this repository adds to a kind through an entry point in the
 group `accbench.<kind>`, for example `accbench.engines`.
@@ -33,7 +34,8 @@ def classes(kind: str) -> dict[str, Any]:
     for module_info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"accbench.{kind}.{module_info.name}")
         plugin = getattr(module, class_name, None)
-        if plugin is not None and plugin.__module__ == module.__name__:
+        # Not one that it imports from beside it, to build on.
+        if plugin is not None and f"{plugin.__module__}.".startswith(f"{module.__name__}."):
             found[module_info.name] = plugin
     for entry_point in entry_points(group=f"accbench.{kind}"):
         found[entry_point.name] = entry_point.load()

@@ -31,13 +31,14 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from accbench import config, launchers, models, plugins, process_group
+from accbench import config, launchers, models, plugins
 from accbench.config import TaskConfig
-from accbench.process_group import Topology
 from accbench.report.statistics import median_with_interval
-from accbench.step_timer import StepTimer
-from accbench.train_loop import train_step
-from accbench.worker import apply_environment
+from accbench.training import process_group
+from accbench.training.process_group import Topology
+from accbench.training.step_timer import StepTimer
+from accbench.training.train_loop import train_step
+from accbench.training.worker import apply_environment
 
 
 class Nobody:

@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from accbench import records  # noqa: E402
+from accbench.recording import records  # noqa: E402
 from accbench.report import summary  # noqa: E402
 
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -74,7 +74,7 @@ def command(run: Run, out: Path) -> list[str]:
     else:
         last, window = (8, 2) if REHEARSAL else (60, 20)
         steps = [f"--max_steps={last}", "--warmup_steps=4", f"--log_interval={window}"]
-    model = "accbench.self_test:net" if REHEARSAL else "resnet50"
+    model = "accbench.machine.self_test:net" if REHEARSAL else "resnet50"
     return [
         python, "launch_single_task.py", f"--engine={engine}", f"--device={DEVICE}", *flags,
         f"--model={model}", f"--image_size={32 if REHEARSAL else 224}", "--data=synthetic",

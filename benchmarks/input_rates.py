@@ -30,11 +30,12 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate
 
-from accbench.data import Collate, ReadableSamples, decode, s3
+from accbench.data import Collate, ReadableSamples, decode
 from accbench.data.convert import convert
 from accbench.data.imagefolder import ReadableImages
 from accbench.data.recordio import RecordIODataset, Samples
-from accbench.data.recordio_file import image_record, write_record
+from accbench.data.recordio.file import image_record, write_record
+from accbench.data.s3 import source as s3
 
 BATCH, SIZE, REPEAT = 64, 224, 3
 MXNET = """

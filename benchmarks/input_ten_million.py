@@ -24,7 +24,7 @@ def make(path: Path, num_records: int) -> None:
     import numpy as np
     from PIL import Image
 
-    from accbench.data.recordio_file import image_record, write_record
+    from accbench.data.recordio.file import image_record, write_record
 
     image = io.BytesIO()
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(image, "JPEG")

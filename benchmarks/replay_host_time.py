@@ -19,8 +19,8 @@ import torch
 from accbench import models
 from accbench.config import TaskConfig
 from accbench.engines.xla import Engine
-from accbench.process_group import Topology
-from accbench.train_loop import train_step
+from accbench.training.process_group import Topology
+from accbench.training.train_loop import train_step
 
 WARMUP_STEPS = 4  # two recordings, then two replays
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accbench import mock_images, records
+from accbench.data import mock_images
+from accbench.recording import records
 
 ROOT = Path(__file__).parent.parent
 

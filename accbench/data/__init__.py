@@ -16,7 +16,7 @@ from accbench.config import TaskConfig
 from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
-from accbench.process_group import Topology
+from accbench.training.process_group import Topology
 
 Batch = tuple[torch.Tensor, ...]
 # (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)

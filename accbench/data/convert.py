@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.progress import track
 
 from accbench.data import decode
-from accbench.data.recordio_file import image_record, write_record
+from accbench.data.recordio.file import image_record, write_record
 from accbench.errors import RequestError
 
 

@@ -10,7 +10,7 @@ from accbench import data
 from accbench.config import TaskConfig
 from accbench.data import decode
 from accbench.errors import RequestError, UnreadableSampleError
-from accbench.process_group import Topology
+from accbench.training.process_group import Topology
 
 # torchvision is imported where it is used: that takes seconds, and a launcher
 # only checks that the folder is there.

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from accbench import mock_images
 from accbench.config import TaskConfig
-from accbench.data import imagefolder
+from accbench.data import imagefolder, mock_images
 from accbench.errors import RequestError
-from accbench.process_group import Topology
+from accbench.training.process_group import Topology
 
 
 class Source(imagefolder.Source):

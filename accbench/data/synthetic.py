@@ -7,7 +7,7 @@ import torch
 
 from accbench import data
 from accbench.config import TaskConfig
-from accbench.process_group import Topology
+from accbench.training.process_group import Topology
 
 
 class Source(data.Source):

@@ -16,7 +16,7 @@ from torch import nn
 
 from accbench.config import TaskConfig
 from accbench.errors import ReductionError
-from accbench.process_group import Topology, gather_values
+from accbench.training.process_group import Topology, gather_values
 
 Batch = tuple[torch.Tensor, ...]
 

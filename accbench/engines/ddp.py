@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accbench import engines, provenance
+from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.process_group import Topology
+from accbench.recording import provenance
+from accbench.training.process_group import Topology
 
 # The flag's name from torch 2.15 on, and the one before, which warns there.
 _SYNC_BUFFERS = (

@@ -21,7 +21,7 @@ from torch import nn
 from accbench import engines
 from accbench.config import TaskConfig
 from accbench.engines import ddp
-from accbench.process_group import Topology
+from accbench.training.process_group import Topology
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
 # compilation, and the backward's where that is put off to the first backward pass.

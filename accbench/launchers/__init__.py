@@ -9,9 +9,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from accbench import config, records
+from accbench import config
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
+from accbench.recording import records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accbench import config, launchers, plugins
 from accbench.config import TaskConfig
-from accbench.errors import end_status
+from accbench.errors import ERROR_FILE_VARIABLE, end_status
 from accbench.launchers import Failure
-from accbench.worker import ERROR_FILE_VARIABLE
 
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
 # also kills one that is stopped.

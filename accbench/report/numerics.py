@@ -1,6 +1,6 @@
 """Does an engine train the same? Its distance to a float64 run against the baseline's own.
 
-Distances are measured between sketches (see `accbench.numerics.sketch`), as parts
+Distances are measured between sketches (see `accbench.comparing.numerics.sketch`), as parts
 of how far the float64 run itself moved. What the baseline and its other memory
 layout are away from that run is the noise floor of the type they compute in.
 """
@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from accbench.records import NumericsRecord
+from accbench.recording.records import NumericsRecord
 from accbench.report.comparison import Comparison, Row
 from accbench.report.run import Run
 

@@ -4,8 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accbench import config, records
+from accbench import config
 from accbench.errors import RequestError
+from accbench.recording import records
 
 R = TypeVar("R", bound=records.Record)
 

@@ -3,8 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from accbench import config, records
+from accbench import config
 from accbench.errors import RequestError
+from accbench.recording import records
 
 
 @dataclasses.dataclass(frozen=True)

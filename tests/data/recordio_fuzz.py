@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from accbench.data.recordio import RecordIODataset
-from accbench.data.recordio_file import MAGIC, image_record, write_record
+from accbench.data.recordio.file import MAGIC, image_record, write_record
 from accbench.errors import RequestError, UnreadableSampleError
 from tests.data.pictures import jpeg
 

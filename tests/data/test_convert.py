@@ -10,7 +10,7 @@ from PIL import Image
 from accbench.data import convert as module
 from accbench.data.convert import convert
 from accbench.data.recordio import RecordIODataset
-from accbench.data.recordio_file import MAGIC
+from accbench.data.recordio.file import MAGIC
 from accbench.errors import RequestError
 from tests.conftest import ROOT
 from tests.data.pictures import jpeg, pixels

@@ -23,11 +23,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from accbench import config, plugins
-from accbench.data import recordio_index
 from accbench.data.recordio import MXFaceDataset, RecordIODataset
-from accbench.data.recordio_file import MAGIC, RecordFile, image_record, offsets, write_record
+from accbench.data.recordio import index as recordio_index
+from accbench.data.recordio.file import MAGIC, RecordFile, image_record, offsets, write_record
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
-from accbench.process_group import Topology
+from accbench.training.process_group import Topology
 from tests.conftest import TINY, end_of, run
 from tests.data import recordio_fuzz
 from tests.data.pictures import jpeg

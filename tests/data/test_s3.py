@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from accbench import config, plugins
-from accbench.data import s3_bucket
 from accbench.data.s3 import S3ImageFolder, bucket_and_prefix
-from accbench.data.s3_cache import BoundedCache
+from accbench.data.s3 import bucket as s3_bucket
+from accbench.data.s3.cache import BoundedCache
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
-from accbench.process_group import Topology
+from accbench.training.process_group import Topology
 from tests.conftest import TINY, end_of, run, small_disk
 from tests.data.faulty_s3 import serving
 from tests.data.pictures import jpeg

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from accbench import records
+from accbench.recording import records
 from accbench.report import comparison
 from accbench.report.comparison import OTHER_LAYOUT, REFERENCE, Plan, RowPlan
 

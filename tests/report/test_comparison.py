@@ -8,8 +8,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from accbench import cli, records
+from accbench import cli
 from accbench.errors import RequestError
+from accbench.recording import records
 from accbench.report import analysis, comparison, publish
 from tests.report import fakes
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from accbench import config, models, plugins, process_group
+from accbench import config, models, plugins
 from accbench.engines import ddp
-from accbench.process_group import Topology
-from accbench.train_loop import train_step
-from accbench.worker import apply_environment
+from accbench.training import process_group
+from accbench.training.process_group import Topology
+from accbench.training.train_loop import train_step
+from accbench.training.worker import apply_environment
 
 
 def main(out: str, flags: list[str]) -> None:

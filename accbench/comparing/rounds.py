@@ -1,0 +1,233 @@
+"""`accbench compare`: every run of a plan in a fresh process, in turn, and then the report."""
+
+import dataclasses
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from accbench import config
+from accbench.comparing.plan import parse
+from accbench.comparing.run import Kind, run_to_its_end
+from accbench.errors import RequestError
+from accbench.recording import records
+from accbench.report import comparison, publish
+from accbench.report import run as runs
+from accbench.report.comparison import OTHER_LAYOUT, REFERENCE, Plan, RowPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run of the comparison."""
+
+    label: str
+    row: RowPlan
+    folder: Path
+    task: dict[str, Any]
+    number: int | None = None
+    """The round, from 1, which starts with empty compile caches; None: not timed."""
+    kind: Kind = "run"
+    flags: tuple[str, ...] = ()
+    """Beside those that the task stands for."""
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """The command `accbench compare`; returns the exit status."""
+    try:
+        plan, wanted = parse(argv, prog)
+        folder = claim(plan, wanted)
+    except RequestError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(introduction(plan, folder), markup=False)
+    try:
+        measure(plan, folder, console)
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; go on with --output_dir {folder}", file=sys.stderr)
+        return 130
+    except (RequestError, OSError) as error:
+        return _stopped(prog, error, folder)
+    found = comparison.read(folder, allow_mixed=True)
+    try:
+        for path in publish.write(found, folder):
+            console.print(f"wrote {path}", markup=False)
+    except OSError as error:
+        return _stopped(prog, error, folder)
+    console.print(publish.render([found], "table"), markup=False, end="")
+    return 0 if any(row.good for row in found.rows) else 1
+
+
+def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
+    """One line on a folder that cannot be written any more; returns the exit status."""
+    if isinstance(error, OSError):
+        error = RequestError(f"cannot write {error.filename or folder}: {error.strerror}")
+    print(f"{prog}: {error}; once it can, go on with --output_dir {folder}", file=sys.stderr)
+    return 2
+
+
+def claim(plan: Plan, wanted: str | None) -> Path:
+    """The comparison's folder: a new one, or one of the same plan to go on with.
+
+    Raises:
+        RequestError: it cannot be written, or holds something else.
+    """
+    folder = Path(wanted or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-compare").absolute()
+    if (folder / comparison.PLAN_FILE).exists():
+        if Plan.read(folder) != plan:
+            raise RequestError(
+                f"{folder} holds a comparison of other settings; choose another --output_dir"
+            )
+        return folder
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise RequestError(f"{folder} is not empty and holds no comparison")
+        folder.mkdir(parents=True, exist_ok=True)
+        plan.write(folder)
+    except OSError as error:
+        raise RequestError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
+    return folder
+
+
+def introduction(plan: Plan, folder: Path) -> str:
+    """What will be done, and which settings were chosen here."""
+    task = next(row.task for row in plan.rows if row.task)
+    lines = [
+        f"comparing {', '.join(row.name for row in plan.rows)} in {plan.repeats} rounds: "
+        f"{task['model']}, {task['image_size']} px, {task['nproc_per_node']} x {task['device']}, "
+        f"batch {task['batch_size']} a worker, {task['amp_level']}, {task['max_steps']} steps"
+    ]
+    if plan.defaults:
+        chosen = ", ".join(f"--{name} {value}" for name, value in plan.defaults.items())
+        lines.append(f"chosen for this device: {chosen}")
+    return "\n".join([*lines, f"in {folder}"])
+
+
+def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
+    """All runs, in their order: rounds in turn, then without input, then the numerics.
+
+    What a later run is asked for can depend on what an earlier one has found.
+    """
+    rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
+    for number in range(1, plan.repeats + 1):
+        for row, task in rows:
+            at = comparison.round_folder(folder, number, row)
+            yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, task, number)
+    for row, task in rows if plan.input_round else []:
+        if config.data_name(task["data"])[0] != "synthetic":
+            at = comparison.synthetic_folder(folder, row)
+            yield Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))
+    if plan.numerics_steps:
+        yield from _numerics_jobs(plan, rows, folder)
+
+
+def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str, Any]:
+    """The task on synthetic data, with as many classes as a round of the row has found."""
+    found = runs.read_if_there(comparison.round_folder(folder, 1, row)).header
+    without = {**task, "data": "synthetic"}
+    if found is None or found.num_classes is None:
+        return without
+    # Or the model's last layer is another, and all is compiled anew.
+    options = {**task.get("synthetic", {}), "num_classes": found.num_classes}
+    return {**without, "synthetic": options}
+
+
+def _numerics_jobs(
+    plan: Plan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
+) -> Iterator[Job]:
+    row, task = next((row, task) for row, task in rows if row.name == plan.baseline)
+    steps = {"max_steps": plan.numerics_steps, "epochs": None}
+    eager = {**task, **steps, "engine": "ddp", "ddp": {"channels_last": False}}
+    reference = {**eager, "amp_level": "O0"}
+    at = comparison.numerics_folder(folder, REFERENCE)
+    yield Job(
+        "numerics  float64 reference", row, at, reference, kind="numerics", flags=("--float64",)
+    )
+    for other, its_task in rows:
+        at = comparison.numerics_folder(folder, other.folder)
+        yield Job(f"numerics  {other.name}", other, at, {**its_task, **steps}, kind="numerics")
+    options = task.get(task["engine"], {})
+    if "channels_last" in options:
+        flipped = {**options, "channels_last": not options["channels_last"]}
+        at = comparison.numerics_folder(folder, OTHER_LAYOUT)
+        other_layout = {**task, **steps, task["engine"]: flipped}
+        yield Job("numerics  baseline, other layout", row, at, other_layout, kind="numerics")
+
+
+def with_cache(row: RowPlan, folder: Path) -> dict[str, Any]:
+    """The row's flags; an engine that can keep compiled code keeps it in the comparison."""
+    assert row.task is not None
+    engine = row.task["engine"]
+    options = row.task.get(engine, {})
+    if "cache_dir" not in options:
+        return row.task
+    return {**row.task, engine: {**options, "cache_dir": str(cache_folder(folder, row))}}
+
+
+def cache_folder(folder: Path, row: RowPlan) -> Path:
+    """Where a row keeps compiled code."""
+    return folder / "caches" / row.folder
+
+
+def measure(plan: Plan, folder: Path, console: Console) -> None:
+    """Run what has not ended well yet; a row that fails is left out from there on."""
+    num_jobs = sum(1 for _ in jobs(plan, folder))
+    failed: set[str] = {row.name for row in plan.rows if row.task is None}
+    for row in plan.rows:
+        if row.task is None:
+            console.print(f"{row.name}: {row.reason}", markup=False)
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=num_jobs)
+        for job in jobs(plan, folder):
+            progress.update(bar, description=job.label)
+            if runs.read_if_there(job.folder).status != "ok" and job.row.name not in failed:
+                done = run(job, cache_folder(folder, job.row))
+                progress.console.print(f"{job.label}: {_outcome(done)}", markup=False)
+                if job.number is not None and done.status != "ok":
+                    failed.add(job.row.name)
+            progress.advance(bar)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+def _outcome(run: runs.Run) -> str:
+    if run.status != "ok" or run.end is None:
+        return f"{run.status}: {run.end.error if run.end else 'no end'}"
+    if run.numerics:
+        return f"{len(run.numerics) - 1} steps looked at"
+    if not run.samples_per_s:
+        return "no steps after the warm-up"
+    return (
+        f"{run.samples_per_s:,.1f} samples/s, first step after "
+        f"{run.end.time_to_first_step_s or 0:.1f} s"
+    )
+
+
+def run(job: Job, cache: Path) -> runs.Run:
+    """Run a job in a process of its own; what it left is its record, also when it failed."""
+    shutil.rmtree(job.folder, ignore_errors=True)
+    if job.number == 1:
+        shutil.rmtree(cache, ignore_errors=True)
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    log = job.folder.parent / f"{job.folder.name}.log"
+    log.write_text("")  # a launcher that is killed at once leaves none
+    flags = [*config.as_flags(job.task), *job.flags]
+    num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
+    exit_status = run_to_its_end(job.kind, flags, job.folder, log, num_devices)
+    path = job.folder / config.RECORDS_FILE
+    path.parent.mkdir(exist_ok=True)
+    if runs.read_if_there(job.folder).end is None:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else f"exit status {exit_status}"
+        records.append(path, records.EndRecord("error", why))
+    return runs.read(job.folder)

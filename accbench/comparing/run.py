@@ -1,0 +1,81 @@
+"""One run of a comparison, by a launcher in a process of its own.
+
+That process is forked from a server which has imported torch already, for a launcher
+needs seconds for that and a comparison starts dozens. Workers are fresh all the same:
+the launcher starts them as ever.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from accbench import config
+from accbench.recording import records
+from accbench.recording.device_watch import Watch
+
+Kind = Literal["run", "numerics"]
+# Seconds that a launcher has to end its workers when the comparison is stopped.
+_GRACE_S = 15
+_PRELOADED = ["accbench.comparing.run", "accbench.launchers.local", "accbench.comparing.numerics"]
+
+
+def run_to_its_end(
+    kind: Kind, flags: Sequence[str], folder: Path, log: Path, num_devices: int
+) -> int | None:
+    """Returns the launcher's exit status; SIGTERM and Ctrl-C here end the run first.
+
+    Args:
+        kind: train, or the numerics pass.
+        flags: those of a run.
+        folder: the run's, whose records get what other programs and devices did.
+        log: file for what the launcher says.
+        num_devices: accelerators to watch.
+    """
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=_launch, args=(kind, list(flags), folder, log, num_devices))
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        process.start()
+        process.join()
+    except KeyboardInterrupt:
+        if process.pid is not None:
+            process.terminate()
+            process.join(_GRACE_S)
+            process.kill()
+            process.join()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return process.exitcode
+
+
+def _launch(kind: Kind, flags: list[str], folder: Path, log: Path, num_devices: int) -> None:
+    # They import torch, which the comparison itself can do without.
+    from accbench.comparing import numerics
+    from accbench.launchers import run
+
+    with log.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    watch = Watch(num_devices)
+    flags = [*flags, f"--output_dir={folder}"]
+    status = (
+        run.run(flags, "accbench run")
+        if kind == "run"
+        else numerics.main(flags, time.perf_counter())
+    )
+    sys.stdout.flush()
+    folder.mkdir(exist_ok=True)
+    records.append(folder / config.RECORDS_FILE, watch.stop())
+    sys.exit(status)

@@ -1,0 +1,81 @@
+"""What torch_xla on NVIDIA GPUs needs that other devices do not."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+
+import torch
+
+from accbench.config import TaskConfig
+from accbench.pjrt import nvidia
+from accbench.training import process_group
+
+
+def problem(task: TaskConfig) -> str | None:
+    """Why torch_xla cannot use the GPUs here, and what to do; None if it can."""
+    driver = nvidia.driver()
+    if driver.problem is not None:
+        return f"--device cuda: {driver.problem}; use --device cpu to train on the CPU"
+    if task.nproc_per_node > len(driver.gpus):
+        return (
+            f"--nproc_per_node {task.nproc_per_node} is more than the {len(driver.gpus)} "
+            f"CUDA devices here ({driver.gpus[0].name})"
+        )
+    plugins = entry_points(group="torch_xla.plugins", name="CUDA")
+    another = any(not plugin.module.startswith("accbench.") for plugin in plugins)
+    library = nvidia.find_plugin()
+    if not another and (library is None or not library.exists()):
+        where = "is not installed" if library is None else f"is not at {library}"
+        return (
+            f"torch_xla needs a PJRT plugin for CUDA, which {where}: {nvidia.INSTALL}, "
+            "or use --device cpu to train on the CPU"
+        )
+    return None
+
+
+def register(world_size: int) -> None:
+    """Make the plugin known to torch_xla and the coordinator's port to all ranks."""
+    from torch_xla.experimental import plugins
+
+    from accbench.pjrt import cuda
+
+    if "CUDA" not in entry_points(group=cuda.ENTRY_POINT_GROUP).names:
+        # accbench on PYTHONPATH, not installed; with an entry point torch_xla has done this.
+        plugins.use_dynamic_plugins()
+        plugins.register_plugin("CUDA", cuda.plugin())
+    if world_size > 1:
+        # Rank 0 knows a port that is free now; without it one beside the rendezvous' is taken.
+        port = process_group.from_rank0(_free_port())
+        os.environ.setdefault(cuda.COORDINATOR_PORT_VARIABLE, str(port))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    """Autocast for tensors of XLA:CUDA, which obey the key cuda, not xla.
+
+    `torch.autocast("cuda")` asks torch's own CUDA half whether it knows the type,
+    and that half may be missing; so the two keys are set here, and both.
+    """
+    keys = ("cuda", "xla")
+    kept = [(key, torch.is_autocast_enabled(key), torch.get_autocast_dtype(key)) for key in keys]
+    torch.autocast_increment_nesting()
+    try:
+        for key in keys:
+            torch.set_autocast_enabled(key, True)
+            torch.set_autocast_dtype(key, dtype)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        for key, was_enabled, old_dtype in kept:
+            torch.set_autocast_enabled(key, was_enabled)
+            torch.set_autocast_dtype(key, old_dtype)

@@ -1,0 +1,315 @@
+"""Training compiled by XLA, through torch_xla: `--compiler-opt`.
+
+One step is traced into one graph that ends at `torch_xla.sync()`. Where the
+device has collectives between processes, the gradients' all-reduce is part of
+that graph. XLA on the CPU has none, and its `all_reduce` does nothing without
+saying so; there the step is cut in two, and gloo averages the gradients on the
+host in between.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accbench import engines
+from accbench.config import TaskConfig
+from accbench.data import prefetch
+from accbench.data.prefetch import BackgroundGenerator
+from accbench.engines.ddp import peak_resident_bytes
+from accbench.engines.xla import batchnorm, cuda, host_reduction
+from accbench.engines.xla import flags as xla_flags
+from accbench.errors import RequestError
+from accbench.pjrt import nvidia
+from accbench.recording import provenance
+from accbench.recording.terminal import log
+from accbench.training.process_group import Topology
+
+INSTALL = "pip install 'accbench[xla]' (from a clone: bash prepare.sh)"
+_PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
+
+
+class Engine(engines.Engine):
+    """torch_xla: one graph a step, syncfree AdamW, gradients averaged in the graph."""
+
+    compiler = "xla"
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the engine xla."""
+
+        compile_cache: Literal["auto", "on", "off"] = "auto"
+        """Keep compiled graphs on disk. auto: on where the platform can load what it saved."""
+        cache_dir: str | None = None
+        """The cache's folder. Unset: accbench/xla in the user's cache folder."""
+        host_bucket_mib: int = 64
+        """Gradients averaged on the host travel in buckets of this size, in MiB."""
+        replay: Literal["auto", "on", "off"] = "auto"
+        """Run recorded steps without tracing them anew. auto: on where that is proven to
+        give the same numbers, which is one worker on a CPU."""
+        flags: str = ""
+        """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
+
+    @classmethod
+    def find_device(cls, requested: str) -> str:
+        if requested != "auto":
+            return requested
+        if torch.cuda.is_available() or nvidia.present():
+            return "cuda"
+        return "tpu" if Path("/dev/accel0").exists() else "cpu"
+
+    @classmethod
+    def unavailable_reason(cls, task: TaskConfig) -> str | None:
+        if importlib.util.find_spec("torch_xla") is None:
+            return (
+                f"--compiler-opt (--engine xla) needs torch_xla, which is not installed: {INSTALL}"
+            )
+        options = task.options.get("xla", cls.Options())
+        try:
+            xla_flags.parse(options.flags)
+        except RequestError as error:
+            return f"--xla.flags: {error}"
+        if options.replay == "on" and task.device == "cpu" and task.nproc_per_node > 1:
+            return (
+                "--xla.replay on needs gradients that are averaged in the graph, and workers on "
+                "a CPU average on the host; leave it off, or use --nproc_per_node 1"
+            )
+        return cuda.problem(task) if task.device == "cuda" else None
+
+    @classmethod
+    def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
+        env = {
+            "PJRT_DEVICE": _PJRT_DEVICE[task.device],
+            # Importing torch_xla imports inductor, which starts a process a core to
+            # compile in; they would take the cores from the first steps for nothing.
+            "TORCH_WARM_POOL": "0",
+        }
+        if task.device == "cpu" and task.threads:
+            # XLA sizes its thread pool by this name or by the machine's cores.
+            env["NPROC"] = str(task.threads)
+        return env
+
+    def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
+        super().__init__(task, options, topology)
+        flags = xla_flags.merged(task.device, options.flags)
+        if flags:  # XLA reads them once, when a device is first used
+            os.environ["XLA_FLAGS"] = flags
+        import torch_xla
+        import torch_xla.amp
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        self.xla, self.xm, self.xr = torch_xla, xm, xr
+        self._cache = self._start_cache()
+        if task.device == "cuda":
+            cuda.register(topology.world_size)
+        if task.device != "cpu":
+            from torch_xla._internal import pjrt
+
+            pjrt.initialize_multiprocess(topology.local_rank, topology.local_world_size)
+        self.device = torch_xla.device()
+        wanted = _PJRT_DEVICE[task.device]
+        if xm.xla_device_hw(self.device) != wanted:  # as the client behind it says
+            raise RequestError(
+                f"--device {task.device}, but torch_xla came up on "
+                f"{xm.xla_device_hw(self.device)}; is PJRT_DEVICE set to something else?"
+            )
+        xm.set_replication(self.device, xm.get_xla_supported_devices())
+        self.collectives = "host" if task.device == "cpu" else "in_graph"
+        self.scaler = None
+        if self.autocast_dtype is torch.float16:
+            with warnings.catch_warnings():  # torch_xla names its parent by an old name
+                warnings.simplefilter("ignore", FutureWarning)
+                self.scaler = torch_xla.amp.GradScaler()
+        self._no_overflow = torch.zeros(()).to(self.device)
+        self._replay = self._start_replay()
+
+    def _start_replay(self) -> Any | None:
+        proven = self.task.device == "cpu" and self.topology.world_size == 1
+        if self.options.replay == "off" or (self.options.replay == "auto" and not proven):
+            return None
+        from accbench.engines.xla.replay import StepReplay
+
+        return StepReplay(self.device, self.scaler, log.info)
+
+    def _start_cache(self) -> str:
+        # Before the first computation, and void across versions: torch_xla's two rules.
+        wanted = self.options.compile_cache
+        if wanted == "off":
+            return "off: --xla.compile_cache off"
+        if wanted == "auto" and self.task.device == "cpu":
+            return "off: XLA on the CPU saves compiled graphs but cannot load them"
+        folder = Path(self.options.cache_dir or _user_cache_folder())
+        folder = folder / f"{version('torch_xla')}-{self.task.device}"
+        folder = folder / f"rank{self.topology.rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.xr.initialize_cache(str(folder))
+        return str(folder)
+
+    @property
+    def compile_cache(self) -> str:
+        return self._cache
+
+    @property
+    def device_name(self) -> str:
+        if self.task.device == "cpu":
+            return provenance.cpu_name()
+        return str(self.xm.xla_device_kind(self.device))
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            return self.to_device((tensor,))[0]
+
+        batchnorm.track_unbiased_variance(model, send)
+        return model.to(self.device)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        from torch_xla.amp import syncfree
+
+        optimizer: torch.optim.Optimizer = syncfree.AdamW(
+            model.parameters(), lr=self.task.lr, weight_decay=self.task.weight_decay
+        )
+        # State that appears in the first step would make the second another graph.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                optimizer.state[parameter] = {
+                    "step": torch.zeros(()).to(self.device),
+                    "exp_avg": zeros.to(self.device),
+                    "exp_avg_sq": zeros.to(self.device),
+                    "max_exp_avg_sq": torch.empty(0).to(self.device),
+                }
+        optimizer.register_load_state_dict_post_hook(self._steps_to_device)
+        if self.scaler is not None:
+            self._make_scaler_state(self.scaler)
+        self.xla.sync()
+        return optimizer
+
+    def _steps_to_device(self, optimizer: torch.optim.Optimizer) -> None:
+        # torch moves what it loads to the parameters' device, but not the step counts.
+        for state in optimizer.state.values():
+            state["step"] = state["step"].to(self.device)
+
+    def _make_scaler_state(self, scaler: Any) -> None:
+        # As above: the growth tracker is an integer at first and a computed tensor
+        # later, so one update that changes nothing is run, and its count taken back.
+        scaler._lazy_init_scale_growth_tracker(self.device)
+        torch._amp_update_scale_(
+            scaler._scale, scaler._growth_tracker, self._no_overflow,
+            scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval(),
+        )  # fmt: skip
+        self.xla.sync()
+        scaler._growth_tracker.zero_()
+        self.xla.sync()
+
+    def to_device(self, batch: engines.Batch) -> engines.Batch:
+        # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
+        # in the training thread would take for a part of the step, and compile it anew.
+        on_host = [tensor.contiguous() for tensor in batch]
+        return tuple(self.xm.send_cpu_data_to_device(on_host, self.device))
+
+    def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
+        return BackgroundGenerator(
+            batches, self.topology.local_rank, prefetch.ON_DEVICE, to_device=self.to_device
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        if self.task.device == "cuda":
+            return cuda.autocast(self.autocast_dtype)
+        return torch.autocast("xla", dtype=self.autocast_dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self._average([p for group in optimizer.param_groups for p in group["params"]])
+        if self.scaler is None:
+            optimizer.step(found_inf=self._no_overflow)  # type: ignore[call-overload]
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        # Or the step's graph would have every gradient as a result, and keep it in memory.
+        optimizer.zero_grad(set_to_none=True)
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """Average gradients over the ranks, in place."""
+        parameters = [p for p in parameters if p.grad is not None]
+        if self.topology.world_size == 1:
+            return
+        if self.collectives == "in_graph":
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            scale = 1.0 / self.topology.world_size
+            self.xm.all_reduce(self.xm.REDUCE_SUM, gradients, scale=scale)
+        else:
+            bucket_bytes = self.options.host_bucket_mib * 2**20
+            host_reduction.average(parameters, self.device, self.topology.world_size, bucket_bytes)
+
+    def end_step(self) -> None:
+        if self._replay is None or not self._replay.recording:
+            self.xla.sync()
+
+    def run_step(
+        self,
+        step: Callable[..., torch.Tensor],
+        model: nn.Module,
+        spec: Any,
+        optimizer: torch.optim.Optimizer,
+        batch: engines.Batch,
+    ) -> torch.Tensor:
+        if self._replay is None:
+            return step(self, model, spec, optimizer, batch)
+
+        def traced(batch: engines.Batch) -> torch.Tensor:
+            return step(self, model, spec, optimizer, batch)
+
+        loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch)
+        return loss
+
+    @property
+    def num_replayed(self) -> int:
+        """Steps that were replayed instead of traced."""
+        return 0 if self._replay is None else self._replay.num_replayed
+
+    def wait(self) -> None:
+        self.xm.wait_device_ops()
+
+    def peak_memory_bytes(self) -> int:
+        if self.task.device == "cpu":
+            return peak_resident_bytes()
+        return int(self.xm.get_memory_info(self.device)["peak_bytes_used"])
+
+    def averaged_probe(self, value: float) -> list[float]:
+        probe = nn.Parameter(torch.zeros(2).to(self.device))
+        probe.grad = torch.full((2,), value).to(self.device)
+        self._average([probe])
+        self.xla.sync()
+        return probe.grad.cpu().tolist()
+
+    def compile_stats(self) -> engines.CompileStats:
+        import torch_xla.debug.metrics as metrics
+
+        num_compiles, compile_ns, _ = metrics.metric_data("CompileTime") or (0, 0.0, None)
+        num_executions, _, _ = metrics.metric_data("ExecuteTime") or (0, 0.0, None)
+        fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
+        return engines.CompileStats(
+            num_compiles=num_compiles,
+            compile_s=compile_ns / 1e9,
+            num_executions=num_executions,
+            num_fallbacks=sum(metrics.counter_value(name) or 0 for name in fallbacks),
+        )
+
+
+def _user_cache_folder() -> Path:
+    # The XDG base directory specification's place.
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "accbench" / "xla"

@@ -1,0 +1,1 @@
+"""What is on this machine, and whether it can train."""

@@ -1,0 +1,176 @@
+"""What is on this machine, what can train on it, and why the rest cannot: `accbench doctor`.
+
+Nothing private is in the answer: no host name, user, path or environment.
+"""
+
+import dataclasses
+import io
+import json
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from accbench import config, plugins
+from accbench.config import TaskConfig
+from accbench.pjrt import nvidia
+from accbench.recording import provenance
+
+_DEVICES: tuple[Literal["cpu", "cuda", "tpu"], ...] = ("cpu", "cuda", "tpu")
+_LIBRARIES = {"cudnn": "nvidia-cudnn-cu12", "nccl": "nvidia-nccl-cu12"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Usable:
+    """Whether an engine can train on a device here."""
+
+    engine: str
+    device: str
+    reason: str | None
+    """Why not, and what to do; None if it can."""
+
+
+def examine() -> dict[str, Any]:
+    """Everything that is known without starting a device: name -> plain values."""
+    driver = nvidia.driver()
+    library = nvidia.find_plugin()
+    toolkit = nvidia.toolkit(library)
+    memory_bytes, free_disk_bytes = _memory_bytes(), shutil.disk_usage(".").free
+    return {
+        "versions": provenance.versions(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": provenance.cpu_name(),
+        "cores": config.num_cores(),
+        "memory_bytes": memory_bytes,
+        "free_disk_bytes": free_disk_bytes,
+        "free_port": _has_free_port(),
+        "gpus": [dataclasses.asdict(gpu) for gpu in driver.gpus],
+        "gpu_problem": driver.problem,
+        "driver": _driver_version(),
+        "driver_cuda": driver.cuda_version,
+        "torch_cuda": _torch_cuda(),
+        "plugin": None if library is None else nvidia.plugin_version() or "named by hand",
+        **{name: _version(package) for name, package in _LIBRARIES.items()},
+        "ptxas": None if toolkit is None else _ptxas_version(toolkit),
+        "engines": [dataclasses.asdict(usable) for usable in usable_engines()],
+    }
+
+
+def usable_engines() -> list[Usable]:
+    """Every engine on every kind of device, alone."""
+    found = []
+    for name, engine in plugins.classes("engines").items():
+        for device in _DEVICES:
+            reason = engine.unavailable_reason(TaskConfig(engine=name, device=device))
+            if reason is None and device == "tpu" and engine.find_device("auto") != "tpu":
+                reason = "there is no TPU here"
+            found.append(Usable(name, device, reason))
+    return found
+
+
+def render(facts: dict[str, Any], format: str) -> str:
+    """The examination as a table or JSON, ending in a newline."""
+    if format == "json":
+        return json.dumps(facts, indent=1) + "\n"
+    things = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for name, value in _lines(facts):
+        things.add_row(name, escape(value))
+    tables = [things, _engine_table(facts["engines"])]
+    if "self_test" in facts:
+        tables.append(_self_test_table(facts["self_test"]))
+    console = Console(file=io.StringIO(), width=110, force_terminal=False)
+    for table in tables:
+        console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _lines(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    yield from facts["versions"].items()
+    yield "system", facts["system"]
+    yield "processor", f"{facts['cpu']}, {facts['cores']} cores to use"
+    yield "memory", f"{facts['memory_bytes'] / 2**30:.0f} GiB"
+    yield "free disk here", f"{facts['free_disk_bytes'] / 2**30:.0f} GiB"
+    yield "port on localhost", "can be opened" if facts["free_port"] else "cannot be opened"
+    for gpu in facts["gpus"]:
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        yield "GPU", f"{gpu['name']}, {memory}, compute capability {gpu['compute_capability']}"
+    if facts["gpu_problem"]:
+        yield "GPU", f"none: {facts['gpu_problem']}"
+    yield "driver", f"{facts['driver'] or '-'}, CUDA up to {facts['driver_cuda'] or '-'}"
+    yield "CUDA of torch", facts["torch_cuda"] or "none, torch was built without it"
+    yield "PJRT plugin", facts["plugin"] or f"none: {nvidia.INSTALL}"
+    for name in (*_LIBRARIES, "ptxas"):
+        yield name, facts[name] or "-"
+
+
+def _engine_table(engines: list[dict[str, Any]]) -> Table:
+    table = Table("engine", "device", "can train here", box=box.SIMPLE_HEAD)
+    for usable in engines:
+        reason = usable["reason"]
+        table.add_row(usable["engine"], usable["device"], "yes" if not reason else escape(reason))
+    return table
+
+
+def _self_test_table(results: list[dict[str, Any]]) -> Table:
+    table = Table("self-test", "device", "workers", "result", "seconds", box=box.SIMPLE_HEAD)
+    for result in results:
+        verdict = "ok" if result["error"] is None else escape(result["error"])
+        table.add_row(result["engine"], result["device"], str(result["workers"]), verdict,
+                      f"{result['wall_s']:.1f}")  # fmt: skip
+    return table
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _driver_version() -> str | None:
+    told = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", told.read_text()) if told.exists() else None
+    return found[1] if found else None
+
+
+def _ptxas_version(toolkit: Path) -> str | None:
+    try:
+        done = subprocess.run(
+            [str(toolkit / "bin/ptxas"), "--version"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"V([\d.]+)", done.stdout)
+    return found[1] if found else None
+
+
+def _memory_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemTotal:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
+    return int(found[1]) * 1024 if found else 0
+
+
+def _has_free_port() -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return False
+        return True

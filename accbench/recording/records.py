@@ -1,0 +1,251 @@
+"""A run's records: one JSON object a line in `records.jsonl`.
+
+Raw counts and seconds only. Rates, ratios and verdicts are derived from them in
+`accbench.report`.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accbench.errors import RequestError
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What ran, on what. The first line."""
+
+    kind: ClassVar[str] = "run"
+    task: dict[str, Any]
+    engine: str
+    model: str
+    world_size: int
+    batch_size: int
+    """Samples a worker and step."""
+    amp_level: str
+    amp_dtype: str | None
+    """None under O0."""
+    device_type: str
+    device_name: str
+    collectives: str
+    """Where gradients are reduced: in_graph, process_group or host."""
+    compile_cache: str
+    """The persistent compile cache's folder, or `off: ` and the reason."""
+    num_threads: int
+    versions: dict[str, str]
+    commit: str | None
+    hostname: str
+    started_at: str
+    """ISO 8601, UTC."""
+    compiler: str | None = None
+    """What the engine is meant to compile with: inductor, xla; None if it is eager."""
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Rank 0's environment variables that may change its speed."""
+    num_classes: int | None = None
+    """Of the data, and so the width of the model's last layer."""
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowRecord:
+    """Steps between two points at which the host waited for the device."""
+
+    kind: ClassVar[str] = "window"
+    epoch: int
+    first_step: int
+    """Counted from 0 over the run."""
+    num_steps: int
+    num_samples: int
+    """Of all ranks."""
+    wall_s: float
+    """On rank 0's clock, from the end of the window before."""
+    data_wait_s: float
+    """Seconds in which the loop waited for a batch; mean over ranks."""
+    dispatch_s: float
+    """Seconds in which the host traced or ran steps, mean over ranks; in what is left of
+    the wall after this and the data wait, the host waited for the device."""
+    loss: float | None
+    """Mean over ranks at the window's last step; None where it was not finite."""
+    peak_memory_bytes: int
+    """Since the start, the largest of any rank, by the allocator in use."""
+    num_compiles: int
+    """Graphs that this rank compiled in the window."""
+    warmup: bool
+    """True for the first window of a run, which holds compilation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRecord:
+    """One pass over the validation set, every sample once."""
+
+    kind: ClassVar[str] = "eval"
+    epoch: int
+    loss: float | None
+    top1: float
+    """Fraction in 0..1."""
+    top5: float
+    num_samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EndRecord:
+    """How it ended. A run without this line was killed together with its launcher.
+
+    What is None is not known, because the worker that knew is gone.
+    """
+
+    kind: ClassVar[str] = "end"
+    status: str
+    """ok, oom, nan, error or interrupted."""
+    error: str | None = None
+    time_to_first_step_s: float | None = None
+    """From the worker's first line, imports included, to the first step's result."""
+    compile_s: float | None = None
+    num_compiles: int | None = None
+    """Graphs compiled in the whole run, evaluation included."""
+    num_recompiles: int | None = None
+    """Graphs compiled in training windows after the warm-up."""
+    num_graphs: float | None = None
+    """Compiled graphs that a training step after the warm-up executes; 0 where eager."""
+    num_fallbacks: int | None = None
+    """Operations in training steps that left the compiler."""
+    skipped_steps: int | None = None
+    """Optimizer steps left out because a float16 gradient overflowed."""
+    num_steps: int = 0
+    num_samples: int = 0
+    num_bad_samples: int | None = None
+    """Samples that could not be read and were replaced, over all ranks."""
+    samples_per_epoch: int | None = None
+    """Samples of all ranks in one pass over the data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamsRecord:
+    """What a user's script noted with `log_params`."""
+
+    kind: ClassVar[str] = "params"
+    params: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsRecord:
+    """What a user's script noted with `log_metrics`."""
+
+    kind: ClassVar[str] = "metrics"
+    metrics: dict[str, float | None]
+    step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class NumericsRecord:
+    """A training step of a numerics pass, in numbers that can be compared between engines."""
+
+    kind: ClassVar[str] = "numerics"
+    step: int
+    """Steps done; 0 is the state before the first."""
+    loss: float | None
+    """Mean over ranks; None at step 0 and where it was not finite."""
+    grad_norm: float | None
+    """L2 norm of the averaged gradient that the optimizer used; None at step 0."""
+    rank_difference: float
+    """Largest difference between a parameter's sketch on rank 0 and on any other."""
+    sketches: dict[str, list[float]]
+    """Parameter or buffer -> its sketch, see `accbench.comparing.numerics.Sketcher`."""
+    gradients: dict[str, list[float]]
+    """Parameter -> sketch of the averaged gradient; empty at step 0."""
+    update_errors: dict[str, float]
+    """Parameter -> its distance from where AdamW should have put it, given these
+    gradients, as a part of that step's way; empty where no step was taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRecord:
+    """What was seen of the machine from outside while a run went on."""
+
+    kind: ClassVar[str] = "device"
+    wall_s: float
+    other_cpu_share: float | None = None
+    """Part of this machine's processor time that went to other processes, 0..1."""
+    throttled_share: float | None = None
+    """Part of the looks at the devices that found a clock held down by heat or power."""
+    other_device_processes: int | None = None
+    """Processes on the devices before the run began."""
+    sm_clock_mhz: float | None = None
+    """Median over the looks, of the slowest device."""
+    power_w: float | None = None
+    """Median of the last half of the looks, all devices together."""
+
+
+Record = (
+    RunRecord
+    | WindowRecord
+    | EvalRecord
+    | EndRecord
+    | ParamsRecord
+    | MetricsRecord
+    | NumericsRecord
+    | DeviceRecord
+)
+_CLASSES: dict[str, Any] = {c.kind: c for c in Record.__args__}
+
+
+def finite_or_none(value: float) -> float | None:
+    """`value`, or None for NaN and infinities, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def append(path: Path, record: Record) -> None:
+    """Add one line; it is with the operating system when this returns.
+
+    A line that a killed writer left unfinished is closed first, so that it
+    spoils nothing but itself.
+
+    Raises:
+        RequestError: it cannot be written, the disk being full for one.
+    """
+    line = json.dumps({"kind": record.kind, **dataclasses.asdict(record)}, allow_nan=False)
+    try:
+        with path.open("ab+") as file:
+            file.seek(0, 2)
+            if file.tell():
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    line = "\n" + line
+            file.write(f"{line}\n".encode())
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file, in order.
+
+    A line cut off by a kill is passed over. Fields of a newer schema are too.
+
+    Raises:
+        RequestError: no such file, or it does not hold accbench's records.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    found: list[Record] = []
+    for line in lines:
+        try:
+            values = json.loads(line)
+            record_class = _CLASSES.get(values.pop("kind"))
+        except (ValueError, AttributeError, KeyError, TypeError):
+            continue
+        if record_class is None:
+            continue
+        names = {f.name for f in dataclasses.fields(record_class)}
+        try:
+            found.append(record_class(**{k: v for k, v in values.items() if k in names}))
+        except TypeError:
+            continue
+    if not found:
+        raise RequestError(f"{path} holds no record of a run")
+    return found

@@ -1,0 +1,153 @@
+"""What a person sees of a run: rank 0's lines, a progress bar on a terminal, a log file a rank."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)  # fmt: skip
+
+from accbench.errors import RequestError
+from accbench.recording.records import EvalRecord, WindowRecord
+
+log = logging.getLogger("accbench")
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return run_dir / "logs" / f"rank{rank}.log"
+
+
+@contextlib.contextmanager
+def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
+    """Send a worker's output where it belongs, until the block ends.
+
+    Rank 0 writes its log lines to its file and to the terminal, whose console is
+    given. Of all other ranks everything goes to their files, also what compiled
+    code writes to file descriptors 1 and 2.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
+    path = log_file(run_dir, rank)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            to_file = _LogFile(path)
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {error.strerror}") from None
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        _attach(to_file, stack)
+        if rank != 0:
+            stack.enter_context(descriptors_to(path))
+            yield None
+            return
+        console = Console(highlight=False, soft_wrap=True)
+        _attach(_console_handler(console), stack)
+        yield console
+
+
+class _LogFile(logging.FileHandler):
+    """Passes over lines that a full disk does not take; the records tell of that."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+def _attach(handler: logging.Handler, stack: contextlib.ExitStack) -> None:
+    log.addHandler(handler)
+    stack.callback(handler.close)
+    stack.callback(log.removeHandler, handler)
+
+
+def _console_handler(console: Console) -> logging.Handler:
+    if not console.is_terminal:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        return handler
+    # Through the console, so that lines and the bar do not write over each other.
+    return RichHandler(console=console, show_time=False, show_level=False, show_path=False)
+
+
+@contextlib.contextmanager
+def descriptors_to(path: Path) -> Iterator[None]:
+    """Append to `path` what anything, compiled code too, writes to descriptors 1 and 2."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the file's disk may be full
+            sys.stdout.flush()
+            sys.stderr.flush()
+        for descriptor, original in enumerate(kept, start=1):
+            os.dup2(original, descriptor)
+            os.close(original)
+
+
+class TrainingDisplay:
+    """Log lines for windows and evaluations; a bar over all steps where there is a terminal."""
+
+    def __init__(self, console: Console | None, num_steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
+            TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=console, transient=True, disable=console is None or not console.is_terminal,
+        )  # fmt: skip
+        self._bar = self._progress.add_task("training", total=num_steps, speed="")
+        self.num_steps = num_steps
+
+    def __enter__(self) -> "TrainingDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+    def step(self, num_steps: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._bar, completed=num_steps)
+
+    def window(self, record: WindowRecord, batch_size: int) -> None:
+        """A line for a window."""
+        done = record.first_step + record.num_steps
+        step_s = record.wall_s / record.num_steps
+        speed = f"loss {_number(record.loss)}  {record.num_samples / record.wall_s:.1f} samples/s"
+        self._progress.update(self._bar, speed=speed)
+        log.info(
+            f"epoch {record.epoch}  step {done}/{self.num_steps}  batch {batch_size}  {speed}"
+            f"  {step_s:.3f} s/step  peak {record.peak_memory_bytes / 2**30:.2f} GiB"
+            + ("  (warm-up)" if record.warmup else "")
+        )
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """A line for an evaluation."""
+        log.info(
+            f"epoch {record.epoch}  evaluated {record.num_samples} samples  "
+            f"loss {_number(record.loss)}  top-1 {record.top1:.1%}  top-5 {record.top5:.1%}"
+        )
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,130 @@
+"""Warm-up, windows, and the only place where the host waits for the device.
+
+A window is a number of steps between two waits. Windows lie end to end, so
+that no second of training is left out; an evaluation interrupts them.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from accbench.engines import Batch, CompileStats, Engine
+from accbench.errors import NonFiniteLossError
+from accbench.recording.records import WindowRecord, finite_or_none
+from accbench.training.process_group import gather_values
+
+
+class Listener(Protocol):
+    """Is told how training goes on."""
+
+    def step(self, num_steps: int) -> None:
+        """A step was handed to the device, the `num_steps`th."""
+
+    def window(self, record: WindowRecord) -> None:
+        """A window ended."""
+
+
+class StepTimer:
+    """Times training steps of one run in windows.
+
+    `steady` and `warmup` sum up what the compiler did in windows of each kind.
+    """
+
+    def __init__(self, engine: Engine, started: float, listener: Listener) -> None:
+        self.engine, self.started, self.listener = engine, started, listener
+        self.num_steps = 0
+        self.time_to_first_step_s: float | None = None
+        self.warmup, self.steady = CompileStats(), CompileStats()
+        self.num_steady_steps = 0
+        self._steps_in_window = 0
+        self._data_wait_s = self._dispatch_s = self._got_batch = 0.0
+        self._loss: torch.Tensor | None = None
+        self._window_started = 0.0
+        self._stats = CompileStats()
+        self._in_warmup = True
+
+    def start(self, epoch: int) -> None:
+        """Begin a window: at the start, and after anything that was no training."""
+        self.epoch = epoch
+        self._stats = self.engine.compile_stats()
+        self._window_started = time.perf_counter()
+
+    def batches(self, on_device: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass batches through, timing how long the loop waits for each."""
+        iterator = iter(on_device)
+        while True:
+            asked = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._got_batch = time.perf_counter()
+                self._data_wait_s += self._got_batch - asked
+            yield batch
+
+    def step_done(self, loss: torch.Tensor) -> None:
+        """Count a step; closes the window when it is full."""
+        self._dispatch_s += time.perf_counter() - self._got_batch
+        self.num_steps += 1
+        self._steps_in_window += 1
+        self._loss = loss
+        if self.time_to_first_step_s is None:
+            self.engine.wait()
+            self.time_to_first_step_s = time.perf_counter() - self.started
+        self.listener.step(self.num_steps)
+        task = self.engine.task
+        size = task.warmup_steps if self._in_warmup else task.log_interval
+        if self._steps_in_window >= size:
+            self.close_window()
+
+    def close_window(self) -> None:
+        """Wait for the device and report the window, if it has any steps.
+
+        Raises:
+            NonFiniteLossError: on all ranks, if the loss of any is not finite.
+        """
+        if self._loss is None:
+            return
+        self.engine.wait()
+        now = time.perf_counter()
+        own = [
+            self._loss.cpu().item(),
+            self._data_wait_s,
+            self._dispatch_s,
+            float(self.engine.peak_memory_bytes()),
+        ]
+        losses, data_waits_s, dispatches_s, peaks = zip(*gather_values(own), strict=True)
+        world_size = len(losses)
+        stats = self.engine.compile_stats()
+        in_window, self._stats = stats - self._stats, stats
+        window = WindowRecord(
+            epoch=self.epoch,
+            first_step=self.num_steps - self._steps_in_window,
+            num_steps=self._steps_in_window,
+            num_samples=self._steps_in_window * self.engine.task.batch_size * world_size,  # type: ignore[operator]
+            wall_s=now - self._window_started,
+            data_wait_s=sum(data_waits_s) / world_size,
+            dispatch_s=sum(dispatches_s) / world_size,
+            loss=finite_or_none(sum(losses) / world_size),
+            peak_memory_bytes=int(max(peaks)),
+            num_compiles=in_window.num_compiles,
+            warmup=self._in_warmup,
+        )
+        if self._in_warmup:
+            self.warmup += in_window
+        else:
+            self.steady += in_window
+            self.num_steady_steps += window.num_steps
+        self._in_warmup = False
+        self._window_started = now
+        self._data_wait_s = self._dispatch_s = 0.0
+        self._steps_in_window, self._loss = 0, None
+        self.listener.window(window)
+        if window.loss is None:
+            raise NonFiniteLossError(
+                f"the loss is not finite at step {self.num_steps - 1}: {list(losses)} by rank; "
+                "lower --lr, or use --amp_dtype bfloat16 or --amp_level O0"
+            )

@@ -1,0 +1,69 @@
+"""The one training loop, for training and for measuring. It knows `Engine` and nothing below."""
+
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench.engines import Batch, Engine
+from accbench.recording.records import EvalRecord, finite_or_none
+from accbench.training.process_group import gather_values
+from accbench.training.step_timer import StepTimer
+
+
+def train_step(
+    engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: Batch
+) -> torch.Tensor:
+    """One optimizer step; returns the loss on the device, for nobody to wait for."""
+    optimizer.zero_grad(set_to_none=True)
+    with engine.autocast():
+        loss = spec.loss(model, batch)
+    engine.backward(loss)
+    engine.apply_gradients(optimizer)
+    engine.end_step()
+    return loss.detach()
+
+
+def train_epoch(
+    engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
+    loader: Any, timer: StepTimer, epoch: int,
+) -> bool:  # fmt: skip
+    """Train over the loader once, or until `--max_steps`; returns whether the epoch was whole."""
+    model.train()
+    loader.set_epoch(epoch)
+    timer.start(epoch)
+    with closing(engine.device_batches(loader)) as batches:
+        num_done = 0
+        for batch in timer.batches(batches):
+            timer.step_done(engine.run_step(train_step, model, spec, optimizer, batch))
+            num_done += 1
+            if timer.num_steps == engine.task.max_steps:
+                break
+    timer.close_window()
+    return num_done == len(loader)
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: int) -> EvalRecord:
+    """Loss and accuracy over the validation set; every rank scores its part."""
+    model.eval()
+    sums: torch.Tensor | None = None
+    with closing(engine.device_batches(loader)) as batches:
+        for batch in batches:
+            with engine.autocast():
+                score = spec.score(model, batch)
+            sums = score if sums is None else sums + score
+            engine.end_step()
+    # float64 on the host; a rank without a sample of its own has nothing to add
+    own = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
+    loss, top1, top5, num_samples = (
+        sum(values) for values in zip(*gather_values(own), strict=True)
+    )
+    return EvalRecord(
+        epoch=epoch,
+        loss=finite_or_none(loss / num_samples),
+        top1=top1 / num_samples,
+        top5=top5 / num_samples,
+        num_samples=int(num_samples),
+    )

@@ -1,0 +1,253 @@
+"""One worker, top to bottom. `main.py`, torchrun and the launchers all come here."""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accbench import config, models, plugins
+from accbench.config import TaskConfig
+from accbench.engines import Engine
+from accbench.errors import ERROR_FILE_VARIABLE, RequestError, end_status
+from accbench.logger import RunLogger
+from accbench.recording import provenance, records, terminal
+from accbench.recording.terminal import TrainingDisplay, log
+from accbench.training import process_group
+from accbench.training.process_group import Topology
+from accbench.training.step_timer import StepTimer
+from accbench.training.train_loop import evaluate, train_epoch
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    started: float | None = None,
+    job: Callable[[TaskConfig, Topology, float, Any], None] | None = None,
+) -> int:
+    """Train as the arguments say; returns the exit status.
+
+    Args:
+        argv: flags, as `launch_single_task.py` takes them; those of the process if None.
+        started: `time.perf_counter()` when the process began.
+        job: what to do instead of training, with what `run` takes.
+    """
+    started = time.perf_counter() if started is None else started
+    faulthandler.enable()  # a crash in C++ then shows where Python was
+    topology = Topology.from_env()
+    launched = ERROR_FILE_VARIABLE in os.environ
+    if launched:
+        _die_with_launcher()
+    try:
+        task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
+        task = replace(task, nproc_per_node=topology.local_world_size)
+        task = config.resolve(task)
+        apply_environment(task, topology)
+        if not launched:
+            process_group.start(topology, task.device, task.timeout_s)
+            task = shared_output_dir(task, topology)
+    except RequestError as error:
+        return _failed(error, topology, None)
+    with contextlib.ExitStack() as stack:
+        try:
+            console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
+            if launched:  # gloo greets on stdout, which is no news for a terminal
+                with terminal.descriptors_to(terminal.log_file(task.run_dir, topology.rank)):
+                    process_group.start(topology, task.device, task.timeout_s)
+            (job or run)(task, topology, started, console)
+        except (Exception, KeyboardInterrupt) as error:
+            return _failed(error, topology, task.run_dir)
+    process_group.close()
+    return 0
+
+
+def apply_environment(task: TaskConfig, topology: Topology) -> None:
+    """What the engine wants set, where a launcher has not set it; and the threads."""
+    engine_class = plugins.load("engines", task.engine)
+    for name, value in engine_class.worker_env(task, topology.local_rank).items():
+        os.environ.setdefault(name, value)
+    assert task.threads is not None
+    torch.set_num_threads(task.threads)
+
+
+def shared_output_dir(task: TaskConfig, topology: Topology) -> TaskConfig:
+    """Rank 0 makes the run's folder and tells the others."""
+    error = None
+    if topology.rank == 0:
+        try:
+            task = config.claim_output_dir(task)
+        except RequestError as caught:
+            error = str(caught)
+    error = process_group.from_rank0(error)
+    if error is not None:
+        raise RequestError(error)
+    return replace(task, output_dir=process_group.from_rank0(task.output_dir))
+
+
+def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> None:
+    """Train, evaluate and record."""
+    logger = RunLogger(task.run_dir, topology.rank)
+    source_name, location = config.data_name(task.data)
+    engine: Engine = plugins.load("engines", task.engine)(
+        task, task.options.get(task.engine), topology
+    )
+    source = plugins.load("data", source_name)(
+        location, task, task.options.get(source_name), topology
+    )
+    logger.write(run_record(task, engine, topology, source.num_classes))
+    log.info(
+        f"{task.engine} on {topology.world_size} x {engine.device_name}, {task.model}, "
+        f"{task.amp_level}{' ' + str(task.amp_dtype) if engine.autocast_dtype else ''}, "
+        f"batch {task.batch_size} a worker, records in {task.run_dir}"
+    )
+    engine.prove_reduction()
+    spec = models.resolve(task.model)
+    torch.manual_seed(task.seed)
+    model = spec.build(source.num_classes)
+    process_group.broadcast_module(model)
+    model = engine.prepare(model)
+    optimizer = engine.build_optimizer(model)
+    torch.manual_seed(task.seed + topology.rank)  # dropout and the like differ by rank
+
+    train_loader, eval_loader = source.train_loader(), source.eval_loader()
+    for loader in (train_loader, eval_loader):
+        if loader is not None:
+            loader.problems = log.warning
+    num_steps = min(task.max_steps or sys.maxsize, task.epochs * len(train_loader))
+    with TrainingDisplay(console, num_steps) as display:
+        timer = StepTimer(engine, started, Reporter(logger, display, task))
+        for epoch in range(task.epochs):
+            whole = train_epoch(engine, model, spec, optimizer, train_loader, timer, epoch)
+            if (
+                whole
+                and eval_loader
+                and task.eval_interval
+                and (epoch + 1) % task.eval_interval == 0
+            ):
+                scores = evaluate(engine, model, spec, eval_loader, epoch)
+                logger.write(scores)
+                display.evaluation(scores)
+            if timer.num_steps == task.max_steps:
+                break
+    bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
+    num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
+    end = end_record(engine, optimizer, timer, num_bad, len(train_loader))
+    logger.write(end)
+    engine.close()
+    log.info(f"done: {end.num_steps} steps, {end.num_samples} samples, records in {task.run_dir}")
+
+
+class Reporter:
+    """Passes what the timer says on to the record and the terminal."""
+
+    def __init__(self, logger: RunLogger, display: TrainingDisplay, task: TaskConfig) -> None:
+        self.logger, self.display, self.task = logger, display, task
+
+    def step(self, num_steps: int) -> None:
+        """Move the progress bar."""
+        self.display.step(num_steps)
+
+    def window(self, record: records.WindowRecord) -> None:
+        """Record a window and show it."""
+        self.logger.write(record)
+        assert self.task.batch_size is not None
+        self.display.window(record, self.task.batch_size)
+
+
+def run_record(
+    task: TaskConfig, engine: Engine, topology: Topology, num_classes: int
+) -> records.RunRecord:
+    """The record's first line."""
+    assert task.batch_size is not None
+    return records.RunRecord(
+        task=config.as_mapping(task),
+        engine=task.engine,
+        model=task.model,
+        world_size=topology.world_size,
+        batch_size=task.batch_size,
+        amp_level=task.amp_level,
+        amp_dtype=task.amp_dtype if task.amp_level == "O1" else None,
+        device_type=task.device,
+        device_name=engine.device_name,
+        collectives=engine.collectives,
+        compile_cache=engine.compile_cache,
+        num_threads=torch.get_num_threads(),
+        versions=provenance.versions(),
+        commit=provenance.commit(),
+        hostname=socket.gethostname(),
+        compiler=engine.compiler,
+        environment=provenance.environment(),
+        num_classes=num_classes,
+        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def end_record(
+    engine: Engine, optimizer: torch.optim.Optimizer, timer: StepTimer, num_bad_samples: int,
+    steps_per_epoch: int,
+) -> records.EndRecord:  # fmt: skip
+    """The record's last line for a run that went well."""
+    of_run, steady = engine.compile_stats(), timer.steady
+    assert engine.task.batch_size is not None
+    samples_a_step = engine.task.batch_size * engine.topology.world_size
+    steps = timer.num_steady_steps
+    return records.EndRecord(
+        status="ok",
+        time_to_first_step_s=timer.time_to_first_step_s,
+        compile_s=of_run.compile_s,
+        num_compiles=of_run.num_compiles,
+        num_recompiles=steady.num_compiles,
+        num_graphs=steady.num_executions / steps if steps else None,
+        num_fallbacks=(timer.warmup + steady).num_fallbacks,
+        skipped_steps=timer.num_steps - engine.applied_steps(optimizer),
+        num_steps=timer.num_steps,
+        num_samples=timer.num_steps * samples_a_step,
+        num_bad_samples=num_bad_samples,
+        samples_per_epoch=steps_per_epoch * samples_a_step,
+    )
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel end this process if its launcher is killed; Linux alone can."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> int:
+    """Say what happened, once and where it belongs; returns the exit status."""
+    name, text = type(error).__name__, "".join(traceback.format_exception(error))
+    error_file = os.environ.get(ERROR_FILE_VARIABLE)
+    if error_file is not None:  # the launcher tells the person, and ends the record
+        details = {"time": time.time(), "name": name, "message": str(error), "traceback": text}
+        with Path(error_file).open("r+") as file:  # over blanks that hold the place
+            file.write(json.dumps(details))
+        if run_dir is not None:
+            with (
+                contextlib.suppress(OSError),
+                terminal.log_file(run_dir, topology.rank).open("a") as file,
+            ):
+                file.write(text)
+    elif isinstance(error, RequestError):
+        if topology.rank == 0:
+            print(f"main.py: {error}", file=sys.stderr)
+    else:
+        print(text, file=sys.stderr)
+        if run_dir is not None and topology.rank == 0:
+            end = records.EndRecord(end_status(name), f"rank 0: {name}: {error}")
+            with contextlib.suppress(RequestError):
+                records.append(run_dir / config.RECORDS_FILE, end)
+    if isinstance(error, RequestError):
+        return 2
+    return 130 if isinstance(error, KeyboardInterrupt) else 1

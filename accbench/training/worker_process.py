@@ -1,0 +1,17 @@
+"""A worker's process: what the launcher starts, and main.py in a clone."""
+
+import sys
+import time
+
+STARTED = time.perf_counter()  # before the imports, which a first step waits for too
+
+
+def main() -> int:
+    """Train as the process's flags say; returns the exit status."""
+    from accbench.training import worker
+
+    return worker.main(started=STARTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

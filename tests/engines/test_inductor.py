@@ -1,0 +1,47 @@
+"""torch.compile in whole runs: graphs that ran are counted, and what was not compiled."""
+
+import shutil
+
+import pytest
+
+from accbench.recording import records
+from accbench.report import run as runs
+from tests.conftest import TINY, end_of, of_kind, run
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("inductor") / "cache"
+
+
+def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
+    compiled = []
+    for name in ("cold", "warm"):
+        result = run(
+            *TINY, "--engine=inductor", "--data=synthetic", "--nproc_per_node=2",
+            f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path / name}",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        end = end_of(tmp_path / name)
+        assert (end.status, end.num_recompiles, end.num_fallbacks) == ("ok", 0, 0)
+        assert end.num_graphs >= 1
+        assert of_kind(tmp_path / name, records.RunRecord)[0].compile_cache == str(cache)
+        compiled.append({path for path in cache.rglob("*.so") if "precompiled" not in path.name})
+    assert compiled[0]
+    assert compiled[1] == compiled[0]
+    # the same code on the same batches
+    losses = [
+        [window.loss for window in runs.read(tmp_path / name).windows] for name in ("cold", "warm")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):
+    result = run(
+        *TINY, "--model=tests.nets:not_compiled", "--engine=inductor", "--data=synthetic",
+        f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert end_of(tmp_path).num_fallbacks >= 1

@@ -1,0 +1,74 @@
+"""`accbench doctor`: what is here, and trying it."""
+
+import getpass
+import json
+import os
+import socket
+import subprocess
+import sys
+
+from accbench.machine import doctor, self_test
+
+from .conftest import ROOT
+
+
+def ask(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "accbench", "doctor", *flags],
+        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+def test_json_names_every_engine_and_nothing_private() -> None:
+    done = ask("--format=json", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["cores"] >= 1
+    assert facts["memory_bytes"] > 0
+    assert facts["free_port"] is True
+    assert facts["versions"]["torch"]
+    usable = {(line["engine"], line["device"]): line["reason"] for line in facts["engines"]}
+    assert usable["ddp", "cpu"] is None
+    assert usable["ddp", "cuda"] is not None
+    assert usable["xla", "cuda"] is not None
+    for private in (socket.gethostname(), str(ROOT), os.path.expanduser("~"), getpass.getuser()):
+        assert f'"{private}' not in done.stdout
+        assert len(private) < 5 or private not in done.stdout
+
+
+def test_the_table_gives_the_reason_in_words() -> None:
+    facts = {
+        "versions": {"torch": "2.8.0"}, "system": "Linux", "cpu": "A CPU", "cores": 2,
+        "memory_bytes": 2**33, "free_disk_bytes": 2**34, "free_port": True,
+        "gpus": [{"name": "NVIDIA X", "memory_bytes": 2**37, "compute_capability": "9.0"}],
+        "gpu_problem": None, "driver": "570.86", "driver_cuda": "12.8", "torch_cuda": "12.8",
+        "plugin": "jax-cuda12-pjrt 0.6.2", "cudnn": "9.10", "nccl": "2.27", "ptxas": None,
+        "engines": [{"engine": "xla", "device": "tpu", "reason": "there is [no] TPU here"}],
+        "self_test": [{"engine": "ddp", "device": "cpu", "workers": 2, "error": None,
+                       "wall_s": 1.5}],
+    }  # fmt: skip
+    text = doctor.render(facts, "table")
+    assert "NVIDIA X, 128 GiB, compute capability 9.0" in text
+    assert "there is [no] TPU here" in text
+    assert [line.split() for line in text.splitlines() if "ddp" in line] == [
+        ["ddp", "cpu", "2", "ok", "1.5"]
+    ]
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_the_self_test_trains_with_every_engine_alone_and_in_pairs() -> None:
+    done = ask("--self_test", "--format=json", CUDA_VISIBLE_DEVICES="")
+    facts = json.loads(done.stdout)
+    assert [result for result in facts["self_test"] if result["error"]] == []
+    assert done.returncode == 0
+    tested = {(line["engine"], line["device"], line["workers"]) for line in facts["self_test"]}
+    can_train = [line for line in facts["engines"] if line["reason"] is None]
+    assert tested == {(x["engine"], x["device"], n) for x in can_train for n in (1, 2)}
+
+
+def test_a_worker_that_fails_is_told_of(monkeypatch) -> None:
+    monkeypatch.setattr(self_test, "_FLAGS", (*self_test._FLAGS, "--lr=nan"))
+    monkeypatch.setattr(doctor, "usable_engines", lambda: [doctor.Usable("ddp", "cpu", None)])
+    alone, pair = self_test.run()
+    assert "--lr" in alone["error"]
+    assert "--lr" in pair["error"]

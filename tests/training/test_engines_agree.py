@@ -1,0 +1,145 @@
+"""Both engines train the same, and the same as a loop that anyone can check."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from accbench import config, models, plugins
+from accbench.data import mock_images
+from accbench.training.process_group import Topology
+from tests.conftest import ROOT
+
+NUM_STEPS = 10
+# Adam divides by the gradient's size, so rounding in gradients that are nearly
+# zero is blown up to the size of a step; small steps keep ten of them comparable.
+FLAGS = (
+    "--model=resnet18", "--image_size=64", "--batch_size=4", "--amp_level=O0", "--workers=1",
+    "--threads=1", f"--max_steps={NUM_STEPS}", "--lr=1e-5", "--seed=3", "--timeout_s=120",
+)  # fmt: skip
+
+
+def torchrun(*arguments: str):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "tests/scripts/steps.py", *arguments],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+
+
+def plain_loop(images: Path) -> dict:
+    """Both shards in one process, gradients averaged by hand, torch's plain AdamW."""
+    shards = [Topology(rank=rank, world_size=2) for rank in range(2)]
+    flags = (*FLAGS, f"--data=mock:{images}")
+    task = config.resolve(config.parse(flags))
+    sources = [plugins.load("data", "mock")(str(images), task, None, shard) for shard in shards]
+    spec = models.resolve(task.model)
+    torch.manual_seed(task.seed)
+    net = spec.build(sources[0].num_classes)
+    # One network, and for each shard its own BatchNorm statistics.
+    buffers = [{k: v.clone() for k, v in net.named_buffers()} for _ in shards]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+    losses: list[list[float]] = [[], []]
+    loaders = [source.train_loader() for source in sources]
+    for _, batches in zip(range(NUM_STEPS), zip(*loaders, strict=True), strict=False):
+        gradients = []
+        for rank, (images_NCHW, labels_N) in enumerate(batches):
+            for name, buffer in net.named_buffers():
+                buffer.copy_(buffers[rank][name])
+            loss = functional.cross_entropy(net(images_NCHW), labels_N)
+            gradients.append(torch.autograd.grad(loss, list(net.parameters())))
+            buffers[rank] = {k: v.clone() for k, v in net.named_buffers()}
+            losses[rank].append(loss.item())
+        for parameter, first, second in zip(net.parameters(), *gradients, strict=True):
+            parameter.grad = (first + second) / 2
+        optimizer.step()
+    return {"losses": losses, "parameters": dict(net.named_parameters()), "buffers": buffers}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Engine -> what each rank saved; and under "plain" the loop above."""
+    images = tmp_path_factory.mktemp("images") / "mock"
+    mock_images.make(images, mock_images.Plan(num_classes=3, num_train=28, num_val=1))
+    found = {}
+    for engine in ("ddp", "xla"):
+        out = tmp_path_factory.mktemp(engine)
+        result = torchrun(str(out), *FLAGS, f"--engine={engine}", f"--data=mock:{images}")
+        assert result.returncode == 0, result.stderr
+        found[engine] = [torch.load(out / f"rank{r}.pt", weights_only=True) for r in range(2)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found["plain"] = plain_loop(images)
+    torch.set_num_threads(threads)
+    return found
+
+
+ENGINES = pytest.mark.parametrize("engine", ["ddp", "xla"])
+
+
+@ENGINES
+def test_losses_are_those_of_the_plain_loop(results, engine):
+    for rank in range(2):
+        losses = results[engine][rank]["losses"]
+        assert len(losses) == NUM_STEPS
+        assert losses == pytest.approx(results["plain"]["losses"][rank], rel=1e-3)
+
+
+def test_losses_of_the_engines_agree(results):
+    for of_ddp, of_xla in zip(results["ddp"], results["xla"], strict=True):
+        assert of_xla["losses"] == pytest.approx(of_ddp["losses"], rel=1e-3)
+
+
+@ENGINES
+def test_parameters_are_identical_on_both_ranks(results, engine):
+    first, second = (rank["state"] for rank in results[engine])
+    names = results["plain"]["parameters"].keys()
+    assert len(names) == 62
+    for name in names:
+        assert torch.equal(first[name], second[name]), name
+
+
+@ENGINES
+def test_parameters_are_those_of_the_plain_loop(results, engine):
+    for name, expected in results["plain"]["parameters"].items():
+        got = results[engine][0]["state"][name]
+        # Ten Adam steps move a parameter by at most 10 lr; rounding may turn a few
+        # whole steps of parameters whose gradient is nearly zero, never their mass.
+        distance = (got - expected).abs()
+        assert distance.max() <= 2 * NUM_STEPS * 1e-5 * 1.01, name
+        assert distance.mean() <= 1e-5, name
+
+
+@ENGINES
+def test_batchnorm_statistics_are_those_of_the_ranks_own_shard(results, engine):
+    for rank in range(2):
+        state = results[engine][rank]["state"]
+        own, other = (results["plain"]["buffers"][r] for r in (rank, 1 - rank))
+        for name in own:
+            if name.endswith("num_batches_tracked"):
+                assert state[name] == NUM_STEPS
+            elif ".running_" in name:
+                distance = (state[name] - own[name]).norm() / own[name].norm()
+                to_other = (state[name] - other[name]).norm() / other[name].norm()
+                assert distance < 2e-3, name
+                assert to_other > 5 * distance, name
+
+
+@ENGINES
+def test_every_step_was_applied(results, engine):
+    assert [rank["applied_steps"] for rank in results[engine]] == [NUM_STEPS, NUM_STEPS]
+
+
+@ENGINES
+def test_a_reduction_that_does_nothing_is_refused(images, tmp_path, engine):
+    flags = (*FLAGS, "--model=tests.nets:tiny", f"--engine={engine}", f"--data=mock:{images}")
+    result = torchrun(str(tmp_path), "--break_reduction", *flags)
+    assert result.returncode != 0
+    assert "gradients are not averaged over the 2 ranks" in result.stderr
+    assert "1.5 is right" in result.stderr
+    assert not list(tmp_path.iterdir())
