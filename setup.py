@@ -25,6 +25,7 @@ setup(
         "pillow>=10",
         "pyyaml>=6",
         "rich>=13",
+        "safetensors>=0.5",
         "simplejpeg>=1.8",
         "tyro>=1.0,<2",  # 1.0 settled its markers and messages
         "scipy>=1.10",

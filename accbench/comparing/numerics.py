@@ -1,210 +1,290 @@
-"""The numerics pass: the same training, with every step looked at. Nothing here is timed.
+"""The numerics pass: an engine's training, step by step beside float64. Nothing here is timed.
 
-`python -m accbench.comparing.numerics [--float64] FLAGS` takes the flags of a run and leaves a
-run's folder whose records hold `numerics` lines in place of windows. With
-`--float64` the model is trained in double precision.
+`python -m accbench.comparing.numerics reference NUM_SHARDS FLAGS` makes a reference in the
+run's folder; `... check REFERENCE FLAGS` holds an engine against it and leaves a run's
+folder whose records hold `numerics` lines in place of windows.
+
+Before each checked step the engine is put into the reference's state, so that every step is
+a test by itself and nothing drifts. Then it trains freely from the start, as in a run.
 """
 
-import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from accbench import config, models, plugins
+from accbench import models, plugins
+from accbench.comparing import distances, dropout, reference
+from accbench.comparing.adamw import AdamW
+from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
-from accbench.engines import Engine
-from accbench.errors import ERROR_FILE_VARIABLE, NonFiniteLossError
+from accbench.engines import Batch, Engine
+from accbench.engines.state import NotLoadableError, TrainingState
+from accbench.errors import ERROR_FILE_VARIABLE, RequestError
 from accbench.launchers.run import run
-from accbench.logger import RunLogger
 from accbench.recording import records
+from accbench.recording.logger import RunLogger
 from accbench.training import process_group, worker
 from accbench.training.process_group import Topology
 from accbench.training.train_loop import train_step
 
-SKETCH_SIZE = 16
-_FLOAT64 = "--float64"
+# A loss scale with which every float16 gradient overflows.
+_OVERFLOWING_SCALE = 2.0**100
 
 
-class Sketcher:
-    """Tensors to `SKETCH_SIZE` numbers that keep distances.
-
-    Elements get random signs and are summed in `SKETCH_SIZE` buckets (Charikar, Chen
-    and Farach-Colton, Finding frequent items in data streams, 2002). The expected
-    square of the distance of two sketches is that of the tensors; its standard
-    deviation is sqrt(2 / SKETCH_SIZE) of it, 35 %.
-    """
-
-    def __init__(self) -> None:
-        self._signs = torch.empty(0)
-
-    def sketch(self, tensor: torch.Tensor) -> list[float]:
-        """Of a tensor on the host, of any shape and type."""
-        size = tensor.numel()
-        if size > self._signs.numel():  # the same signs whatever the sizes asked for
-            generator = torch.Generator().manual_seed(1)
-            bits = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8)
-            self._signs = (2 * bits - 1).double()
-        signed = tensor.detach().reshape(-1).double() * self._signs[:size]
-        padded = nn.functional.pad(signed, (0, -size % SKETCH_SIZE))
-        return padded.view(-1, SKETCH_SIZE).sum(0).tolist()
-
-
-def watch(task: TaskConfig, topology: Topology, double: bool) -> None:
-    """Train `--max_steps` steps and record a `NumericsRecord` for each.
+def check(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
+    """Hold `task.engine` against a reference and record what was found.
 
     Raises:
-        NonFiniteLossError: on all ranks, if the loss of any is not finite.
+        RequestError: there is no reference, or it is of another task.
     """
+    assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
-    engine: Engine = plugins.load("engines", task.engine)(
-        task, task.options.get(task.engine), topology
-    )
-    source_name, location = config.data_name(task.data)
-    source = plugins.load("data", source_name)(
-        location, task, task.options.get(source_name), topology
-    )
+    engine = _engine(task, topology)
+    against = Reference(reference_dir, AdamW(task.lr, task.weight_decay), topology.rank)
+    (source,) = reference.sources(task, [topology])
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
     engine.prove_reduction()
-    spec = models.resolve(task.model)
-    torch.manual_seed(task.seed)
-    net = spec.build(source.num_classes)
-    if double:
-        net = net.double()
-    process_group.broadcast_module(net)
-    model = engine.prepare(net)
-    optimizer = engine.build_optimizer(model)
-    look = Look(task, net, optimizer)
-    logger.write(look.record(0, None))
-    model.train()
-    steps = 0
-    for batch in _batches(engine, source.train_loader()):
-        loss = engine.run_step(train_step, model, spec, optimizer, batch)
-        engine.wait()
-        steps += 1
-        record = look.record(steps, loss.double().cpu().item())
-        logger.write(record)
-        if record.loss is None:
-            raise NonFiniteLossError(f"the loss is not finite at step {steps - 1}")
-        if steps == task.max_steps:
-            break
-    logger.write(records.EndRecord("ok", num_steps=steps))
+    examination = _Examination(task, topology, engine, against, logger)
+    examination.build(source.num_classes)
+    try:
+        with dropout.given():
+            examination.steps(source)
+            examination.evaluation(source)
+            examination.overflow(source)
+            examination.free_run()
+    except NotLoadableError as error:
+        # On this rank alone, perhaps; the others would wait for it.
+        examination.write("not loadable", 0, {}, note=str(error))
+    examination.dropout()
+    logger.write(records.EndRecord("ok", num_steps=task.max_steps))
     engine.close()
 
 
-def _batches(engine: Engine, loader: Any) -> Any:
-    epoch = 0
-    while True:
-        loader.set_epoch(epoch)
-        yield from engine.device_batches(loader)
-        epoch += 1
+def _engine(task: TaskConfig, topology: Topology) -> Engine:
+    engine: Engine = plugins.load("engines", task.engine)(
+        task, task.options.get(task.engine), topology
+    )
+    return engine
 
 
-class Look:
-    """Reads what training changed: parameters, buffers, and the gradients that were used."""
+class _Examination:
+    """One engine's pass."""
 
-    def __init__(self, task: TaskConfig, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.net, self.optimizer = net, optimizer
-        self._sketcher = Sketcher()
-        self._moments: dict[str, torch.Tensor] = {}
-        # AdamW again, on the host in float64, from the engine's own gradients: whether
-        # the engine's optimizer computes what it should, whatever its gradients are.
-        self._shadow = {n: p.to(torch.float64, copy=True) for n, p in self._parameters().items()}
-        self._shadow_optimizer = torch.optim.AdamW(
-            self._shadow.values(), lr=task.lr, weight_decay=task.weight_decay
-        )
-        self._applied_steps = 0
+    def __init__(
+        self, task: TaskConfig, topology: Topology, engine: Engine, against: Reference,
+        logger: RunLogger,
+    ) -> None:  # fmt: skip
+        self.task, self.topology, self.engine = task, topology, engine
+        self.against, self.logger = against, logger
+        self.spec = models.resolve(task.model)
+        self.draws = dropout.Draws(task.seed, [tuple(s) for s in against.facts.dropout_shapes])
+        assert task.max_steps is not None
+        self.num_steps = task.max_steps
 
-    def record(self, step: int, own_loss: float | None) -> records.NumericsRecord:
-        """The state after `step` steps; all ranks call this."""
-        parameters = self._parameters()
-        saved = self.net.state_dict()  # an engine may keep buffers in another form
-        buffers = {
-            n: saved.get(n, b).detach().cpu()
-            for n, b in self.net.named_buffers()
-            if b.is_floating_point()
-        }
-        sketches = {n: self._sketcher.sketch(t) for n, t in {**parameters, **buffers}.items()}
-        gradients = self._gradients() if step else {}
-        squares = sum(float(gradient.square().sum()) for gradient in gradients.values())
-        norm = math.sqrt(squares) if math.isfinite(squares) else None
-        return records.NumericsRecord(
+    def build(self, num_classes: int) -> None:
+        """The model and its optimizer, as in training."""
+        torch.manual_seed(self.task.seed)
+        self.net: nn.Module = self.spec.build(num_classes)
+        process_group.broadcast_module(self.net)
+        self.model = self.engine.prepare(self.net)
+        self.optimizer = self.engine.build_optimizer(self.model)
+        self.engine.seed(self.task.seed + self.topology.rank)
+        self.model.train()
+        own = self.engine.training_state(self.net, self.optimizer)
+        self.write("start", 0, distances.of_start(own, self.against.start_state))
+
+    def steps(self, source: Any) -> None:
+        """Every step from the reference's state."""
+        batches = self._batches(source)
+        with closing(batches):
+            for step, batch in enumerate(islice(batches, self.num_steps)):
+                self.against.read(step)
+                self._load(self.against.state)
+                self._draw(step)
+                loss = self._step(batch)
+                self.engine.wait()
+                own = self.engine.training_state(self.net, self.optimizer)
+                found = {
+                    "loss": self._of_loss(loss, step),
+                    "dropout calls": float(self.draws.others()),
+                    **distances.of_step(own, self.against),
+                }
+                self.write("step", step + 1, found, loss=loss, own=own)
+
+    def evaluation(self, source: Any) -> None:
+        """The first batch, scored with the weights after the last step."""
+        self._load(self.against.state_after)
+        batches = self._batches(source)
+        with closing(batches), torch.no_grad():
+            batch = next(batches)
+            self.model.eval()
+            with self.engine.autocast():
+                scores = self.spec.score(self.model, batch)
+            self.engine.end_step()
+            self.engine.wait()
+            self.model.train()
+        expected = self.against.facts.scores[self.topology.rank]
+        loss = float(scores.cpu()[0].item())
+        self.write("evaluation", self.num_steps, {"loss": distances.relative(loss, expected)})
+
+    def overflow(self, source: Any) -> None:
+        """A step whose float16 gradients overflow changes nothing and halves the scale."""
+        before = self.against.state_after
+        if not self.engine.training_state(self.net, self.optimizer).scaler:
+            return
+        scaler = {"scale": _OVERFLOWING_SCALE, "growth_tracker": 0.0}
+        loaded = TrainingState(before.model, before.optimizer, scaler)
+        self._load(loaded)
+        self._draw(0)
+        batches = self._batches(source)
+        with closing(batches):
+            self._step(next(batches))
+        self.engine.wait()
+        own = self.engine.training_state(self.net, self.optimizer)
+        self.write("overflow", self.num_steps, distances.of_skipped_step(own, loaded))
+
+    def free_run(self) -> None:
+        """As many steps from the start, nothing loaded or read between them."""
+        (source,) = reference.sources(self.task, [self.topology])
+        self._load(self.against.start_state)
+        batches = self._batches(source)
+        losses = []
+        with closing(batches):
+            for step, batch in enumerate(islice(batches, self.num_steps)):
+                self._draw(step)
+                losses.append(self._run_step(batch))
+        self.engine.wait()
+        own = self.engine.training_state(self.net, self.optimizer)
+        for step, tensor in enumerate(losses):
+            loss = float(tensor.cpu().item())
+            self.write("free", step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
+        found = distances.of_free_run(own, self.against)
+        self.write("free end", self.num_steps, found, own=own)
+
+    def dropout(self) -> None:
+        """Whether what the engine drops by itself is dropped at random."""
+        probabilities = self.against.facts.dropout_probabilities
+        if not probabilities:
+            return
+        (source,) = reference.sources(self.task, [self.topology])
+        batches = self._batches(source)
+        problem, unknown = None, None
+        with closing(batches):
+            try:
+                # A new one, for the other may remember what it was given.
+                problem = dropout.own_dropout(
+                    _engine(self.task, self.topology), self.topology, train_step, next(batches), probabilities,
+                    self.task.seed,
+                )  # fmt: skip
+            except Exception as error:
+                # An engine may do with its own kind of model alone; the rest has been looked at.
+                why = " ".join(str(error).split())
+                unknown = f"its own dropout could not be tried: {type(error).__name__}: {why}"
+        found = {"problems": float(problem is not None)}
+        self.write("own dropout", self.num_steps, found, note=problem or unknown)
+
+    def _batches(self, source: Any) -> Generator[Batch, None, None]:
+        return reference.epochs(source.train_loader(), self.engine.device_batches)
+
+    def _draw(self, step: int) -> None:
+        self.draws.begin(step, self.topology.rank, lambda t: self.engine.to_device((t,))[0])
+
+    def _step(self, batch: Batch) -> float:
+        return float(self._run_step(batch).cpu().item())
+
+    def _run_step(self, batch: Batch) -> torch.Tensor:
+        return self.engine.run_step(train_step, self.model, self.spec, self.optimizer, batch)
+
+    def _load(self, state: TrainingState) -> None:
+        """On all ranks or none, for those that could would wait for the others."""
+        problem = None
+        try:
+            self.engine.load_training_state(self.net, self.optimizer, state)
+            own = self.engine.training_state(self.net, self.optimizer)
+            problem = distances.not_loaded(own, state)
+        except NotLoadableError as error:
+            problem = str(error)
+        bad = [rank for rank, (n,) in enumerate(_gather([float(problem is not None)])) if n]
+        if bad:
+            raise NotLoadableError(problem or f"rank {bad[0]} did not take over its state")
+
+    def _of_loss(self, loss: float, step: int) -> float:
+        return distances.relative(loss, self.against.facts.losses[step][self.topology.rank])
+
+    def write(
+        self, phase: str, step: int, found: dict[str, float], note: str | None = None,
+        loss: float | None = None, own: TrainingState | None = None,
+    ) -> None:  # fmt: skip
+        """Record what was found, the furthest of any rank; all ranks call this."""
+        of_ranks = _gather([found[name] for name in sorted(found)])
+        furthest = [max(values, key=abs) for values in zip(*of_ranks, strict=True)]
+        of_losses = [value for (value,) in _gather([0.0 if loss is None else loss])]
+        mean = sum(of_losses) / len(of_losses)
+        record = records.NumericsRecord(
+            phase=phase,
             step=step,
-            loss=None if own_loss is None else _mean_over_ranks(own_loss),
-            grad_norm=norm if step else None,
-            rank_difference=_rank_difference([sketches[name] for name in parameters]),
-            sketches=sketches,
-            gradients={n: self._sketcher.sketch(g) for n, g in gradients.items()},
-            update_errors=self._update_errors(parameters, gradients) if norm is not None else {},
+            distances={
+                n: distances.bounded(d) for n, d in zip(sorted(found), furthest, strict=True)
+            },
+            loss=None if loss is None else records.finite_or_none(mean),
+            ranks_apart=0 if own is None else self._ranks_apart(own),
+            note=note,
         )
+        self.logger.write(record)
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        return {n: p.detach().cpu() for n, p in self.net.named_parameters()}
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        # From AdamW's first moment, m_t = b1 m_(t-1) + (1 - b1) g: what the optimizer
-        # used, averaged and unscaled, wherever an engine does those.
-        gradients = {}
-        beta1 = self.optimizer.param_groups[0]["betas"][0]
-        for name, parameter in self.net.named_parameters():
-            moment = self.optimizer.state[parameter]["exp_avg"].detach().cpu()
-            moment = moment.to(torch.float64, copy=True)
-            before = self._moments.get(name, torch.zeros(()))
-            gradients[name] = (moment - beta1 * before) / (1 - beta1)
-            self._moments[name] = moment
-        return gradients
-
-    def _update_errors(
-        self, parameters: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
-    ) -> dict[str, float]:
-        """Tensor -> how far it is from where AdamW should have put it, as a part of the way."""
-        applied_steps = Engine.applied_steps(self.optimizer) if gradients else 0
-        skipped = applied_steps == self._applied_steps
-        self._applied_steps = applied_steps
-        if skipped:  # before the first step, or a float16 gradient overflowed
-            return {}
-        before = {n: p.clone() for n, p in self._shadow.items()}
-        for name, parameter in self._shadow.items():
-            parameter.grad = gradients[name]
-        self._shadow_optimizer.step()
-        errors = {}
-        for name, parameter in self._shadow.items():
-            moved = float((parameter - before[name]).norm())
-            away = float((parameters[name].double() - parameter).norm())
-            errors[name] = away / moved if moved else away
-            parameter.copy_(parameters[name])  # the next step starts where the engine is
-        return errors
+    def _ranks_apart(self, own: TrainingState) -> int:
+        """Parameters that are not the same on all ranks, to the last bit."""
+        names = sorted(dict(self.net.named_parameters()))
+        sums = [float(zlib.crc32(own.model[n].contiguous().numpy().tobytes())) for n in names]
+        return sum(len(set(of_ranks)) > 1 for of_ranks in zip(*_gather(sums), strict=True))
 
 
-def _mean_over_ranks(value: float) -> float | None:
-    of_ranks = [value for (value,) in process_group.gather_values([value])]
-    return records.finite_or_none(sum(of_ranks) / len(of_ranks))
+def _gather(values: list[float]) -> list[list[float]]:
+    return process_group.gather_values(values)
 
 
-def _rank_difference(sketches: list[list[float]]) -> float:
-    own = [value for sketch in sketches for value in sketch]
-    of_ranks = process_group.gather_values(own)
-    return max(
-        abs(a - b) for other in of_ranks for a, b in zip(other, of_ranks[0], strict=True)
-    )  # fmt: skip
+def make_reference(task: TaskConfig, num_shards: int) -> None:
+    """Leave a reference in the run's folder, and its losses in the record."""
+    assert task.max_steps is not None
+    logger = RunLogger(task.run_dir)
+    facts = reference.make(task, num_shards, task.max_steps, task.run_dir)
+    note = "the model draws random numbers that cannot be given to all engines"
+    for step, losses in enumerate(facts.losses):
+        logger.write(
+            records.NumericsRecord(
+                phase="reference", step=step + 1, distances={},
+                loss=records.finite_or_none(sum(losses) / len(losses)),
+                note=note if facts.draws_otherwise else None,
+            )
+        )  # fmt: skip
+    logger.write(records.EndRecord("ok", num_steps=task.max_steps))
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """The launcher, and behind it each worker."""
-    double = _FLOAT64 in argv
-    flags = [flag for flag in argv if flag != _FLOAT64]
-    if ERROR_FILE_VARIABLE in os.environ:
+    """The launcher, and behind it each worker; `argv` is what to do, its argument, flags."""
+    what, argument, *flags = argv
+    if what not in ("reference", "check"):
+        raise RequestError(f"reference or check, not {what!r}")
+    if ERROR_FILE_VARIABLE not in os.environ:
+        command = ["-m", "accbench.comparing.numerics", what, argument]
+        return run(flags, prog="accbench numerics", worker=command)
 
-        def job(task: TaskConfig, topology: Topology, _started: float, _console: Any) -> None:
-            watch(task, topology, double)
+    def job(task: TaskConfig, topology: Topology, _started: float, _console: Any) -> None:
+        if what == "reference":
+            make_reference(task, int(argument))
+        else:
+            check(task, topology, Path(argument))
 
-        return worker.main(flags, started, job)
-    command = ["-m", "accbench.comparing.numerics", *([_FLOAT64] if double else [])]
-    return run(flags, prog="accbench.comparing.numerics", worker=command)
+    return worker.main(flags, started, job)
 
 
 if __name__ == "__main__":

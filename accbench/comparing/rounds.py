@@ -18,7 +18,10 @@ from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.report import comparison, publish
 from accbench.report import run as runs
-from accbench.report.comparison import OTHER_LAYOUT, REFERENCE, Plan, RowPlan
+from accbench.report.comparison import FLOORS, REFERENCE, Plan, RowPlan
+
+# Below the reference's run, see accbench.comparing.reference.
+REFERENCE_TENSORS = "reference"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Job:
     number: int | None = None
     """The round, from 1, which starts with empty compile caches; None: not timed."""
     kind: Kind = "run"
-    flags: tuple[str, ...] = ()
-    """Beside those that the task stands for."""
+    argument: str = ""
+    """Of a numerics pass: ranks of the reference, or its folder."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -140,23 +143,37 @@ def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str
 def _numerics_jobs(
     plan: Plan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
 ) -> Iterator[Job]:
-    row, task = next((row, task) for row, task in rows if row.name == plan.baseline)
-    steps = {"max_steps": plan.numerics_steps, "epochs": None}
-    eager = {**task, **steps, "engine": "ddp", "ddp": {"channels_last": False}}
-    reference = {**eager, "amp_level": "O0"}
-    at = comparison.numerics_folder(folder, REFERENCE)
+    """The reference, plain ddp in both layouts, and then the rows, whatever the baseline is."""
+    row, task = rows[0]
+    # Loading processes would only cost their start, in every pass.
+    steps = {"max_steps": plan.numerics_steps, "epochs": None, "workers": 0}
+    plain = _plain(task) | steps
+    reference = comparison.numerics_folder(folder, REFERENCE)
+    num_ranks = task["nproc_per_node"]
+    threads = num_ranks * plain["threads"]
+    exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "threads": threads}
     yield Job(
-        "numerics  float64 reference", row, at, reference, kind="numerics", flags=("--float64",)
+        "numerics  float64 reference", row, reference, exact, None, "reference", str(num_ranks)
     )
+    for name, channels_last in zip(FLOORS, (True, False), strict=True):
+        at = comparison.numerics_folder(folder, name)
+        floor = {**plain, "ddp": {"channels_last": channels_last}}
+        label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
+        yield Job(label, row, at, floor, None, "check", str(reference))
     for other, its_task in rows:
         at = comparison.numerics_folder(folder, other.folder)
-        yield Job(f"numerics  {other.name}", other, at, {**its_task, **steps}, kind="numerics")
-    options = task.get(task["engine"], {})
-    if "channels_last" in options:
-        flipped = {**options, "channels_last": not options["channels_last"]}
-        at = comparison.numerics_folder(folder, OTHER_LAYOUT)
-        other_layout = {**task, **steps, task["engine"]: flipped}
-        yield Job("numerics  baseline, other layout", row, at, other_layout, kind="numerics")
+        checked = {**its_task, **steps}
+        yield Job(f"numerics  {other.name}", other, at, checked, None, "check", str(reference))
+
+
+def _plain(task: dict[str, Any]) -> dict[str, Any]:
+    """The task by engine ddp in torch's own way; on the CPU where torch lacks the device."""
+    plain = {**task, "engine": "ddp", "ddp": {}}
+    try:
+        config.resolve(config.parse(config.as_flags(plain)))
+    except RequestError:
+        return {**plain, "device": "cpu"}
+    return plain
 
 
 def with_cache(row: RowPlan, folder: Path) -> dict[str, Any]:
@@ -177,6 +194,7 @@ def cache_folder(folder: Path, row: RowPlan) -> Path:
 def measure(plan: Plan, folder: Path, console: Console) -> None:
     """Run what has not ended well yet; a row that fails is left out from there on."""
     num_jobs = sum(1 for _ in jobs(plan, folder))
+    tensors = comparison.numerics_folder(folder, REFERENCE) / REFERENCE_TENSORS
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
     for row in plan.rows:
         if row.task is None:
@@ -185,12 +203,22 @@ def measure(plan: Plan, folder: Path, console: Console) -> None:
         bar = progress.add_task("", total=num_jobs)
         for job in jobs(plan, folder):
             progress.update(bar, description=job.label)
-            if runs.read_if_there(job.folder).status != "ok" and job.row.name not in failed:
+            if job.row.name not in failed and not _is_done(job, tensors, plan, folder):
                 done = run(job, cache_folder(folder, job.row))
                 progress.console.print(f"{job.label}: {_outcome(done)}", markup=False)
                 if job.number is not None and done.status != "ok":
                     failed.add(job.row.name)
             progress.advance(bar)
+    shutil.rmtree(tensors, ignore_errors=True)  # large, and of no more use
+
+
+def _is_done(job: Job, tensors: Path, plan: Plan, folder: Path) -> bool:
+    """Whether a run has ended well before, and what it left is still there if anyone needs it."""
+    done = runs.read_if_there(job.folder).status == "ok"
+    if not done or job.kind != "reference" or tensors.exists():
+        return done
+    checks = (other for other in jobs(plan, folder) if other.kind == "check")
+    return all(runs.read_if_there(check.folder).status == "ok" for check in checks)
 
 
 def _progress(console: Console) -> Progress:
@@ -204,7 +232,7 @@ def _outcome(run: runs.Run) -> str:
     if run.status != "ok" or run.end is None:
         return f"{run.status}: {run.end.error if run.end else 'no end'}"
     if run.numerics:
-        return f"{len(run.numerics) - 1} steps looked at"
+        return f"{sum(record.phase in ('step', 'reference') for record in run.numerics)} steps"
     if not run.samples_per_s:
         return "no steps after the warm-up"
     return (
@@ -221,9 +249,9 @@ def run(job: Job, cache: Path) -> runs.Run:
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     log = job.folder.parent / f"{job.folder.name}.log"
     log.write_text("")  # a launcher that is killed at once leaves none
-    flags = [*config.as_flags(job.task), *job.flags]
+    flags = config.as_flags(job.task)
     num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
-    exit_status = run_to_its_end(job.kind, flags, job.folder, log, num_devices)
+    exit_status = run_to_its_end(job.kind, job.argument, flags, job.folder, log, num_devices)
     path = job.folder / config.RECORDS_FILE
     path.parent.mkdir(exist_ok=True)
     if runs.read_if_there(job.folder).end is None:

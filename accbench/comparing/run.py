@@ -19,19 +19,20 @@ from accbench import config
 from accbench.recording import records
 from accbench.recording.device_watch import Watch
 
-Kind = Literal["run", "numerics"]
+Kind = Literal["run", "reference", "check"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
 _GRACE_S = 15
 _PRELOADED = ["accbench.comparing.run", "accbench.launchers.local", "accbench.comparing.numerics"]
 
 
 def run_to_its_end(
-    kind: Kind, flags: Sequence[str], folder: Path, log: Path, num_devices: int
+    kind: Kind, argument: str, flags: Sequence[str], folder: Path, log: Path, num_devices: int
 ) -> int | None:
     """Returns the launcher's exit status; SIGTERM and Ctrl-C here end the run first.
 
     Args:
-        kind: train, or the numerics pass.
+        kind: train, or a part of the numerics pass.
+        argument: of the numerics pass, see `accbench.comparing.numerics`.
         flags: those of a run.
         folder: the run's, whose records get what other programs and devices did.
         log: file for what the launcher says.
@@ -43,7 +44,9 @@ def run_to_its_end(
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=_launch, args=(kind, list(flags), folder, log, num_devices))
+    process = context.Process(
+        target=_launch, args=(kind, argument, list(flags), folder, log, num_devices)
+    )
     before = signal.signal(signal.SIGTERM, stop)
     try:
         process.start()
@@ -60,7 +63,9 @@ def run_to_its_end(
     return process.exitcode
 
 
-def _launch(kind: Kind, flags: list[str], folder: Path, log: Path, num_devices: int) -> None:
+def _launch(
+    kind: Kind, argument: str, flags: list[str], folder: Path, log: Path, num_devices: int
+) -> None:
     # They import torch, which the comparison itself can do without.
     from accbench.comparing import numerics
     from accbench.launchers import run
@@ -73,7 +78,7 @@ def _launch(kind: Kind, flags: list[str], folder: Path, log: Path, num_devices: 
     status = (
         run.run(flags, "accbench run")
         if kind == "run"
-        else numerics.main(flags, time.perf_counter())
+        else numerics.main([kind, argument, *flags], time.perf_counter())
     )
     sys.stdout.flush()
     folder.mkdir(exist_ok=True)

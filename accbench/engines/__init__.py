@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
+from accbench.engines import state
+from accbench.engines.state import TrainingState
 from accbench.errors import ReductionError
 from accbench.training.process_group import Topology, gather_values
 
@@ -53,6 +55,8 @@ class Engine(abc.ABC):
     """Where gradients are reduced: in_graph, process_group or host."""
     compiler: str | None = None
     """Which compiler this engine is meant to train through; None if it is eager."""
+    scaler: Any = None
+    """The GradScaler, where there is one."""
 
     def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
         self.task = task
@@ -149,6 +153,25 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def averaged_probe(self, value: float) -> list[float]:
         """Average a gradient of `value` over ranks, the way training does, and return it."""
+
+    def seed(self, seed: int) -> None:
+        """Where the model's own random numbers begin, dropout's for one; another on each rank."""
+        torch.manual_seed(seed)
+
+    def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        """All that training changes, on the host; `net` is what `prepare` was given."""
+        return state.read(net, optimizer, self.scaler)
+
+    def load_training_state(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
+    ) -> None:
+        """Go on from a state that this or another engine has read.
+
+        Raises:
+            NotLoadableError: it does not fit.
+        """
+        state.load(net, optimizer, self.scaler, saved)
+        self.end_step()  # or the next step would have the copies in it
 
     def compile_stats(self) -> CompileStats:
         """Counts of the compiler; zeros where there is none."""

@@ -142,24 +142,23 @@ class MetricsRecord:
 
 @dataclasses.dataclass(frozen=True)
 class NumericsRecord:
-    """A training step of a numerics pass, in numbers that can be compared between engines."""
+    """A part of a numerics pass: what was compared with the reference, and how far off it is."""
 
     kind: ClassVar[str] = "numerics"
+    phase: str
+    """start, step (from the reference's state), evaluation, overflow, free, free end, own
+    dropout, not loadable; or reference, which has a loss alone."""
     step: int
-    """Steps done; 0 is the state before the first."""
-    loss: float | None
-    """Mean over ranks; None at step 0 and where it was not finite."""
-    grad_norm: float | None
-    """L2 norm of the averaged gradient that the optimizer used; None at step 0."""
-    rank_difference: float
-    """Largest difference between a parameter's sketch on rank 0 and on any other."""
-    sketches: dict[str, list[float]]
-    """Parameter or buffer -> its sketch, see `accbench.comparing.numerics.Sketcher`."""
-    gradients: dict[str, list[float]]
-    """Parameter -> sketch of the averaged gradient; empty at step 0."""
-    update_errors: dict[str, float]
-    """Parameter -> its distance from where AdamW should have put it, given these
-    gradients, as a part of that step's way; empty where no step was taken."""
+    """Steps done."""
+    distances: dict[str, float]
+    """Quantity -> distance from the reference, the furthest of any rank, as
+    `accbench.comparing.distances` measures it."""
+    loss: float | None = None
+    """Mean over ranks; None where there is none or it was not finite."""
+    ranks_apart: int = 0
+    """Parameters that are not the same on all ranks, to the last bit."""
+    note: str | None = None
+    """What numbers do not say."""
 
 
 @dataclasses.dataclass(frozen=True)

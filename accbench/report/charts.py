@@ -89,7 +89,7 @@ def losses(comparison: Comparison) -> tuple[str, str]:
     passes = [
         (number, row, loss_points(row.numerics)) for number, row in enumerate(comparison.rows)
     ]
-    text = "Every step of the numerics pass: the same weights and batches for all; dashed, float64."
+    text = "The numerics pass's free run: the same weights and batches for all; dashed, float64."
     against = "float64"
     if not reference:
         passes = [
@@ -118,7 +118,9 @@ def losses(comparison: Comparison) -> tuple[str, str]:
 def loss_points(run: Run) -> tuple[Point, ...]:
     """(step, loss) of a numerics pass, or of a run's windows."""
     if run.numerics:
-        return tuple((float(r.step), r.loss) for r in run.numerics if r.loss is not None)
+        phases = ("free", "reference")  # of an engine, and of float64
+        of_phase = [r for r in run.numerics if r.phase in phases and r.loss is not None]
+        return tuple((float(r.step), r.loss) for r in of_phase if r.loss is not None)
     return tuple(
         (float(w.first_step + w.num_steps), w.loss) for w in run.windows if w.loss is not None
     )

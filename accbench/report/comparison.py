@@ -12,7 +12,9 @@ from accbench.report.run import Run
 
 PLAN_FILE = "comparison.json"
 SCHEMA_VERSION = 1
-REFERENCE, OTHER_LAYOUT = "float64-reference", "baseline-other-layout"
+REFERENCE = "float64-reference"
+# Passes of plain ddp, from which the noise is known: as it is, and in the other memory layout.
+FLOORS = ("plain-ddp", "plain-ddp-other-layout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,8 @@ class Comparison:
     plan: Plan
     rows: tuple[Row, ...]
     reference: Run = dataclasses.field(default_factory=lambda: Run(REFERENCE))
-    other_layout: Run = dataclasses.field(default_factory=lambda: Run(OTHER_LAYOUT))
+    floors: tuple[Run, ...] = ()
+    """Numerics passes of plain ddp."""
     mixed: tuple[str, ...] = ()
     """Settings in which the runs differ, a line each; empty where all is alike."""
 
@@ -159,7 +162,7 @@ def read(folder: Path, allow_mixed: bool = False) -> Comparison:
     return Comparison(
         folder.name, plan, rows,
         reference=runs.read_if_there(numerics_folder(folder, REFERENCE)),
-        other_layout=runs.read_if_there(numerics_folder(folder, OTHER_LAYOUT)),
+        floors=tuple(runs.read_if_there(numerics_folder(folder, name)) for name in FLOORS),
         mixed=mixed,
     )  # fmt: skip
 

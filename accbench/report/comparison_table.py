@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench.report import verdict
+from accbench.report import numerics, verdict
 from accbench.report.analysis import Result, RowResult
 
 _NOT_KNOWN = "-"
@@ -76,6 +76,9 @@ def notes(result: Result) -> list[str]:
         lines += [f"{row.name}: {row.verdict}: {reason}" for reason in row.reasons]
         if row.numerics.reason:
             lines.append(f"{row.name}: numerics {row.numerics.verdict}: {row.numerics.reason}")
+        tested = numerics.words(row.numerics)
+        if tested:
+            lines.append(f"{row.name}: numerics: {tested}")
         lines += _extras(row, result)
     return lines
 

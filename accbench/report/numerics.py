@@ -1,27 +1,22 @@
-"""Does an engine train the same? Its distance to a float64 run against the baseline's own.
+"""Does an engine train the same? Its distances from float64 against what its type allows.
 
-Distances are measured between sketches (see `accbench.comparing.numerics.sketch`), as parts
-of how far the float64 run itself moved. What the baseline and its other memory
-layout are away from that run is the noise floor of the type they compute in.
+The noise of a type is what plain ddp in both memory layouts is away from float64, whatever
+row is called the baseline. A distance counts as a difference where it is several times that
+noise: in one step, or, far more sharply, in the median over the steps. A step in which the
+noise is so high that a gradient of 0.9 times its size would pass is no test.
 """
 
 import dataclasses
-import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 
 from accbench.recording.records import NumericsRecord
 from accbench.report.comparison import Comparison, Row
 from accbench.report.run import Run
 
 SAME, DIFFERS, NOT_CHECKED = "trains the same", "differs", "not checked"
-# How many times the noise floor a distance may be. Sketches tell a distance to a
-# third, and two right programs of one type differ by a few times.
-TOLERANCE = 8.0
-# A few last bits of float32: a floor of nothing would forbid them.
-_RESOLUTION = 2.0**-20
-LOSS, GRAD_NORM = "loss", "gradient norm"
-_GRADIENT, _UPDATE, _BUFFER = "gradient of ", "update of ", "buffer"
+# A step is a sharp test where this relative error of the whole gradient would be found in it.
+SHARP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,129 +29,333 @@ class Numerics:
     """Why not checked, or what differs."""
     first_step: int | None = None
     first_tensor: str | None = None
-    """Where it differs first; a tensor's name, `loss` or `gradient norm`."""
+    """What differs first, such as `gradient of net.fc.weight`."""
     worst: float | None = None
-    """Largest distance in noise floors."""
+    """The largest distance, in parts of what would be a difference."""
+    crashed: bool = False
+    """Whether the pass did not end."""
+    num_steps: int = 0
+    """Steps that were looked at one by one."""
+    num_sharp_steps: int = 0
+    """Those in which an error of a tenth of the gradient, or a step left out, would be found."""
+    sensitivity: float | None = None
+    """The smallest relative error of the whole gradient that would be found in any one step."""
+    sensitivity_of_all: float | None = None
+    """Likewise of an error that is there in all steps."""
+    tested: tuple[str, ...] = ()
+    """What was looked at beside the steps."""
 
 
-Distances = dict[int, dict[str, float]]
-"""Step -> quantity -> distance to the reference, as a part of the reference's own size."""
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """From where a distance is a difference: times the noise, but at least so much."""
+
+    times: float
+    times_of_16_bit: float
+    least: float
+    """In one step."""
+    least_of_all: float
+    """In the median over the steps."""
+
+
+# Where a norm over a whole tensor is measured, rounding to 16 bits adds up to much the same in
+# all programs; single numbers, and the rounding of sums in float32, differ by several times. A
+# gradient jumps where a value crosses a ReLU's zero, by rounding alone: hence the large least
+# distance in one step, and the small one in the median, for few steps have such a jump.
+_BOUNDS = {
+    "loss": Bound(8, 8, 2e-5, 1e-5),
+    "gradient": Bound(8, 3, 0.05, 2e-4),
+    "update": Bound(8, 8, 1e-3, 2e-4),
+    "second moment": Bound(8, 8, 1e-3, 2e-4),
+    "buffer": Bound(8, 3, 1e-3, 2e-4),
+}
+# A difference in a step is told before one that only the median shows, and that before others.
+_MEDIAN, _LATE, _MOST = 1 << 20, 1 << 21, 1e9
+# What has no noise.
+_EXACT = {
+    "applied steps": 0.5, "dropout calls": 0.5, "loss scale": 0.01, "growth tracker": 0.5,
+    "tensors": 0.5, "state": 1e-5, "problems": 0.5, "parameters": 0.0,
+}  # fmt: skip
+_SCALE_LEAST, _SCALE_LEAST_OF_ALL = 0.005, 0.001
+_EVALUATION, _FREE_LOSS, _FREE_WEIGHTS = Bound(8, 8, 1e-3, 0), Bound(8, 8, 1e-3, 0), 0.1
+
+_BESIDE_STEPS = ("evaluation", "overflow", "free", "own dropout")
+
+Steps = list[dict[str, float]]
+"""Step -> quantity -> distance; a scale is signed."""
 
 
 def judge(comparison: Comparison, row: Row) -> Numerics:
     """Compare a row's numerics pass with the reference."""
-    header = row.numerics.header
-    dtype = (header.amp_dtype or "float32") if header else None
-    missing = _missing(comparison, row)
-    if missing:
-        return Numerics(NOT_CHECKED, dtype, missing)
-    if row.numerics.status == "nan":
-        return Numerics(DIFFERS, dtype, row.numerics.end.error if row.numerics.end else None)
-    apart = next((r for r in row.numerics.numerics if r.rank_difference > 0), None)
-    if apart is not None:
-        reason = "ranks hold different parameters: their gradients are not averaged"
-        return Numerics(DIFFERS, dtype, reason, apart.step, None)
-    reference = comparison.reference
-    floor = noise_floor(
-        [distances(r, reference) for r in (comparison.baseline.numerics, comparison.other_layout)
-         if r.status == "ok"]
-    )  # fmt: skip
-    return _judge(distances(row.numerics, reference), floor, dtype)
-
-
-def _missing(comparison: Comparison, row: Row) -> str | None:
     if comparison.plan.numerics_steps == 0:
-        return "--numerics_steps 0"
-    for what, run in (
-        ("the float64 reference", comparison.reference),
-        ("the baseline's pass", comparison.baseline.numerics),
-        ("its pass", row.numerics),
-    ):
-        if run.status != "ok" and not (run is row.numerics and run.status == "nan"):
-            why = f": {run.end.error}" if run.end and run.end.error else ""
-            return f"{what} did not end ({run.status}{why})"
+        return Numerics(NOT_CHECKED, None, "--numerics_steps 0")
+    return judge_run(row.numerics, comparison.reference, comparison.floors)
+
+
+def judge_run(run: Run, reference: Run, floors: Sequence[Run]) -> Numerics:
+    """Likewise, of one pass.
+
+    Args:
+        floors: passes of plain ddp.
+    """
+    header = run.header
+    dtype = (header.amp_dtype or "float32") if header else None
+    missing = _missing(run, reference, floors)
+    if missing:
+        return Numerics(NOT_CHECKED, dtype, missing, crashed=True)
+    other = next((r.note for r in reference.numerics if r.note), None)
+    if other:
+        return Numerics(NOT_CHECKED, dtype, other)
+    noise = Noise([steps_of(floor) for floor in floors], dtype != "float32")
+    found = Findings(dtype)
+    found.ranks(run.numerics)
+    found.exact(run.numerics)
+    refused = next((r.note for r in run.numerics if r.phase == "not loadable"), None)
+    if refused and not found.any:
+        return Numerics(NOT_CHECKED, dtype, f"the reference's state cannot be loaded: {refused}")
+    found.steps(steps_of(run), noise)
+    found.free_run(run, floors)
+    return found.verdict(noise, run)
+
+
+def _missing(run: Run, reference: Run, floors: Sequence[Run]) -> str | None:
+    named = [("the float64 reference", reference), ("its pass", run)]
+    named += [("plain ddp's pass", floor) for floor in floors]
+    for what, one in named:
+        if one.status != "ok":
+            why = f": {one.end.error}" if one.end and one.end.error else ""
+            return f"{what} did not end ({one.status}{why})"
+        if not one.numerics:
+            return f"{what} holds nothing that this version can read"
     return None
 
 
-def _judge(found: Distances, floor: Distances, dtype: str | None) -> Numerics:
-    worst, first = 0.0, None
-    for step in sorted(found):
-        for name, distance in found[step].items():
-            if name not in floor.get(step, {}):  # a step that the baseline skipped
-                continue
-            in_floors = distance / floor[step][name]
-            if in_floors > TOLERANCE and (first is None or first[0] == step):
-                first = max(first or (step, 0.0, name), (step, in_floors, name))
-            worst = max(worst, in_floors)
-    if first is None:
-        return Numerics(SAME, dtype, worst=worst)
-    step, in_floors, name = first
-    reason = f"{name} at step {step}, {in_floors:,.0f} times the noise of {dtype}"
-    return Numerics(DIFFERS, dtype, reason, step, name, worst)
-
-
-def noise_floor(of_runs: list[Distances]) -> Distances:
-    """Per step and quantity, the largest distance of any run up to that step.
-
-    At least the median of its kind: a tensor that happened to come out exactly, or
-    in which no tiny gradient changed its sign, sets no standard.
-    """
-    floor: Distances = {}
-    highest: dict[str, float] = {}
-    for step in sorted(of_runs[0]):
-        for found in of_runs:
-            for name, distance in found[step].items():
-                highest[name] = max(highest.get(name, 0.0), distance, _RESOLUTION)
-        kinds = _median_by_kind(highest)
-        floor[step] = {name: max(highest[name], kinds[_kind(name)]) for name in highest}
-    return floor
+def steps_of(run: Run) -> Steps:
+    """What was found in the steps from the reference's state."""
+    return [record.distances for record in run.numerics if record.phase == "step"]
 
 
 def _kind(name: str) -> str:
-    for kind in (_GRADIENT, _UPDATE):
-        if name.startswith(kind):
+    """`gradient of net.fc.weight` -> gradient."""
+    for kind in ("second moment", "gradient", "scale", "update", "buffer", "state"):
+        if name == kind or name.startswith((f"{kind} of ", f"{kind} ")):
             return kind
-    return name if name in (LOSS, GRAD_NORM) else _BUFFER if "running" in name else "parameter"
+    return name
 
 
-def _median_by_kind(highest: Mapping[str, float]) -> dict[str, float]:
-    kinds: dict[str, list[float]] = {}
-    for name, distance in highest.items():
-        kinds.setdefault(_kind(name), []).append(distance)
-    return {kind: statistics.median(values) for kind, values in kinds.items()}
+class Noise:
+    """What right programs of a type are away from float64, from passes of plain ddp."""
+
+    def __init__(self, floors: Sequence[Steps], of_16_bit: bool) -> None:
+        self.floors, self.of_16_bit = floors, of_16_bit
+        self.num_steps = min(len(floor) for floor in floors)
+        names = floors[0][0].keys() if self.num_steps else ()
+        self.medians = {
+            name: max(statistics.median(abs(s[name]) for s in floor) for floor in floors)
+            for name in names
+        }
+        of_kinds: dict[str, list[float]] = {}
+        for name, median in self.medians.items():
+            of_kinds.setdefault(_kind(name), []).append(median)
+        # A tensor that happens to come out exactly sets no standard.
+        self.of_kinds = {kind: statistics.median(values) for kind, values in of_kinds.items()}
+
+    def limit(self, step: int, name: str) -> float:
+        """From where a distance in a step is a difference."""
+        noise = max(abs(floor[step][name]) for floor in self.floors)
+        return self._limit(name, max(noise, self._usual(name)), of_all=False)
+
+    def limit_of_all(self, name: str) -> float:
+        """Likewise of the median over the steps."""
+        return self._limit(name, self._usual(name), of_all=True)
+
+    def _usual(self, name: str) -> float:
+        return max(self.medians[name], self.of_kinds[_kind(name)])
+
+    def _limit(self, name: str, noise: float, of_all: bool) -> float:
+        bound = _BOUNDS[_kind(name)]
+        times = bound.times_of_16_bit if self.of_16_bit else bound.times
+        return max(times * noise, bound.least_of_all if of_all else bound.least)
+
+    def scales(self, step: int, name: str = "scale") -> tuple[float, float]:
+        """Between which a gradient's size, as a part of the reference's, is right in a step.
+
+        Rounding to 16 bits makes gradients smaller as a whole, in ddp by so and so much and in
+        a program that rounds less often by less: anything between ddp and float64 is right.
+        """
+        values = [floor[step][name] for floor in self.floors]
+        return self._around(values, name, _SCALE_LEAST)
+
+    def scales_of_all(self, name: str) -> tuple[float, float]:
+        """Likewise of the median over the steps."""
+        values = [statistics.median(step[name] for step in floor) for floor in self.floors]
+        return self._around(values, name, _SCALE_LEAST_OF_ALL)
+
+    def _around(self, values: list[float], name: str, least: float) -> tuple[float, float]:
+        apart = statistics.median(
+            max(step[name] for step in steps) - min(step[name] for step in steps)
+            for steps in zip(*self.floors, strict=False)
+        )
+        bias = max(abs(value) for value in values)
+        margin = max(least, 8 * apart, bias / 2)
+        return 1 + min(0.0, *values) - margin, 1 + max(0.0, *values) + margin
+
+    def sensitivity(self, step: int | None = None) -> float:
+        """The smallest relative error of the whole gradient that is outside of `scales`."""
+        low, high = self.scales_of_all("scale") if step is None else self.scales(step)
+        return max(1 - low / high, high / low - 1) if low > 0 else 1.0
+
+    def sharp(self, step: int) -> bool:
+        """Whether a gradient of 0.9 times its size, or a step left out, would be found."""
+        updates = [name for name in self.medians if _kind(name) == "update"]
+        found_skipped = all(self.limit(step, name) < 1 for name in updates)
+        return self.sensitivity(step) < SHARP and found_skipped
 
 
-def distances(run: Run, reference: Run) -> Distances:
-    """Of every step that both have."""
-    others = {record.step: record for record in reference.numerics}
-    start = others[0].sketches
-    return {
-        own.step: _distances(own, others[own.step], start)
-        for own in run.numerics
-        if own.step > 0 and own.step in others
-    }
+class Findings:
+    """What is different in a pass, the first step first."""
+
+    def __init__(self, dtype: str | None) -> None:
+        self.dtype = dtype
+        self.worst = 0.0
+        self._found: list[tuple[int, float, int, str, str]] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether anything differs."""
+        return bool(self._found)
+
+    def _note(
+        self, step: int, in_limits: float, name: str, reason: str, order: int | None = None
+    ) -> None:
+        """`order` is that of the step, unless it is told only where no step differs."""
+        self.worst = max(self.worst, min(in_limits, _MOST))
+        if in_limits > 1:
+            self._found.append((step if order is None else order, -in_limits, step, name, reason))
+
+    def ranks(self, found: Iterable[NumericsRecord]) -> None:
+        """Parameters that ranks do not share."""
+        for record in found:
+            if record.ranks_apart:
+                reason = "ranks hold different parameters: their gradients are not averaged"
+                self._note(record.step, 2 * _MOST, "parameters", reason)
+
+    def exact(self, found: Iterable[NumericsRecord]) -> None:
+        """Counts, and what was loaded."""
+        for record in found:
+            for name, distance in record.distances.items():
+                limit = _EXACT.get(_kind(name))
+                if limit is None or record.phase == "free end" and name == "parameters":
+                    continue
+                what = record.note or f"{record.phase} {record.step}: {name} off by {distance:.3g}"
+                in_limits = _MOST if abs(distance) > limit else 0.0
+                late = None if record.phase in ("start", "step") else _LATE
+                self._note(record.step, in_limits, name, what, late)
+
+    def steps(self, steps: Steps, noise: Noise) -> None:
+        """One by one, and by their medians."""
+        steps = steps[: noise.num_steps]
+        if not steps:  # it could not be loaded
+            return
+        names = [name for name in noise.medians if _kind(name) in _BOUNDS]
+        scales = [name for name in noise.medians if _kind(name) == "scale"]
+        for number, step in enumerate(steps):
+            for name in names:
+                self._distance(number + 1, name, step.get(name, 1e30), noise.limit(number, name))
+            self._scale(number + 1, "scale", step.get("scale", 1e30), noise.scales(number))
+        for name in names:
+            median = statistics.median(step.get(name, 1e30) for step in steps)
+            self._distance(None, name, median, noise.limit_of_all(name))
+        for name in scales:
+            median = statistics.median(step.get(name, 1e30) for step in steps)
+            self._scale(None, name, median, noise.scales_of_all(name))
+
+    def _distance(self, step: int | None, name: str, distance: float, limit: float) -> None:
+        where = "in the median over the steps" if step is None else f"at step {step}"
+        reason = f"{name} {where} is {distance:.2g} off, more than {limit:.2g}"
+        self._note(step or 1, distance / limit, name, reason, _MEDIAN if step is None else None)
+
+    def _scale(
+        self, step: int | None, name: str, scale: float, between: tuple[float, float]
+    ) -> None:
+        low, high = between
+        off = max(scale / (high - 1), scale / (low - 1))
+        where = "in the median over the steps" if step is None else f"at step {step}"
+        what = "the gradient" if name == "scale" else f"the gradient of {name.split(' of ')[1]}"
+        reason = f"{what} {where} is {1 + scale:.4f} times what it should be"
+        reason += f", right is {low:.4f} to {high:.4f}"
+        self._note(step or 1, off, what, reason, _MEDIAN if step is None else None)
+
+    def free_run(self, run: Run, floors: Sequence[Run]) -> None:
+        """Losses that part, and weights that end elsewhere, though nothing was loaded."""
+        highest = 0.0
+        own = {r.step: r.distances["loss"] for r in run.numerics if r.phase == "free"}
+        of_floors = [
+            {r.step: r.distances["loss"] for r in floor.numerics if r.phase == "free"}
+            for floor in floors
+        ]
+        for step, distance in own.items():
+            highest = max(highest, *(floor.get(step, 0.0) for floor in of_floors))
+            limit = max(_FREE_LOSS.times * highest, _FREE_LOSS.least)
+            reason = f"the loss of the free run at step {step} is {distance:.2g} off"
+            reason += f", more than {limit:.2g}"
+            self._note(step, distance / limit, "loss", reason, _LATE + step)
+        for phase, name in (("free end", "parameters"), ("evaluation", "loss")):
+            values = [_last(one, phase, name) for one in (run, *floors)]
+            if values[0] is None:  # it could not be loaded
+                continue
+            noise = max((value or 0.0) for value in values[1:])
+            limit = (
+                max(4 * noise, _FREE_WEIGHTS)
+                if phase == "free end"
+                else max(_EVALUATION.times * noise, _EVALUATION.least)
+            )
+            what = "the weights after the free run are" if phase == "free end" else (
+                "the loss in evaluation is")  # fmt: skip
+            reason = f"{what} {values[0]:.2g} off, more than {limit:.2g}"
+            self._note(len(own), values[0] / limit, name, reason, 2 * _LATE)
+
+    def verdict(self, noise: Noise, run: Run) -> Numerics:
+        """Differs before not checked before the same."""
+        sharp = [noise.sharp(step) for step in range(noise.num_steps)]
+        phases = {record.phase for record in run.numerics}
+        common = Numerics(
+            SAME, self.dtype, worst=self.worst,
+            num_steps=noise.num_steps, num_sharp_steps=sum(sharp),
+            sensitivity=max(
+                (noise.sensitivity(s) for s in range(noise.num_steps)), default=None
+            ),
+            sensitivity_of_all=noise.sensitivity() if noise.num_steps else None,
+            tested=tuple(phase for phase in _BESIDE_STEPS if phase in phases),
+        )  # fmt: skip
+        if self._found:
+            _, _, step, name, reason = min(self._found)
+            return dataclasses.replace(
+                common, verdict=DIFFERS, reason=reason, first_step=step, first_tensor=name
+            )
+        unknown = next((r.note for r in run.numerics if r.phase == "own dropout" and r.note), None)
+        if unknown:
+            return dataclasses.replace(common, verdict=NOT_CHECKED, reason=unknown)
+        if not all(sharp) or not sharp:
+            step = sharp.index(False) + 1 if sharp else 1
+            reason = f"too noisy at step {step} ({sum(sharp)} of {len(sharp)} were sharp tests)"
+            return dataclasses.replace(common, verdict=NOT_CHECKED, reason=reason)
+        return common
 
 
-def _distances(
-    own: NumericsRecord, other: NumericsRecord, start: Mapping[str, list[float]]
-) -> dict[str, float]:
-    found = {
-        LOSS: _relative(own.loss, other.loss),
-        GRAD_NORM: _relative(own.grad_norm, other.grad_norm),
-    }
-    for name, values in other.sketches.items():
-        moved = math.dist(values, start[name])
-        away = math.dist(own.sketches[name], values) if name in own.sketches else math.inf
-        # A tensor that the reference leaves alone is measured by its own size.
-        found[name] = away / (moved or math.hypot(*values) or 1.0)
-    for name, values in other.gradients.items():
-        away = math.dist(own.gradients[name], values) if name in own.gradients else math.inf
-        found[_GRADIENT + name] = away / (math.hypot(*values) or 1.0)
-    found |= {_UPDATE + name: error for name, error in own.update_errors.items()}
-    return found
+def _last(run: Run, phase: str, name: str) -> float | None:
+    found = [r.distances.get(name) for r in run.numerics if r.phase == phase]
+    return found[-1] if found else None
 
 
-def _relative(own: float | None, other: float | None) -> float:
-    if own is None or other is None:
-        return math.inf
-    return abs(own - other) / (abs(other) or 1.0)
+def words(found: Numerics) -> str | None:
+    """What was tested, and how sharply; None where nothing was."""
+    if not found.num_steps or found.sensitivity is None or found.sensitivity_of_all is None:
+        return None
+    steps = f"{found.num_steps} steps from float64's state, {found.num_sharp_steps} sharp tests"
+    errors = (
+        f"would find a gradient {found.sensitivity:.2g} off in one step, "
+        f"{found.sensitivity_of_all:.2g} in all"
+    )
+    beside = f"; also tested: {', '.join(found.tested)}" if found.tested else ""
+    return f"{steps}; {errors}{beside}"

@@ -118,7 +118,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     process_group.broadcast_module(model)
     model = engine.prepare(model)
     optimizer = engine.build_optimizer(model)
-    torch.manual_seed(task.seed + topology.rank)  # dropout and the like differ by rank
+    engine.seed(task.seed + topology.rank)  # dropout and the like differ by rank
 
     train_loader, eval_loader = source.train_loader(), source.eval_loader()
     for loader in (train_loader, eval_loader):

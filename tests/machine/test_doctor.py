@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 from accbench.machine import doctor, self_test
-
-from .conftest import ROOT
+from tests.conftest import ROOT
 
 
 def ask(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":

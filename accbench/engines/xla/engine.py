@@ -169,7 +169,13 @@ class Engine(engines.Engine):
             return self.to_device((tensor,))[0]
 
         batchnorm.track_unbiased_variance(model, send)
-        return model.to(self.device)
+        places = _shared_places(model)
+        model = model.to(self.device)
+        # XLA's tensors are new ones, one for each place: tied weights would be tied no more.
+        for (owner, name), *others in places:
+            for other, its_name in others:
+                other[its_name] = owner[name]
+        return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from torch_xla.amp import syncfree
@@ -209,6 +215,11 @@ class Engine(engines.Engine):
         self.xla.sync()
         scaler._growth_tracker.zero_()
         self.xla.sync()
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        # XLA's own generator begins alike in every process, whatever torch's is set to.
+        self.xm.set_rng_state(seed, str(self.device))
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
@@ -307,6 +318,17 @@ class Engine(engines.Engine):
             num_executions=num_executions,
             num_fallbacks=sum(metrics.counter_value(name) or 0 for name in fallbacks),
         )
+
+
+def _shared_places(model: nn.Module) -> list[list[tuple[Any, str]]]:
+    """Where parameters and buffers are kept that stand in more than one place."""
+    places: dict[int, list[tuple[Any, str]]] = {}
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((owner, name))
+    return [found for found in places.values() if len(found) > 1]
 
 
 def _user_cache_folder() -> Path:

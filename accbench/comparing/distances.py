@@ -1,0 +1,180 @@
+"""How far an engine's step is from the reference's, in numbers without units.
+
+Distances are L2 norms over a tensor, as a part of what the step itself amounts to: of the
+gradient, of the parameter's way, of the buffer's.
+"""
+
+import math
+
+import torch
+
+from accbench.comparing.adamw import AdamW
+from accbench.comparing.reference import Reference
+from accbench.engines.state import Tensors, TrainingState
+
+GRADIENT, SCALE, UPDATE, SECOND_MOMENT = "gradient", "scale", "update", "second moment"
+BUFFER, STATE = "buffer", "state"
+# In place of infinity, which JSON does not have, and of what cannot be compared.
+_FURTHEST = 1e30
+# A gradient smaller than this part of the others' is measured by their size: convolutions
+# in front of BatchNorm have biases whose gradient is zero but for rounding.
+_NEGLIGIBLE = 1e-4
+# What an engine that keeps a buffer in another form may be off by after loading it.
+_LOADED = 2.0**-16
+
+
+def bounded(distance: float) -> float:
+    """Finite."""
+    if math.isnan(distance):
+        return _FURTHEST
+    return max(-_FURTHEST, min(_FURTHEST, distance))
+
+
+def relative(own: float, expected: float) -> float:
+    """As a part of `expected`."""
+    return bounded(abs(own - expected) / (abs(expected) or 1.0))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double()))
+
+
+def _away(own: torch.Tensor | None, expected: torch.Tensor) -> float:
+    if own is None or own.shape != expected.shape:
+        return _FURTHEST
+    return _norm(own.double() - expected.double())
+
+
+def of_start(own: TrainingState, expected: TrainingState) -> dict[str, float]:
+    """Of the weights that an engine begins with, and of their number: tied ones count once."""
+    found = {"tensors": float(len(own.model.keys() ^ expected.model.keys()))}
+    for name, tensor in expected.model.items():
+        found[f"{STATE} {name}"] = _away(own.model.get(name), tensor) / (_norm(tensor) or 1.0)
+    return found
+
+
+def not_loaded(own: TrainingState, loaded: TrainingState) -> str | None:
+    """What is not as it was loaded; None if all is."""
+    pairs = [(name, tensor, own.model.get(name)) for name, tensor in loaded.model.items()]
+    for name, tensors in loaded.optimizer.items():
+        of_own = own.optimizer.get(name, {})
+        pairs += [(f"{key} of {name}", tensor, of_own.get(key)) for key, tensor in tensors.items()]
+    for name, tensor, of_engine in pairs:
+        if not _away(of_engine, tensor) <= _LOADED * _norm(tensor):
+            return f"{name} is not what was loaded"
+    if own.scaler and own.scaler != loaded.scaler:
+        return f"the loss scale is {own.scaler}, not {loaded.scaler}"
+    return None
+
+
+def of_step(own: TrainingState, against: Reference) -> dict[str, float]:
+    """Of one step from the reference's state: gradients, update, buffers and counts."""
+    return {
+        **_of_gradients(own, against),
+        **_of_updates(own, against),
+        **_of_buffers(own.model, against.buffers, against.buffers_after),
+        **_of_counts(own, against),
+    }
+
+
+def _own_gradients(own: TrainingState, against: Reference) -> Tensors:
+    return {
+        name: AdamW.gradient(own.optimizer[name]["exp_avg"], against.weights.exp_avg[name])
+        for name in against.gradients
+        if name in own.optimizer
+    }
+
+
+def _of_gradients(own: TrainingState, against: Reference) -> dict[str, float]:
+    gradients = _own_gradients(own, against)
+    found = {}
+    squares = {name: float(g.double().square().sum()) for name, g in against.gradients.items()}
+    total, num_values = sum(squares.values()), sum(g.numel() for g in against.gradients.values())
+    product = away = 0.0
+    for name, expected in against.gradients.items():
+        gradient = gradients.get(name)
+        if gradient is None:
+            away += squares[name]
+            found[f"{GRADIENT} of {name}"] = _FURTHEST
+            continue
+        distance = _norm(gradient - expected.double())
+        of_tensor = float((gradient * expected.double()).sum())
+        usual = math.sqrt(total * expected.numel() / num_values)
+        size = max(math.sqrt(squares[name]), _NEGLIGIBLE * usual) or 1.0
+        found[f"{GRADIENT} of {name}"] = distance / size
+        if math.sqrt(squares[name]) == size:
+            found[f"{SCALE} of {name}"] = of_tensor / squares[name] - 1
+        product += of_tensor
+        away += distance**2
+    found[GRADIENT] = math.sqrt(away / (total or 1.0))
+    found[SCALE] = product / total - 1 if total else 0.0
+    return found
+
+
+def _of_updates(own: TrainingState, against: Reference) -> dict[str, float]:
+    """From where AdamW should have put a parameter, given the gradients the engine used."""
+    found = {}
+    gradients = _own_gradients(own, against)
+    before, lr = against.weights, against.rule.lr
+    for name, parameter in before.parameters.items():
+        if name not in gradients:  # it should not have moved; a step is about lr an element
+            size = lr * math.sqrt(parameter.numel()) or 1.0
+            found[f"{UPDATE} of {name}"] = _away(own.model.get(name), parameter) / size
+            continue
+        expected, _, exp_avg_sq = against.rule.step(
+            parameter, before.exp_avg[name], before.exp_avg_sq[name], gradients[name],
+            before.num_steps[name] + 1,
+        )  # fmt: skip
+        moved = _norm(expected - parameter.double()) or 1.0
+        found[f"{UPDATE} of {name}"] = _away(own.model.get(name), expected) / moved
+        changed = _norm(exp_avg_sq - before.exp_avg_sq[name].double()) or 1.0
+        own_sq = own.optimizer[name].get("exp_avg_sq")
+        found[f"{SECOND_MOMENT} of {name}"] = _away(own_sq, exp_avg_sq) / changed
+    return found
+
+
+def _of_buffers(own: Tensors, before: Tensors, after: Tensors) -> dict[str, float]:
+    found = {}
+    for name, expected in after.items():
+        # One that the reference leaves alone is measured by its own size.
+        size = _norm(expected.double() - before[name].double()) or _norm(expected) or 1.0
+        found[f"{BUFFER} {name}"] = _away(own.get(name), expected) / size
+    return found
+
+
+def _of_counts(own: TrainingState, against: Reference) -> dict[str, float]:
+    steps = {
+        name: float(own.optimizer.get(name, {}).get("step", torch.tensor(-1.0)))
+        for name in against.gradients
+    }
+    wrong = [abs(n - against.weights_after.num_steps[name]) for name, n in steps.items()]
+    counts = {"applied steps": max(wrong, default=0.0)}
+    if own.scaler:
+        from accbench.comparing.reference import LOSS_SCALE
+
+        counts["loss scale"] = abs(own.scaler["scale"] / LOSS_SCALE - 1)
+        counts["growth tracker"] = abs(own.scaler["growth_tracker"] - 1)
+    return counts
+
+
+def of_skipped_step(own: TrainingState, before: TrainingState) -> dict[str, float]:
+    """Of a step that should have been left out."""
+    parameters = before.optimizer.keys()
+    moved = max((_away(own.model.get(n), before.model[n]) for n in parameters), default=0.0)
+    counted = max(
+        (abs(float(own.optimizer[n]["step"] - before.optimizer[n]["step"])) for n in parameters),
+        default=0.0,
+    )
+    halved = abs(own.scaler.get("scale", 0.0) / before.scaler["scale"] - 0.5)
+    return {"parameters": moved, "applied steps": counted, "loss scale": halved}
+
+
+def of_free_run(own: TrainingState, against: Reference) -> dict[str, float]:
+    """Of the weights after all steps: all parameters together, and the count of steps."""
+    away = moved = 0.0
+    for name, start in against.start.parameters.items():
+        expected = against.weights_after.parameters[name]
+        away += _away(own.model.get(name), expected) ** 2
+        moved += _norm(expected.double() - start.double()) ** 2
+    steps = [abs(d) for n, d in _of_counts(own, against).items() if n == "applied steps"]
+    return {"parameters": math.sqrt(away / (moved or 1.0)), "applied steps": steps[0]}

@@ -1,0 +1,127 @@
+"""The state of training in one form for all engines: read out, and put back in.
+
+Names are those of the module that `Engine.prepare` was given, and every tensor is on the
+host, so that what one engine has read another can load.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensors = dict[str, torch.Tensor]
+
+
+class NotLoadableError(Exception):
+    """An engine did not take a state over; the message says what of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingState:
+    """Tensors on the host that nobody else writes to."""
+
+    model: Tensors
+    """Parameters and buffers by name, each tensor once, also buffers that are not saved."""
+    optimizer: dict[str, Tensors]
+    """Parameter -> what the optimizer keeps of it, as `step` () and `exp_avg` of its shape."""
+    scaler: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`scale` and `growth_tracker` of the GradScaler; empty without one."""
+
+
+def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> TrainingState:
+    """The state as it is; waits for the device."""
+    saved = net.state_dict()  # an engine may keep buffers in another form
+    model = {name: _copy(saved.get(name, tensor)) for name, tensor in _named_tensors(net)}
+    of_optimizer = {
+        name: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in net.named_parameters()
+        if parameter in optimizer.state
+    }
+    return TrainingState(model, of_optimizer, _read_scaler(scaler))
+
+
+def load(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, state: TrainingState
+) -> None:
+    """Put a state in place; hyperparameters stay the optimizer's own.
+
+    What the state does not name stays as it is: what an optimizer keeps beside others, or the
+    moments of a parameter without gradients.
+
+    Raises:
+        NotLoadableError: model or optimizer have other tensors.
+    """
+    try:
+        _load_model(net, state.model)
+        _load_optimizer(net, optimizer, state.optimizer)
+        if _enabled(scaler) and state.scaler:
+            saved = {**scaler.state_dict(), "scale": state.scaler["scale"]}
+            saved["_growth_tracker"] = int(state.scaler["growth_tracker"])
+            scaler.load_state_dict(saved)
+    except (KeyError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        why = " ".join(str(error).split())
+        raise NotLoadableError(f"{type(error).__name__}: {why}") from error
+
+
+def _load_model(net: nn.Module, tensors: Tensors) -> None:
+    own = dict(_named_tensors(net))
+    if own.keys() != tensors.keys():
+        other = sorted(own.keys() ^ tensors.keys())
+        raise ValueError(f"the model has other tensors than the state, such as {other[0]}")
+    # A tied weight stands in the state_dict under each of its names.
+    first_name = {id(tensor): name for name, tensor in own.items()}
+    saved = net.state_dict(keep_vars=True)
+    names = {key: key if key in own else first_name[id(value)] for key, value in saved.items()}
+    # Copies, for XLA on a CPU may take over the memory of a host's tensor, and write to it.
+    net.load_state_dict({key: tensors[name].clone() for key, name in names.items()})
+    with torch.no_grad():
+        for name in own.keys() - saved.keys():  # buffers that are not saved
+            own[name].copy_(tensors[name].clone())
+
+
+def _load_optimizer(
+    net: nn.Module, optimizer: torch.optim.Optimizer, of_parameters: dict[str, Tensors]
+) -> None:
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    whole = optimizer.state_dict()
+    state, index = dict(whole["state"]), 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = of_parameters.get(names.pop(id(parameter)))
+            if found is not None:
+                copies = {key: _copy_like(tensor, parameter) for key, tensor in found.items()}
+                state[index] = {**state.get(index, {}), **copies}
+            index += 1
+    optimizer.load_state_dict({**whole, "state": state})
+
+
+def _copy_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, laid out in memory as the parameter is.
+
+    torch keeps the tensor it is given where device and type are right; and fused AdamW goes
+    through all of a parameter's tensors in one order, whatever their strides (torch 2.8): with
+    a parameter in channels_last and moments that are not, it updates wrongly.
+    """
+    if tensor.shape != parameter.shape:
+        return tensor.clone()
+    return torch.empty_like(parameter, device="cpu", dtype=tensor.dtype).copy_(tensor)
+
+
+def _named_tensors(net: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*net.named_parameters(), *net.named_buffers()]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _enabled(scaler: Any) -> bool:
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def _read_scaler(scaler: Any) -> dict[str, float]:
+    if not _enabled(scaler):
+        return {}
+    saved = scaler.state_dict()
+    return {"scale": float(saved["scale"]), "growth_tracker": float(saved["_growth_tracker"])}

@@ -1,0 +1,173 @@
+"""Numerics passes of many engines in one process a rank, and their verdicts.
+
+    python -m tests.comparing.trials FOLDER NAME SEED ENGINES   (as JSON; what `start` starts)
+
+What `benchmarks/numerics_trials.py` does at length and the tests do in small.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from tests import planted
+from tests.conftest import ROOT
+
+STEPS = 20
+FLOORS = ("ddp", "ddp:no-channels_last")
+# These need a process of their own: torch_xla has to be there before anything is differentiated.
+APART = ("xla", "inductor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Flags of a run, and which faults mean something in it."""
+
+    flags: tuple[str, ...]
+    num_workers: int = 1
+    faults: tuple[str, ...] = ()
+
+
+def flags_of(
+    model: str, px: int, batch: int, amp: str = "O0", steps: int = STEPS
+) -> tuple[str, ...]:
+    dtype = () if amp == "O0" else (f"--amp_dtype={amp}",)
+    level = "O0" if amp == "O0" else "O1"
+    return (
+        f"--model={model}", f"--image_size={px}", f"--batch_size={batch}", f"--amp_level={level}",
+        *dtype, "--lr=1e-4", "--workers=0", "--threads=1", "--device=cpu", "--data=synthetic",
+        "--synthetic.num_classes=10", f"--synthetic.num_batches={steps}",
+        f"--max_steps={steps}", "--timeout_s=300",
+    )  # fmt: skip
+
+
+_ONE, _NETS = tuple(planted.ALWAYS), tuple(planted.OF_CONVOLUTIONS)
+_DROPS = tuple(name for name in planted.OF_DROPOUT)
+_RANKS = tuple(name for name in planted.OF_RANKS if name != "drops_the_same_on_all")
+SETTINGS = {
+    # What the tests run: eight steps of small networks.
+    "tests": Setting(
+        flags_of("tests.nets:dropping", 32, 8, steps=8), 1, _ONE + _NETS + _DROPS
+    ),
+    "tests, tied": Setting(flags_of("tests.nets:tied", 32, 8, steps=4), 1),
+    "tests, transformer": Setting(flags_of("tests.nets:transformer", 32, 8, steps=4), 1, _DROPS),
+    "tests, two workers": Setting(
+        flags_of("tests.nets:dropping", 32, 8, steps=4), 2, tuple(planted.OF_RANKS)
+    ),
+    "32 px, batch 2": Setting(flags_of("resnet10", 32, 2), 1, _ONE + _NETS),
+    "96 px, batch 4": Setting(flags_of("resnet10", 96, 4), 1, _ONE + _NETS),
+    "96 px, bfloat16": Setting(flags_of("resnet10", 96, 4, "bfloat16"), 1, _ONE + _NETS),
+    "dropout": Setting(flags_of("tests.nets:dropping", 32, 8), 1, _ONE + _NETS + _DROPS),
+    "transformer": Setting(flags_of("tests.nets:transformer", 32, 8), 1, _ONE + _DROPS),
+    "transformer, bfloat16": Setting(
+        flags_of("tests.nets:transformer", 32, 8, "bfloat16"), 1, _ONE + _DROPS
+    ),
+    "tied": Setting(flags_of("tests.nets:tied", 32, 8), 1, _ONE),
+    "two workers": Setting(flags_of("resnet10", 64, 4), 2, _RANKS + ("times_0_9", "stale")),
+    "two workers, bfloat16": Setting(
+        flags_of("resnet10", 64, 4, "bfloat16"), 2, _RANKS + ("times_0_9",)
+    ),
+    "two workers, dropout": Setting(
+        flags_of("tests.nets:dropping", 32, 8), 2, tuple(planted.OF_RANKS) + _DROPS
+    ),
+}  # fmt: skip
+
+
+def folder_of(base: Path, setting: str, seed: int, engine: str) -> Path:
+    name = setting.replace(" ", "-").replace(",", "")
+    return base / name / str(seed) / engine.replace(":", "-")
+
+
+def run_setting(base: Path, name: str, seed: int, engines: list[str], rank: int) -> None:
+    """In a rank's process: the passes of a setting, one after the other."""
+    from accbench import config, plugins
+    from accbench.comparing import numerics, reference
+    from accbench.training import process_group, worker
+    from accbench.training.process_group import Topology
+
+    setting = SETTINGS[name]
+    topology = Topology(rank, rank, setting.num_workers, setting.num_workers)
+    process_group.start(topology, "cpu", 300)
+    at = folder_of(base, name, seed, "reference")
+    flags = (*setting.flags, f"--seed={seed}", f"--nproc_per_node={setting.num_workers}")
+
+    def task_of(engine: str, folder: Path):
+        kind, _, option = engine.partition(":")
+        extra = [f"--engine={kind}"]
+        if option == "no-channels_last":
+            extra.append("--ddp.no-channels_last")
+        made = config.resolve(config.parse([*flags, *extra, f"--output_dir={folder}"]))
+        worker.apply_environment(made, topology)
+        return made
+
+    if rank == 0 and not (at / reference.FOLDER).exists():
+        numerics.make_reference(task_of("ddp", at), setting.num_workers)
+    process_group.from_rank0(0)
+    for engine in engines:
+        folder = folder_of(base, name, seed, engine)
+        if process_group.from_rank0(int(folder.exists())):
+            continue
+        plugins.load("engines", engine.partition(":")[0])
+        started = time.perf_counter()
+        try:
+            numerics.check(task_of(engine, folder), topology, at)
+        except Exception:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"error{rank}.txt").write_text(traceback.format_exc())
+            if setting.num_workers > 1:
+                raise  # the other rank waits for this one
+        if rank == 0:
+            print(f"{name} {seed} {engine}: {time.perf_counter() - started:.1f} s", flush=True)
+    process_group.close()
+
+
+def start_setting(base: Path, name: str, seed: int, engines: list[str], plugins: Path) -> None:
+    """A process a rank; engines that need one have processes of their own."""
+    together = [engine for engine in engines if engine not in APART]
+    groups = [list(dict.fromkeys([*FLOORS, *together]))]
+    for group in (*groups, *([engine] for engine in engines if engine in APART)):
+        _start(base, name, seed, group, plugins)
+
+
+def _start(base: Path, name: str, seed: int, engines: list[str], plugins: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    num_workers = SETTINGS[name].num_workers
+    env = {
+        **os.environ, "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
+        "WORLD_SIZE": str(num_workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    what = [str(base), name, str(seed), json.dumps(engines)]
+    command = [sys.executable, "-m", "tests.comparing.trials", *what]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_workers)
+    ]
+    for process in processes:
+        process.wait()
+
+
+def judge(base: Path, name: str, seed: int, engine: str):
+    """The verdict of a pass, as a comparison would give it."""
+    from accbench.report import numerics
+    from accbench.report import run as runs
+
+    def run(which: str):
+        return runs.read_if_there(folder_of(base, name, seed, which))
+
+    floors = (run("ddp"), run("ddp:no-channels_last"))
+    if engine == "ddp":  # beside another start of itself
+        engine = "ddp:again"
+    return numerics.judge_run(run(engine), run("reference"), floors)
+
+
+if __name__ == "__main__":
+    _base, _name, _seed, _engines = sys.argv[1:]
+    run_setting(Path(_base), _name, int(_seed), json.loads(_engines), int(os.environ["RANK"]))
