@@ -217,7 +217,8 @@ class _Probe(nn.Module):
         self.dropouts = nn.ModuleList(nn.Dropout(p) for p in probabilities)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        dropped = [d(w).sum() for d, w in zip(self.dropouts, self.weights, strict=True)]
+        # zip(strict=True) is more than dynamo of torch 2.8 can trace.
+        dropped = [self.dropouts[i](self.weights[i]).sum() for i in range(len(self.dropouts))]
         # The batch is only looked at because engines expect a model to.
         return torch.stack(dropped).sum() + 0 * images.reshape(-1)[:1].float().sum()
 

@@ -182,8 +182,8 @@ class _Examination:
             try:
                 # A new one, for the other may remember what it was given.
                 problem = dropout.own_dropout(
-                    _engine(self.task, self.topology), self.topology, train_step, next(batches), probabilities,
-                    self.task.seed,
+                    _engine(self.task, self.topology), self.topology, train_step,
+                    next(batches), probabilities, self.task.seed,
                 )  # fmt: skip
             except Exception as error:
                 # An engine may do with its own kind of model alone; the rest has been looked at.
