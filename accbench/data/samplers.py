@@ -95,6 +95,11 @@ class _Sharded(Sampler[int]):
         stages = [*self._earlier, [self.num_replicas, done]]
         return {"epoch": self.epoch, "stages": stages, **self._identity()}
 
+    @property
+    def next_pass(self) -> dict[str, Any]:
+        """What the order of the next pass depends on: where it begins."""
+        return self.state_dict(0)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, also with another number of ranks.
 
