@@ -179,6 +179,14 @@ def test_folders_without_an_image_are_refused_in_a_bucket_as_on_a_disk(
         images(endpoint, bucket, tmp_path, "set")
 
 
+def test_size_of_what_is_no_image_names_the_key(endpoint, bucket, tmp_path):
+    client(endpoint).put_object(Bucket=bucket, Key="set/train/class0/0.jpg", Body=b"no image")
+    found = images(endpoint, bucket, tmp_path)
+    assert found.get_img_info(1) == {"height": 32, "width": 32}
+    with pytest.raises(UnreadableSampleError, match=f"s3://{bucket}/set/train/class0/0.jpg: "):
+        found.get_img_info(0)
+
+
 def source(endpoint: str, bucket: str, tmp_path: Path):
     flags = [f"--s3.endpoint_url={endpoint}", f"--s3.cache_dir={tmp_path / 'cache'}"]
     task = config.resolve(config.parse([*TINY, f"--data=s3://{bucket}/set", *flags]))

@@ -237,7 +237,11 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
 
     def get_img_info(self, index: int) -> dict[str, int]:
         """The image's height and width, from its header."""
-        height, width = decode.size_of(self.encoded(index))
+        encoded = self.encoded(index)
+        try:
+            height, width = decode.size_of(encoded)
+        except decode.ImageError as error:
+            raise UnreadableSampleError(f"{self.where(index)}: {error}") from None
         return {"height": height, "width": width}
 
     def label(self, index: int) -> int:
