@@ -113,20 +113,25 @@ class IterationBasedBatchSampler(Sampler[list[int]]):
     the epoch or on a seeded generator alone.
 
     Raises:
-        ValueError: `start_iter` with a sampler that draws from torch's global generator;
-            when iterating, a sampler without a batch.
+        ValueError: `start_iter`, here or in a state, with a sampler that draws from torch's
+            global generator; when iterating, a sampler without a batch.
     """
 
     def __init__(
         self, batch_sampler: Sampler[list[int]], num_iterations: int, start_iter: int = 0
     ) -> None:
-        inner = getattr(batch_sampler, "sampler", None)
+        self.batch_sampler, self.num_iterations = batch_sampler, num_iterations
+        self._generator = getattr(getattr(batch_sampler, "sampler", None), "generator", None)
+        self._before_all = self._generator.get_state() if self._generator is not None else None
+        self._start_at(start_iter)
+
+    def _start_at(self, start_iter: int) -> None:
+        inner = getattr(self.batch_sampler, "sampler", None)
         if start_iter and getattr(inner, "generator", self) is None:
             raise ValueError(
                 f"start_iter {start_iter} needs {type(inner).__name__} to have a seeded generator"
             )
-        self.batch_sampler = batch_sampler
-        self.num_iterations, self.start_iter = num_iterations, start_iter
+        self.start_iter = start_iter
 
     def __len__(self) -> int:
         return max(0, self.num_iterations - self.start_iter)
@@ -149,8 +154,10 @@ class IterationBasedBatchSampler(Sampler[list[int]]):
         return {"start_iter": self.start_iter + num_consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.start_iter = state["start_iter"]
+        """Go on from there, also where batches were drawn since."""
+        self._start_at(state["start_iter"])
+        if self._generator is not None:
+            self._generator.set_state(self._before_all)
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:

@@ -357,6 +357,16 @@ def test_resuming_what_cannot_be_repeated_is_refused():
     batches = torch_data.BatchSampler(torch_data.RandomSampler(range(9)), 2, False)
     with pytest.raises(ValueError, match="seeded generator"):
         IterationBasedBatchSampler(batches, 5, start_iter=1)
+    with pytest.raises(ValueError, match="seeded generator"):
+        IterationBasedBatchSampler(batches, 5).load_state_dict({"start_iter": 1})
+
+
+def test_iterations_go_on_where_the_same_sampler_has_gone_further():
+    sampler = torch_data.RandomSampler(range(10), generator=seeded())
+    batches = IterationBasedBatchSampler(torch_data.BatchSampler(sampler, 3, False), 20)
+    whole = list(batches)
+    batches.load_state_dict({"start_iter": 6})
+    assert list(batches) == whole[6:]
 
 
 def test_bounds_of_aspect_ratios_can_be_given():
