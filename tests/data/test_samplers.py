@@ -185,6 +185,17 @@ def test_weighted_draws_follow_the_weights():
         assert 240 < firsts[2] < 295
 
 
+def test_state_of_other_draws_is_refused():
+    state = DistributedWeightedRandomSampler([1, 2, 3], 3, True, 1, 0).state_dict(2)
+    DistributedWeightedRandomSampler([1.0, 2.0, 3.0], 3, True, 2, 0).load_state_dict(state)
+    for name, other in (
+        ("weights", DistributedWeightedRandomSampler([3, 2, 1], 3, True, 1, 0)),
+        ("replacement", DistributedWeightedRandomSampler([1, 2, 3], 3, False, 1, 0)),
+    ):
+        with pytest.raises(ValueError, match=f"the sampler's state has {name}"):
+            other.load_state_dict(state)
+
+
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [float("nan")], [1, 0]])
 def test_weights_that_cannot_be_drawn_by(weights):
     with pytest.raises(ValueError, match="weights"):
