@@ -61,8 +61,8 @@ class DataLoaderX(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         running = self._running() if self._running is not None else None
-        if running is not None:  # left early, and worker processes may be kept
-            running.close()
+        if running is not None and self.persistent_workers:
+            running.close()  # left early; torch gives the same worker processes to this pass
         self._num_delivered = 0
         on_host = naming_dead_workers(super().__iter__())
         batches = BackgroundGenerator(
@@ -134,8 +134,13 @@ class _Counted:
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self._loader._num_delivered += 1
+        if self._is_latest():
+            self._loader._num_delivered += 1
         return batch
+
+    def _is_latest(self) -> bool:
+        running = self._loader._running
+        return running is not None and running() is self._batches
 
     def close(self) -> None:
         """End the thread and free what it fetched."""

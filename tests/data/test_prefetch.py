@@ -281,6 +281,21 @@ def test_state_of_the_sampler_in_torchs_batch_sampler(workers, drop_last):
             assert len(values(alone)) == 45 - read
 
 
+def test_two_passes_at_once_are_two_passes():
+    data = numbers(12)
+    sampler = DistributedSampler(data, 1, 0)
+    loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=4, sampler=sampler)
+    pairs = list(zip(loader, loader, strict=True))
+    assert len(pairs) == 3
+    assert all(torch.equal(first[0], second[0]) for first, second in pairs)
+    earlier, later = iter(loader), iter(loader)
+    for batches in (earlier, earlier, later):
+        next(batches)
+    assert loader.state_dict()["stages"] == [[1, 4]]  # of the pass that began last
+    earlier.close()
+    later.close()
+
+
 def test_what_has_no_state_says_what_has():
     data = numbers(8)
 
