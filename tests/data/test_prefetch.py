@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
 import torch
@@ -207,6 +208,31 @@ def test_loader_copies_to_cuda_on_its_own_stream():
         sums.append((batch * 1.0).sum(1))
         del batch  # its memory may be used again, but not before the sum has read it
     assert torch.equal(torch.cat(sums), expected)
+
+
+def test_what_batches_are_made_of_keeps_its_type():
+    ones = torch.ones(2)
+    with (
+        BackgroundGenerator(
+            [
+                OrderedDict(b=ones, a=[ones]),
+                defaultdict(list, a=ones),
+                UserDict(a=ones),  # tokenizers give these
+                torch.nn.utils.rnn.pack_sequence([ones, ones[:1]]),
+            ],
+            0,
+            device="meta",
+        ) as moved
+    ):
+        ordered, default, user, packed = moved
+    assert (type(ordered), list(ordered)) == (OrderedDict, ["b", "a"])
+    assert ordered["a"][0].is_meta
+    assert default["none"] == []
+    assert type(user) is UserDict
+    assert user["a"].is_meta
+    assert packed.data.is_meta
+    assert not packed.batch_sizes.is_meta
+    assert not ones.is_meta
 
 
 @pytest.mark.parametrize("workers", [0, 2])
