@@ -2,10 +2,14 @@
 has them. To be imported from `accbench.data.samplers`."""
 
 import bisect
+import contextlib
+import copy
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, Sampler
 
@@ -15,6 +19,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     As maskrcnn-benchmark's; a group without a sample is no failure. On several
     ranks the numbers of batches may differ: put an `IterationBasedBatchSampler` around.
+    `len` counts the batches of the next pass and changes nothing about their order.
 
     Args:
         group_ids: the group of every sample of the dataset.
@@ -32,19 +37,19 @@ class GroupedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.sampler, self.batch_size, self.drop_uneven = sampler, batch_size, drop_uneven
         self.group_ids = torch.as_tensor(group_ids).tolist()
-        # Made for `len`, and then what the next pass gives: a random sampler drawn
-        # from twice would give another order.
-        self._next: list[list[int]] | None = None
+        # Of the last `len`: (what the order depended on, the number of batches). Counting takes
+        # a whole pass, and loops ask for the length of their loader in every step.
+        self._counted: tuple[Any, int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Pass it on."""
-        self._next = None
+        self._counted = None
         _set_epoch(self.sampler, epoch)
 
-    def _batches(self) -> list[list[int]]:
+    def _batches(self, sampler: Any) -> list[list[int]]:
         open_: dict[int, list[int]] = {}
         batches: list[list[int]] = []
-        for index in self.sampler:
+        for index in sampler:
             group = self.group_ids[index]
             if group not in open_:
                 open_[group] = []
@@ -57,13 +62,47 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return batches
 
     def __len__(self) -> int:
-        if self._next is None:
-            self._next = self._batches()
-        return len(self._next)
+        position = _position(self.sampler)
+        if self._counted is None or self._counted[0] != position:
+            with _random_numbers_kept():
+                self._counted = position, len(self._batches(_copy(self.sampler)))
+        return self._counted[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches, self._next = self._next if self._next is not None else self._batches(), None
-        return iter(batches)
+        self._counted = None
+        return iter(self._batches(self.sampler))
+
+
+def _position(sampler: Any) -> tuple[Any, bytes]:
+    """What the order of the next pass depends on, as far as the sampler tells."""
+    generator = getattr(sampler, "generator", None)
+    drawn = b"" if generator is None else generator.get_state().numpy().tobytes()
+    return getattr(sampler, "next_pass", getattr(sampler, "epoch", None)), drawn
+
+
+def _copy(sampler: Any) -> Any:
+    """A sampler whose passes leave this one as it is; they share the dataset."""
+    copied = copy.copy(sampler)
+    for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
+        if isinstance(value, torch.Generator):
+            setattr(copied, name, value.clone_state())
+        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            setattr(copied, name, copy.deepcopy(value))
+        elif isinstance(value, Sampler):
+            setattr(copied, name, _copy(value))
+    return copied
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """The generators that a sampler without one of its own may draw from go on as before."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 class IterationBasedBatchSampler(Sampler[list[int]]):
@@ -74,20 +113,25 @@ class IterationBasedBatchSampler(Sampler[list[int]]):
     the epoch or on a seeded generator alone.
 
     Raises:
-        ValueError: `start_iter` with a sampler that draws from torch's global generator;
-            when iterating, a sampler without a batch.
+        ValueError: `start_iter`, here or in a state, with a sampler that draws from torch's
+            global generator; when iterating, a sampler without a batch.
     """
 
     def __init__(
         self, batch_sampler: Sampler[list[int]], num_iterations: int, start_iter: int = 0
     ) -> None:
-        inner = getattr(batch_sampler, "sampler", None)
+        self.batch_sampler, self.num_iterations = batch_sampler, num_iterations
+        self._generator = getattr(getattr(batch_sampler, "sampler", None), "generator", None)
+        self._before_all = self._generator.get_state() if self._generator is not None else None
+        self._start_at(start_iter)
+
+    def _start_at(self, start_iter: int) -> None:
+        inner = getattr(self.batch_sampler, "sampler", None)
         if start_iter and getattr(inner, "generator", self) is None:
             raise ValueError(
                 f"start_iter {start_iter} needs {type(inner).__name__} to have a seeded generator"
             )
-        self.batch_sampler = batch_sampler
-        self.num_iterations, self.start_iter = num_iterations, start_iter
+        self.start_iter = start_iter
 
     def __len__(self) -> int:
         return max(0, self.num_iterations - self.start_iter)
@@ -110,8 +154,10 @@ class IterationBasedBatchSampler(Sampler[list[int]]):
         return {"start_iter": self.start_iter + num_consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.start_iter = state["start_iter"]
+        """Go on from there, also where batches were drawn since."""
+        self._start_at(state["start_iter"])
+        if self._generator is not None:
+            self._generator.set_state(self._before_all)
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:

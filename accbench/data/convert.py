@@ -34,10 +34,14 @@ def convert(folder: Path, rec_path: Path) -> int:
         samples = make_dataset(str(folder), class_to_label, IMG_EXTENSIONS)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RequestError(" ".join(str(error).split())) from None
+    for name in classes:
+        if len(name.splitlines()) > 1:
+            raise RequestError(f"the class folder {name!r} has a line break in its name; rename it")
     parts = {suffix: _part(rec_path, suffix) for suffix in (".classes.txt", ".idx", ".rec")}
     try:
         rec_path.parent.mkdir(parents=True, exist_ok=True)
-        parts[".classes.txt"].write_text("".join(f"{name}\n" for name in classes))
+        # As the bytes that the disk has: a name need not be UTF-8.
+        parts[".classes.txt"].write_bytes(b"".join(os.fsencode(name) + b"\n" for name in classes))
         _write(samples, parts[".rec"], parts[".idx"])
         for suffix, part in parts.items():  # the .rec last: it is what others look for
             part.rename(rec_path.with_suffix(suffix))

@@ -1,31 +1,17 @@
-"""Encoded images to the pixels a model sees, decoding no more than those need.
-
-JPEG goes through simplejpeg (libjpeg-turbo), the fastest of four that were
-measured (docs/measured.md) and one that refuses truncated files; all else goes
-through Pillow.
-"""
+"""Encoded images to the pixels a model sees, decoding no more than those need."""
 
 import dataclasses
-import io
 import math
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
-import simplejpeg
 import torch
-from PIL import Image
 from torch.nn import functional
 from torch.utils.data import get_worker_info
 
-# An image of more pixels is refused before it is decoded: Pillow's own limit for
-# a decompression bomb.
-MAX_PIXELS = 2 * 89_478_485
-
-
-class ImageError(ValueError):
-    """These bytes are no image that can be read."""
+from accbench.data.codecs import Header, header_of, pixels_of
+from accbench.data.codecs import ImageError as ImageError  # what these functions raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,20 +105,13 @@ class WholeView:
         return View(0, 0, height, width, self.size, mirrored)
 
 
-class _Header(NamedTuple):
-    height: int
-    width: int
-    colours: str | None
-    """A JPEG file's colour space; None for other formats."""
-
-
 def size_of(encoded: bytes | memoryview) -> tuple[int, int]:
     """(height, width) in pixels, from the header alone.
 
     Raises:
         ImageError: no image, or a decompression bomb.
     """
-    header = _header(encoded)
+    header = header_of(encoded)
     return header.height, header.width
 
 
@@ -142,7 +121,7 @@ def decode_rgb(encoded: bytes | memoryview) -> np.ndarray:
     Raises:
         ImageError: no image, truncated, damaged, or a decompression bomb.
     """
-    return _pixels(encoded, _header(encoded))
+    return pixels_of(encoded, header_of(encoded))
 
 
 def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
@@ -151,21 +130,21 @@ def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
     Raises:
         ImageError: as `decode_rgb`.
     """
-    header = _header(encoded)
+    header = header_of(encoded)
     view = viewer(header.height, header.width)
     if (view.height, view.width) == (view.size, view.size):
-        pixels_HWC = torch.from_numpy(_pixels(encoded, header))
+        pixels_HWC = torch.from_numpy(pixels_of(encoded, header))
         part_HWC = pixels_HWC[view.top : view.top + view.size, view.left : view.left + view.size]
     else:
         part_HWC = _scaled(encoded, view, header)
     return part_HWC.flip(1) if view.mirrored else part_HWC
 
 
-def _scaled(encoded: bytes | memoryview, view: View, header: _Header) -> torch.Tensor:
+def _scaled(encoded: bytes | memoryview, view: View, header: Header) -> torch.Tensor:
     # Full resolution is decoded only where the part needs it.
     spare = min(view.height, view.width) // view.size
     reduce = 1 << min(3, spare.bit_length() - 1) if spare else 1
-    pixels_HWC = torch.from_numpy(_pixels(encoded, header, reduce))
+    pixels_HWC = torch.from_numpy(pixels_of(encoded, header, reduce))
     down, right = pixels_HWC.shape[0] / header.height, pixels_HWC.shape[1] / header.width
     top, left = int(view.top * down), int(view.left * right)
     bottom = max(top + 1, round((view.top + view.height) * down))
@@ -178,79 +157,3 @@ def _scaled(encoded: bytes | memoryview, view: View, header: _Header) -> torch.T
         part_1CHW, size=(view.size, view.size), mode="bilinear", antialias=True
     )
     return scaled[0].permute(1, 2, 0)
-
-
-def _header(encoded: bytes | memoryview) -> _Header:
-    if bytes(encoded[:3]) == b"\xff\xd8\xff":
-        header = _jpeg_header(encoded)
-    else:
-        width, height = _opened(encoded).size
-        header = _Header(height, width, None)
-    _refuse_bomb(header.height, header.width)
-    return header
-
-
-def _jpeg_header(encoded: bytes | memoryview) -> _Header:
-    try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded, strict=False)
-    except ValueError as error:
-        raise ImageError(_one_line(error)) from None
-    except KeyError:  # a subsampling that simplejpeg 1.9 has no name for
-        raise ImageError("a JPEG header with unknown subsampling") from None
-    return _Header(height, width, colours)
-
-
-def _pixels(encoded: bytes | memoryview, header: _Header, reduce: int = 1) -> np.ndarray:
-    """(H, W, 3) uint8.
-
-    Args:
-        reduce: 1, 2, 4 or 8: a JPEG file is decoded at this fraction of its size
-            (rounded up) from the coefficients, which is faster; others are not.
-    """
-    # libjpeg-turbo does not turn CMYK into RGB.
-    if header.colours in (None, "CMYK", "YCCK"):
-        return _decode_with_pillow(_opened(encoded))
-    try:
-        return simplejpeg.decode_jpeg(
-            encoded, "RGB", min_height=-(-header.height // reduce),
-            min_width=-(-header.width // reduce), min_factor=reduce,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ImageError(_one_line(error)) from None
-
-
-def _refuse_bomb(height: int, width: int) -> None:
-    if height * width > MAX_PIXELS:
-        raise ImageError(f"{width} x {height} pixels, more than {MAX_PIXELS}: a decompression bomb")
-
-
-# What Pillow's decoders raise for what a damaged file can hold.
-_PILLOW_ERRORS: Any = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-
-
-def _opened(encoded: bytes | memoryview) -> Image.Image:
-    if not len(encoded):
-        raise ImageError("empty")
-    try:
-        return Image.open(io.BytesIO(encoded))
-    except Image.UnidentifiedImageError:
-        raise ImageError("no image that Pillow knows") from None
-    except _PILLOW_ERRORS as error:
-        raise ImageError(_one_line(error)) from None
-
-
-def _decode_with_pillow(image: Image.Image) -> np.ndarray:
-    try:
-        _refuse_bomb(image.height, image.width)
-        if image.mode.startswith("I"):  # 16 bit grey: Pillow would clip it, not scale it
-            high_HW = (np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8)
-            return np.repeat(high_HW[..., None], 3, axis=2)
-        if image.mode == "F":
-            raise ImageError("pixels are floating point, of a range that is not known")
-        return np.array(image.convert("RGB"))
-    except _PILLOW_ERRORS as error:
-        raise ImageError(_one_line(error)) from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -36,8 +36,9 @@ class Source(data.Source):
 
     def __init__(self, location: str, task: TaskConfig, options: Any, topology: Topology) -> None:
         self.task, self.topology = task, topology
+        chance = decode.Chance(data.seed_of_rank(task, topology))
         self.train_set = ReadableImages(
-            Path(location) / "train", decode.RandomView(task.image_size)
+            Path(location) / "train", decode.RandomView(task.image_size, chance)
         )
         self.num_classes = len(self.train_set.classes)
         val = Path(location) / "val"

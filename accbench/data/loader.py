@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from accbench.data.prefetch import BackgroundGenerator
 
@@ -61,8 +61,8 @@ class DataLoaderX(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         running = self._running() if self._running is not None else None
-        if running is not None:  # left early, and worker processes may be kept
-            running.close()
+        if running is not None and self.persistent_workers:
+            running.close()  # left early; torch gives the same worker processes to this pass
         self._num_delivered = 0
         on_host = naming_dead_workers(super().__iter__())
         batches = BackgroundGenerator(
@@ -75,6 +75,8 @@ class DataLoaderX(DataLoader[Any]):
         """Pass it to the sampler, or the batch sampler, that has it."""
         for sampler in self._samplers():
             if hasattr(sampler, "set_epoch"):
+                if getattr(sampler, "epoch", None) != epoch:
+                    self._num_delivered = 0  # those were of the epoch before
                 sampler.set_epoch(epoch)
                 return
 
@@ -103,11 +105,22 @@ class DataLoaderX(DataLoader[Any]):
 
     def _resumable(self) -> tuple[Any, int]:
         """(sampler, how many of its items make a batch)"""
-        if hasattr(self.batch_sampler, "state_dict"):
-            return self.batch_sampler, 1
-        if hasattr(self.sampler, "state_dict"):
-            return self.sampler, self.batch_size or 1
-        raise TypeError(f"{type(self.sampler).__name__} has no state; take a DistributedSampler")
+        batches: Any = self.batch_sampler
+        if hasattr(batches, "state_dict"):
+            return batches, 1
+        if batches is None:
+            sampler, unit = self.sampler, 1
+        elif getattr(type(batches), "__iter__", None) is BatchSampler.__iter__:
+            sampler, unit = batches.sampler, batches.batch_size
+        else:  # who knows which samples have come by now
+            sampler, unit = batches, 1
+        if hasattr(sampler, "state_dict"):
+            return sampler, unit
+        kind = type(sampler)
+        raise TypeError(
+            f"{kind.__module__}.{kind.__name__} has no state; take "
+            "accbench.data.samplers.DistributedSampler, also in torch's BatchSampler"
+        )
 
 
 class _Counted:
@@ -121,8 +134,13 @@ class _Counted:
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self._loader._num_delivered += 1
+        if self._is_latest():
+            self._loader._num_delivered += 1
         return batch
+
+    def _is_latest(self) -> bool:
+        running = self._loader._running
+        return running is not None and running() is self._batches
 
     def close(self) -> None:
         """End the thread and free what it fetched."""

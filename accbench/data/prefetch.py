@@ -1,14 +1,16 @@
 """Batches fetched, and moved to the device, while the step before them computes."""
 
 import contextlib
+import copy
 import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 # Batches that an engine keeps ready: one to copy while another waits is enough to
 # hide the copy, and each costs memory of the device.
@@ -183,14 +185,19 @@ def _on_consumers_stream(copied: tuple[Any, Any], device: torch.device) -> Any:
 
 def move(item: Any, device: torch.device) -> Any:
     """The same nesting of tuples, named tuples, lists and mappings, its tensors on the device."""
-    if isinstance(item, torch.Tensor):
+    if isinstance(item, (torch.Tensor, PackedSequence)):  # the latter keeps a part on the host
         return item.to(device, non_blocking=True)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(move(part, device) for part in item))
     if isinstance(item, (tuple, list)):
         return type(item)(move(part, device) for part in item)
     if isinstance(item, Mapping):
-        return {key: move(part, device) for key, part in item.items()}
+        moved = {key: move(part, device) for key, part in item.items()}
+        if not isinstance(item, MutableMapping):
+            return moved
+        same = copy.copy(item)  # of its own type, as torch's pinning does it
+        same.update(moved)
+        return same
     return item
 
 

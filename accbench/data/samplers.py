@@ -6,6 +6,7 @@ ahead of training, so whoever saves says how many samples each rank has trained 
 """
 
 import copy
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -94,6 +95,11 @@ class _Sharded(Sampler[int]):
         done = self._given_out if num_consumed is None else self._start + num_consumed
         stages = [*self._earlier, [self.num_replicas, done]]
         return {"epoch": self.epoch, "stages": stages, **self._identity()}
+
+    @property
+    def next_pass(self) -> dict[str, Any]:
+        """What the order of the next pass depends on: where it begins."""
+        return self.state_dict(0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, also with another number of ranks.
@@ -232,9 +238,14 @@ class DistributedWeightedRandomSampler(_Sharded):
         if num_samples < 1 or num_positive < (1 if replacement else num_samples):
             raise ValueError(f"{num_samples} samples cannot be drawn by {num_positive} weights > 0")
         self.num_samples, self.replacement = num_samples, replacement
+        self._weights_id = hashlib.sha256(self.weights.numpy().tobytes()).hexdigest()[:16]
 
     def _num_total(self) -> int:
         return self.num_samples
+
+    def _identity(self) -> dict[str, Any]:
+        drawn_by = {"replacement": self.replacement, "weights": self._weights_id}
+        return {**super()._identity(), **drawn_by}
 
     def _order(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)

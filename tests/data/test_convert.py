@@ -1,5 +1,6 @@
 """`accbench data convert`."""
 
+import os
 import subprocess
 import sys
 import time
@@ -72,6 +73,17 @@ def test_what_is_there_is_not_written_over(folder, tmp_path):
         convert(folder, tmp_path / "a.txt")
     with pytest.raises(RequestError, match=str(tmp_path / "nowhere")):
         convert(tmp_path / "nowhere", tmp_path / "b.rec")
+
+
+def test_class_names_of_any_bytes_are_kept_but_for_line_breaks(folder, tmp_path):
+    (folder / "class1").rename(folder / os.fsdecode(b"caf\xe9"))
+    result = accbench(folder, tmp_path / "a.rec")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "a.classes.txt").read_bytes() == b"caf\xe9\nclass0\n"
+    (folder / "class0").rename(folder / "two\nlines")
+    result = accbench(folder, tmp_path / "b.rec")
+    assert result.returncode == 2
+    assert "'two\\nlines' has a line break" in result.stderr.splitlines()[-1]
 
 
 def test_interrupted_leaves_no_half_file(folder, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
 import torch
@@ -209,6 +210,31 @@ def test_loader_copies_to_cuda_on_its_own_stream():
     assert torch.equal(torch.cat(sums), expected)
 
 
+def test_what_batches_are_made_of_keeps_its_type():
+    ones = torch.ones(2)
+    with (
+        BackgroundGenerator(
+            [
+                OrderedDict(b=ones, a=[ones]),
+                defaultdict(list, a=ones),
+                UserDict(a=ones),  # tokenizers give these
+                torch.nn.utils.rnn.pack_sequence([ones, ones[:1]]),
+            ],
+            0,
+            device="meta",
+        ) as moved
+    ):
+        ordered, default, user, packed = moved
+    assert (type(ordered), list(ordered)) == (OrderedDict, ["b", "a"])
+    assert ordered["a"][0].is_meta
+    assert default["none"] == []
+    assert type(user) is UserDict
+    assert user["a"].is_meta
+    assert packed.data.is_meta
+    assert not packed.batch_sizes.is_meta
+    assert not ones.is_meta
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_state_counts_what_the_loop_got_not_what_was_fetched(workers):
     data = numbers(24)
@@ -246,6 +272,71 @@ def test_state_of_a_batch_sampler():
     resumed = loader()
     resumed.load_state_dict(first.state_dict())
     assert begun + values(resumed) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_state_of_the_sampler_in_torchs_batch_sampler(workers, drop_last):
+    data = numbers(45)
+
+    def loader(world_size: int, rank: int, batch_size: int = 4) -> DataLoaderX:
+        sampler = DistributedSampler(data, world_size, rank)
+        batches = torch.utils.data.BatchSampler(sampler, batch_size, drop_last)
+        return DataLoaderX(
+            0, device="cpu", dataset=data, batch_sampler=batches, num_workers=workers
+        )
+
+    for num_before in (0, 1, 3, len(loader(2, 1))):
+        whole, first = loader(2, 1), loader(2, 1)
+        for one in (whole, first):
+            one.set_epoch(2)
+        batches = iter(first)
+        begun = [value for _ in range(num_before) for value in next(batches)[0].tolist()]
+        state = first.state_dict()
+        batches.close()
+        resumed = loader(2, 1)
+        resumed.set_epoch(2)
+        resumed.load_state_dict(state)
+        assert begun + values(resumed) == values(whole)
+        resumed.set_epoch(3)
+        assert resumed.state_dict()["stages"] == [[2, 0]]  # before anything of it was read
+        if not drop_last:
+            read = min(2 * 4 * num_before, 45)
+            alone = loader(1, 0, batch_size=5)
+            alone.load_state_dict(state)
+            assert len(values(alone)) == 45 - read
+
+
+def test_two_passes_at_once_are_two_passes():
+    data = numbers(12)
+    sampler = DistributedSampler(data, 1, 0)
+    loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=4, sampler=sampler)
+    pairs = list(zip(loader, loader, strict=True))
+    assert len(pairs) == 3
+    assert all(torch.equal(first[0], second[0]) for first, second in pairs)
+    earlier, later = iter(loader), iter(loader)
+    for batches in (earlier, earlier, later):
+        next(batches)
+    assert loader.state_dict()["stages"] == [[1, 4]]  # of the pass that began last
+    earlier.close()
+    later.close()
+
+
+def test_what_has_no_state_says_what_has():
+    data = numbers(8)
+
+    class Reversed(torch.utils.data.BatchSampler):
+        def __iter__(self):
+            return iter(list(super().__iter__())[::-1])
+
+    ours, torchs = DistributedSampler(data, 1, 0), torch.utils.data.DistributedSampler(data, 1, 0)
+    for batches in (
+        torch.utils.data.BatchSampler(torchs, 4, False),
+        Reversed(ours, 4, False),
+        [[0, 1], [2, 3]],
+    ):
+        with pytest.raises(TypeError, match=r"has no state; take accbench\.data\.samplers"):
+            DataLoaderX(0, device="cpu", dataset=data, batch_sampler=batches).state_dict()
 
 
 # In a process of their own: torch raises such an error in the main thread wherever

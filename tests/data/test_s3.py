@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
 
 from accbench import config, plugins
+from accbench.data import decode
+from accbench.data.convert import convert
+from accbench.data.imagefolder import ReadableImages
+from accbench.data.recordio import RecordIODataset
 from accbench.data.s3 import S3ImageFolder, bucket_and_prefix
 from accbench.data.s3 import bucket as s3_bucket
 from accbench.data.s3.cache import BoundedCache
@@ -83,6 +88,125 @@ def test_class_is_the_keys_folder(endpoint, bucket, tmp_path):
         abs(int(found[i][0][0, 0, 0]) - (40 * (i // 4) + 10 * (i % 4))) < 3 for i in range(12)
     )
     assert images(endpoint, bucket, tmp_path, transform=lambda image: image.size)[0][0] == (32, 32)
+
+
+FOLDERS = {
+    "a/1.jpg": "a",
+    "a/deep/er/2.jpg": "a",  # nested: of the first folder
+    "a/c/3.JPG": "a",
+    "a/.4.jpg": "a",  # hidden files and folders are as any other
+    ".hidden/5.jpg": ".hidden",
+    "a-b/6.png": "a-b",
+    "\N{LATIN SMALL LETTER E WITH ACUTE}/7.jpg": "\N{LATIN SMALL LETTER E WITH ACUTE}",
+    "c/d/8.jpg": "c",  # the folder itself has no file
+    "9.jpg": None,  # loose, as is the next one
+    "readme.txt": None,
+    "a/readme.txt": None,
+}
+
+
+def put_on_disk(folder: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        path = folder / name
+        (path if name[-1] == "/" else path.parent).mkdir(parents=True, exist_ok=True)
+        if name[-1] != "/":
+            path.write_bytes(jpeg(8, 8, number))
+
+
+def put_in_bucket(endpoint: str, name: str, names: list[str]) -> None:
+    s3 = client(endpoint)
+    s3.create_bucket(Bucket=name)
+    for number, key in enumerate(names):
+        s3.put_object(Bucket=name, Key=key, Body=b"" if key[-1] == "/" else jpeg(8, 8, number))
+
+
+def test_classes_are_those_of_the_same_folders_on_a_disk(endpoint, tmp_path):
+    """For torchvision's ImageFolder, ours, a converted file and the bucket."""
+    put_on_disk(tmp_path / "set/train", list(FOLDERS))
+    put_in_bucket(endpoint, "folders", [f"set/train/{name}" for name in FOLDERS])
+    convert(tmp_path / "set/train", tmp_path / "out.rec")
+
+    torchvisions = ImageFolder(str(tmp_path / "set/train"))
+    expected = {
+        (tmp_path / "set/train" / name).read_bytes(): of_class
+        for name, of_class in FOLDERS.items()
+        if of_class is not None
+    }
+    classes = torchvisions.classes
+    assert classes == sorted({*expected.values()})
+    found = {Path(path).read_bytes(): classes[label] for path, label in torchvisions.samples}
+    assert found == expected
+
+    ours = ReadableImages(tmp_path / "set/train", decode.WholeView(8))
+    assert (ours.classes, ours.samples) == (classes, torchvisions.samples)
+
+    packed = RecordIODataset(tmp_path / "out.rec")
+    assert (tmp_path / "out.classes.txt").read_text().splitlines() == classes
+    records = [packed.record(index) for index in range(len(packed))]
+    assert {bytes(r.payload): classes[int(r.label)] for r in records} == expected
+
+    for in_bucket in (
+        images(endpoint, "folders", tmp_path),
+        images(endpoint, "folders", tmp_path, "set", allow_empty=True).below("train"),
+    ):
+        assert in_bucket.classes == classes
+        everything = range(len(in_bucket))
+        labels = {in_bucket.encoded(i): classes[in_bucket.label(i)] for i in everything}
+        assert labels == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a/1.jpg", "b/"], r"\bb\b"),
+        (["a/1.jpg", ".ipynb_checkpoints/"], r"\.ipynb_checkpoints"),
+        (["a/1.jpg", "b/readme.txt"], r"\bb\b"),
+        (["a/1.jpg", "b/deep/"], r"\bb\b"),
+        (["1.jpg", "2.jpg"], "folder"),
+    ],
+)
+def test_folders_without_an_image_are_refused_in_a_bucket_as_on_a_disk(
+    endpoint, tmp_path, names, said, request
+):
+    put_on_disk(tmp_path / "set", names)
+    bucket = f"empty{abs(hash(request.node.name)) % 10**9}"
+    put_in_bucket(endpoint, bucket, [f"set/{name}" for name in names])
+    with pytest.raises(RequestError, match=said):
+        ReadableImages(tmp_path / "set", decode.WholeView(8))
+    with pytest.raises(RequestError, match=said):
+        convert(tmp_path / "set", tmp_path / "out.rec")
+    with pytest.raises(RequestError, match=said):
+        images(endpoint, bucket, tmp_path, "set")
+
+
+def test_size_of_what_is_no_image_names_the_key(endpoint, bucket, tmp_path):
+    client(endpoint).put_object(Bucket=bucket, Key="set/train/class0/0.jpg", Body=b"no image")
+    found = images(endpoint, bucket, tmp_path)
+    assert found.get_img_info(1) == {"height": 32, "width": 32}
+    with pytest.raises(UnreadableSampleError, match=f"s3://{bucket}/set/train/class0/0.jpg: "):
+        found.get_img_info(0)
+
+
+def source(endpoint: str, bucket: str, tmp_path: Path):
+    flags = [f"--s3.endpoint_url={endpoint}", f"--s3.cache_dir={tmp_path / 'cache'}"]
+    task = config.resolve(config.parse([*TINY, f"--data=s3://{bucket}/set", *flags]))
+    return plugins.load("data", "s3")(task.data, task, task.options["s3"], Topology())
+
+
+def test_train_and_val_below_the_prefix_or_classes(endpoint, tmp_path):
+    put_in_bucket(endpoint, "split", [
+        "set/1.jpg", "set/labels/names.txt", "set/train/0.jpg", "set/train/a/1.jpg",
+        "set/train/b/x/1.jpg", "set/val/a/x/3.jpg", "set/val/b/4.jpg", "set/val/5.jpg",
+    ])  # fmt: skip
+    split = source(endpoint, "split", tmp_path)
+    assert (split.train_set.classes, len(split.train_set)) == (["a", "b"], 2)
+    assert (split.eval_set.classes, len(split.eval_set)) == (["a", "b"], 2)
+    put_in_bucket(endpoint, "classes", ["set/train/1.jpg", "set/val/2.jpg", "set/zoo/3.jpg"])
+    found = source(endpoint, "classes", tmp_path)  # classes that happen to be called so
+    assert (found.train_set.classes, found.eval_set) == (["train", "val", "zoo"], None)
+    put_in_bucket(endpoint, "loose", ["set/train/a/1.jpg", "set/val/2.jpg"])
+    with pytest.raises(RequestError, match="no image in a folder below s3://loose/set/val/"):
+        source(endpoint, "loose", tmp_path)
 
 
 def test_signed_and_anonymous(endpoint, bucket, tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """Samplers, mostly by property: any sizes, any number of ranks."""
 
 import itertools
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -183,6 +185,17 @@ def test_weighted_draws_follow_the_weights():
         assert 240 < firsts[2] < 295
 
 
+def test_state_of_other_draws_is_refused():
+    state = DistributedWeightedRandomSampler([1, 2, 3], 3, True, 1, 0).state_dict(2)
+    DistributedWeightedRandomSampler([1.0, 2.0, 3.0], 3, True, 2, 0).load_state_dict(state)
+    for name, other in (
+        ("weights", DistributedWeightedRandomSampler([3, 2, 1], 3, True, 1, 0)),
+        ("replacement", DistributedWeightedRandomSampler([1, 2, 3], 3, False, 1, 0)),
+    ):
+        with pytest.raises(ValueError, match=f"the sampler's state has {name}"):
+            other.load_state_dict(state)
+
+
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [float("nan")], [1, 0]])
 def test_weights_that_cannot_be_drawn_by(weights):
     with pytest.raises(ValueError, match="weights"):
@@ -205,6 +218,109 @@ def test_groups_stay_apart_and_nothing_is_lost(group_ids, batch_size, drop_uneve
         assert len(found) == sum(count // batch_size for count in by_group.values())
     else:
         assert seen == list(range(len(group_ids)))
+
+
+class Shuffled(torch_data.Sampler):
+    """One that draws from Python's and numpy's own generators."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        order = [*np.random.permutation(self.size).tolist(), *range(self.size)]
+        random.shuffle(order)
+        return iter(order)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+MAKERS = {
+    "random": lambda n: torch_data.RandomSampler(range(n), generator=seeded()),
+    "drawn": lambda n: torch_data.RandomSampler(range(n), True, 2 * n, generator=seeded()),
+    "subset": lambda n: torch_data.SubsetRandomSampler(range(0, n, 2), generator=seeded()),
+    "weighted": lambda n: torch_data.WeightedRandomSampler([1.0] * n, n, generator=seeded()),
+    "unseeded": lambda n: torch_data.RandomSampler(range(n), True),
+    "others": Shuffled,
+    "torch's distributed": lambda n: torch_data.DistributedSampler(range(n), 2, 1),
+    "distributed": lambda n: DistributedSampler(range(n), 2, 1),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=40), st.lists(st.booleans(), min_size=4))
+def test_asking_for_the_length_changes_no_order(make, group_ids, asks):
+    """Before a pass, after set_epoch, within a pass and after it; and it is the right length."""
+
+    def passes(asks: list[bool]) -> list[list[list[int]]]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        batches = GroupedBatchSampler(make(len(group_ids)), group_ids, 3)
+        found = []
+        for epoch, ask in enumerate(asks):
+            length = len(batches) if ask else None
+            batches.set_epoch(epoch // 2)
+            length = len(batches) if ask else None
+            begun = iter(batches)
+            first = list(itertools.islice(begun, 1))
+            if ask:
+                len(batches)
+            found.append([*first, *begun])
+            assert length in (None, len(found[-1]))
+        return found
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        assert passes(asks) == passes([False] * len(asks))
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def test_length_is_that_of_a_state_that_was_loaded():
+    sampler = DistributedSampler(range(24), 2, 0)
+    batches = GroupedBatchSampler(sampler, [0, 1] * 12, 2)
+    begun = sampler.state_dict(8)
+    len(batches)
+    assert sampler.state_dict() == sampler.state_dict(0)  # counting gave nothing out
+    sampler.load_state_dict(begun)
+    length = len(batches)
+    found = list(batches)
+    assert length == len(found)
+    assert len(list(itertools.chain(*found))) == 4
+    other = DistributedSampler(range(24), 2, 0)
+    other.load_state_dict(begun)
+    assert list(GroupedBatchSampler(other, [0, 1] * 12, 2)) == found
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_length_of_what_iterations_are_made_of_changes_no_order(start):
+    def batches(ask: bool) -> list[list[int]]:
+        sampler = torch_data.RandomSampler(range(10), generator=seeded())
+        grouped = GroupedBatchSampler(sampler, [0, 1] * 5, 2)
+        if ask:
+            len(grouped)
+        return list(IterationBasedBatchSampler(grouped, 20, start))
+
+    assert batches(True) == batches(False)
+
+
+def test_length_asked_for_in_every_step_is_counted_once():
+    class Counting(DistributedSampler):
+        passes = 0
+
+        def _order(self) -> torch.Tensor:
+            Counting.passes += 1
+            return super()._order()
+
+    batches = GroupedBatchSampler(Counting(range(40), 2, 0), [0, 1] * 20, 2)
+    for _ in batches:
+        len(batches)
+    assert Counting.passes == 2
 
 
 def test_grouped_batches_come_in_the_order_of_their_first_samples():
@@ -252,6 +368,16 @@ def test_resuming_what_cannot_be_repeated_is_refused():
     batches = torch_data.BatchSampler(torch_data.RandomSampler(range(9)), 2, False)
     with pytest.raises(ValueError, match="seeded generator"):
         IterationBasedBatchSampler(batches, 5, start_iter=1)
+    with pytest.raises(ValueError, match="seeded generator"):
+        IterationBasedBatchSampler(batches, 5).load_state_dict({"start_iter": 1})
+
+
+def test_iterations_go_on_where_the_same_sampler_has_gone_further():
+    sampler = torch_data.RandomSampler(range(10), generator=seeded())
+    batches = IterationBasedBatchSampler(torch_data.BatchSampler(sampler, 3, False), 20)
+    whole = list(batches)
+    batches.load_state_dict({"start_iter": 6})
+    assert list(batches) == whole[6:]
 
 
 def test_bounds_of_aspect_ratios_can_be_given():

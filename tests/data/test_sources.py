@@ -76,6 +76,16 @@ def test_epochs_are_shuffled_anew_and_alike_on_all_ranks(numbered):
     assert orders[0] == orders[2] != orders[1]
 
 
+def test_augmentation_follows_from_the_seed_and_the_rank(images):
+    def views(rank: int, seed: int) -> list[int]:
+        shard = Topology(rank=rank, world_size=2)
+        train_set = source(images, shard, f"--seed={seed}").train_set
+        return [int(train_set[0][0].long().sum()) for _ in range(4)]  # in no worker process
+
+    assert views(0, 1) == views(0, 1)
+    assert len({tuple(views(rank, seed)) for rank in (0, 1) for seed in (1, 2)}) == 4
+
+
 def test_last_short_batch_is_dropped_in_training_alone(numbered):
     train = list(source(numbered, ALONE, "--batch_size=8").train_loader())
     assert [len(labels) for _, labels in train] == [8, 8]

@@ -1,25 +1,19 @@
 """A bucket through s3fs: listing it, and reading objects, with the right retries."""
 
 import asyncio
-import dataclasses
 import hashlib
 import importlib.util
-import json
 import os
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
+from accbench.data.s3.listing import Listing, listing_of
 from accbench.errors import RequestError, UnreadableSampleError
 
 INSTALL = "pip install 'accbench[s3]'"
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _MAX_REASON = 200  # characters; aiohttp quotes what it could not read
 _BACKOFF_S, _MAX_BACKOFF_S = 0.2, 10.0
 T = TypeVar("T")
@@ -27,66 +21,6 @@ T = TypeVar("T")
 
 class S3Error(Exception):
     """A request that failed for good."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Listing:
-    """The images below a prefix, by key; memory-mapped, so that processes share it."""
-
-    text: np.ndarray
-    """All keys' UTF-8 bytes, one after the other; (num_bytes,) uint8."""
-    ends: np.ndarray
-    """Where each key ends in `text`; (num_keys,) int64."""
-    sizes: np.ndarray
-    """Bytes of each object; (num_keys,) int64."""
-    tags: np.ndarray
-    """Another number for another content; (num_keys,) int64."""
-    folders: np.ndarray
-    """Each key's folder, by number; (num_keys,) int32."""
-    folder_names: list[str]
-    """Without the last slash."""
-    path: Path | None = None
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def key(self, number: int) -> str:
-        """A key."""
-        begin = int(self.ends[number - 1]) if number else 0
-        return self.text[begin : int(self.ends[number])].tobytes().decode()
-
-    @staticmethod
-    def load(path: Path) -> "Listing":
-        """A saved listing."""
-        names = json.loads((path / "folders.json").read_text())
-        text, ends, sizes, tags, folders = (
-            np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS
-        )
-        return Listing(text, ends, sizes, tags, folders, names, path)
-
-    def save(self, path: Path) -> None:
-        """Write it under `path`, a folder, when it is whole."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=path.parent, suffix=".part"))
-        try:
-            (part / "folders.json").write_text(json.dumps(self.folder_names))
-            for name in _ARRAYS:
-                np.save(part / f"{name}.npy", getattr(self, name), allow_pickle=False)
-            older = Path(tempfile.mkdtemp(dir=path.parent, suffix=".part"))
-            if path.exists():
-                path.rename(older / "listing")
-            part.rename(path)
-            shutil.rmtree(older)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-
-    def __reduce__(self) -> Any:
-        if self.path is not None:
-            return Listing.load, (self.path,)
-        return Listing, tuple(getattr(self, f.name) for f in dataclasses.fields(self))
-
-
-_ARRAYS = ("text", "ends", "sizes", "tags", "folders")
 
 
 class Bucket:
@@ -166,7 +100,7 @@ class Bucket:
         except (OSError, ValueError):  # none, or not whole: made anew
             pass
         try:
-            listing = _listing_of(self._objects(prefix))
+            listing = listing_of(self._objects(prefix))
         except S3Error as error:
             raise RequestError(f"cannot list s3://{self.name}/{prefix}: {error}") from None
         if not len(listing):
@@ -265,27 +199,3 @@ def _reason(error: BaseException) -> str:
     status = _status(error)
     text = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
     return f"answered {status}: {text}" if status is not None else f"{type(error).__name__}: {text}"
-
-
-def _listing_of(objects: Iterator[dict[str, Any]]) -> Listing:
-    text, ends, sizes, tags, folders = bytearray(), [], [], [], []
-    folder_numbers: dict[str, int] = {}
-    for found in objects:
-        key = found["Key"]
-        folder, slash, name = key.rpartition("/")
-        if not slash or not name.lower().endswith(_IMAGE_SUFFIXES):
-            continue
-        text += key.encode()
-        ends.append(len(text))
-        sizes.append(found["Size"])
-        state = f"{found.get('ETag')} {found.get('LastModified')}"
-        tags.append(int.from_bytes(hashlib.sha256(state.encode()).digest()[:7], "little"))
-        folders.append(folder_numbers.setdefault(folder, len(folder_numbers)))
-    return Listing(
-        np.frombuffer(bytes(text), np.uint8),
-        np.array(ends, np.int64),
-        np.array(sizes, np.int64),
-        np.array(tags, np.int64),
-        np.array(folders, np.int32),
-        list(folder_numbers),
-    )

@@ -61,9 +61,13 @@ class Source(data.Source):
         bucket, prefix = bucket_and_prefix(location)
         arguments = {**dataclasses.asdict(options)}
         cache_bytes = int(arguments.pop("cache_gib") * 2**30)
-        everything = S3ImageFolder(bucket, prefix, **arguments, cache_bytes=cache_bytes)
-        self.train_set = everything.below("train") or everything
-        self.eval_set = everything.below("val") if self.train_set is not everything else None
+        everything = S3ImageFolder(
+            bucket, prefix, **arguments, cache_bytes=cache_bytes, allow_empty=True
+        )
+        is_split = bool(everything.class_folders("train"))
+        self.train_set = everything.below("train" if is_split else "")
+        has_val = is_split and "val" in everything.class_folders()
+        self.eval_set = everything.below("val") if has_val else None
         if self.eval_set is not None and self.eval_set.classes != self.train_set.classes:
             raise RequestError(f"--data: train and val of {location} have different classes")
         self.num_classes = len(self.train_set.classes)
@@ -94,7 +98,9 @@ def bucket_and_prefix(url: str | None) -> tuple[str, str]:
 
 
 class S3ImageFolder(Dataset[tuple[Any, int]]):
-    """Images of a bucket; the class of one is its key's folder.
+    """Images of a bucket; the class of one is the first folder below the prefix.
+
+    What has no folder there is left out, as torchvision's `ImageFolder` does.
 
     Items are (image, label), fetched once and kept in a bounded cache that
     processes of a machine share. Reading one raises `UnreadableSampleError`, named
@@ -112,10 +118,11 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         listing_max_age_s: for so long the list of keys is not asked for anew.
         timeout_s: seconds without a byte after which a request counts as failed.
         attempts: times that a request is tried which times out or is answered 5xx.
+        allow_empty: a class folder without an image is a class, not an error.
 
     Raises:
         RequestError: s3fs is not installed, the bucket cannot be listed, or there
-            is no image below the prefix.
+            is no image in a folder below the prefix, or none in one of the folders.
     """
 
     def __init__(
@@ -131,6 +138,7 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         listing_max_age_s: float = 3600.0,
         timeout_s: float = 20.0,
         attempts: int = 5,
+        allow_empty: bool = False,
     ) -> None:
         prefix = prefix.strip("/")
         self.prefix = f"{prefix}/" if prefix else ""
@@ -139,31 +147,37 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         self._bucket = Bucket(bucket, endpoint_url, anonymous, timeout_s, attempts)
         self._cache = BoundedCache(folder, cache_bytes)
         self._listing = self._bucket.listing(self.prefix, folder, listing_max_age_s)
-        if not len(self._listing):
-            raise RequestError(f"no image in a folder below s3://{bucket}/{self.prefix}")
-        self._choose(np.arange(len(self._listing)))
+        self._choose(allow_empty)
 
-    def _choose(self, chosen: np.ndarray) -> None:
-        self._chosen = chosen
-        names = [name.rsplit("/", 1)[-1] for name in self._listing.folder_names]
-        folders = self._listing.folders[chosen]
-        self.classes = sorted({names[number] for number in np.unique(folders)})
-        label_of = {name: label for label, name in enumerate(self.classes)}
-        self._labels = np.array([label_of.get(name, -1) for name in names], np.int32)[folders]
+    def _choose(self, allow_empty: bool) -> None:
+        url = f"s3://{self._bucket.name}/{self.prefix}"
+        self.classes = self._listing.class_folders(self.prefix)
+        self._chosen, self._labels = self._listing.labelled(self.prefix, self.classes)
+        if not len(self._chosen):
+            raise RequestError(f"no image in a folder below {url}")
+        empty = np.setdiff1d(np.arange(len(self.classes)), self._labels)
+        if len(empty) and not allow_empty:
+            names = ", ".join(self.classes[label] for label in empty[:5])
+            more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+            raise RequestError(
+                f"{url} has no image for the classes {names}{more}; fill those folders or remove "
+                "their keys"
+            )
 
-    def below(self, name: str) -> "S3ImageFolder | None":
-        """The images whose key goes on with `name`/ and a class; None if there are none."""
-        number_of = [
-            number
-            for number, folder in enumerate(self._listing.folder_names)
-            if folder.startswith(f"{self.prefix}{name}/")
-        ]
-        chosen = np.flatnonzero(np.isin(self._listing.folders, number_of))
-        if not len(chosen):
-            return None
+    def class_folders(self, name: str = "") -> list[str]:
+        """The folders right below the prefix, or below its folder `name`, sorted."""
+        return self._listing.class_folders(f"{self.prefix}{name}/" if name else self.prefix)
+
+    def below(self, name: str = "") -> "S3ImageFolder":
+        """The same with a prefix that goes on with `name`/, and no class without an image.
+
+        Raises:
+            RequestError: there is such a class, or no image.
+        """
         part = object.__new__(S3ImageFolder)
         part.__dict__.update(self.__dict__)
-        part._choose(chosen)
+        part.prefix = f"{self.prefix}{name}/" if name else self.prefix
+        part._choose(allow_empty=False)
         return part
 
     def __len__(self) -> int:
@@ -223,7 +237,11 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
 
     def get_img_info(self, index: int) -> dict[str, int]:
         """The image's height and width, from its header."""
-        height, width = decode.size_of(self.encoded(index))
+        encoded = self.encoded(index)
+        try:
+            height, width = decode.size_of(encoded)
+        except decode.ImageError as error:
+            raise UnreadableSampleError(f"{self.where(index)}: {error}") from None
         return {"height": height, "width": width}
 
     def label(self, index: int) -> int:
