@@ -12,6 +12,7 @@ mask that the engine drew.
 import contextlib
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -139,6 +140,19 @@ def _attention(
     return _dropout(scores.softmax(-1), dropout_p) @ value
 
 
+def _traceable(function: Any) -> Any:
+    """The same function as one that dynamo looks into, instead of taking it whole."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_MULTI_HEAD = _traceable(functional.multi_head_attention_forward)
+
+
 def _replacements() -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
     found: list[tuple[Any, str, Callable[..., torch.Tensor]]] = [
         (functional, "dropout", _dropout),
@@ -148,6 +162,7 @@ def _replacements() -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
         (functional, "alpha_dropout", _alpha_dropout),
         (functional, "feature_alpha_dropout", _feature_alpha_dropout),
         (functional, "scaled_dot_product_attention", _attention),
+        (functional, "multi_head_attention_forward", _MULTI_HEAD),
     ]
     # Those two packages draw for themselves; looked for only where the model brought them.
     for module, name, function in (
