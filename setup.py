@@ -24,6 +24,7 @@ setup(
         "numpy>=1.26",
         "pillow>=10",
         "pyyaml>=6",
+        "packaging>=23",
         "rich>=13",
         "simplejpeg>=1.8",
         "tyro>=1.0,<2",  # 1.0 settled its markers and messages
