@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import ROOT, TINY, end_of
+from tests.conftest import HANG_S, ROOT, TINY, end_of
 
 # Where a clone keeps what is not its source.
 NO_SOURCE = {".git", ".venv", "runs", "data", "build", "dist", ".hypothesis"}
@@ -25,7 +25,7 @@ def call(*command: object, folder: Path, **env: str) -> str:
     """Standard output of a command that must end well."""
     done = subprocess.run(
         [*map(str, command)], cwd=folder, env={**os.environ, **env},
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

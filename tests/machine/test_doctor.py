@@ -9,13 +9,13 @@ import sys
 
 from accbench import extras
 from accbench.machine import doctor, self_test
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 
 
 def ask(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "accbench", "doctor", *flags],
-        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
 
 
