@@ -38,8 +38,14 @@ def run_fault(tmp_path, model: str, *flags: str):
     return result, run_dir
 
 
-def test_first_failing_ranks_traceback_is_shown_once(tmp_path):
-    result, run_dir = run_fault(tmp_path, "raises_on_rank1")
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory):
+    """A run in which rank 1 raised: (result, run's folder)."""
+    return run_fault(tmp_path_factory.mktemp("raised"), "raises_on_rank1")
+
+
+def test_first_failing_ranks_traceback_is_shown_once(raised):
+    result, run_dir = raised
     assert result.returncode == 1
     assert result.stderr.count("Traceback (most recent call last)") == 1
     assert result.stderr.startswith("rank 1: Traceback")
@@ -57,8 +63,8 @@ def test_failure_comes_before_a_crash_while_ending(tmp_path):
     assert end_of(run_dir).error == "rank 1 failed: ValueError: planted fault"
 
 
-def test_record_tells_what_was_done_before_the_fault(tmp_path):
-    _, run_dir = run_fault(tmp_path, "raises_on_rank1")
+def test_record_tells_what_was_done_before_the_fault(raised):
+    _, run_dir = raised
     (window,) = of_kind(run_dir, records.WindowRecord)
     end = end_of(run_dir)
     assert window.num_steps == end.num_steps == 2

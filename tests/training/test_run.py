@@ -85,12 +85,19 @@ def test_torchrun_starts_the_same_worker(tmp_path):
     assert (run_dir / "logs" / "rank1.log").exists()
 
 
-def test_accbench_run_is_the_same_command(tmp_path):
+@pytest.fixture(scope="module")
+def accbench_run(tmp_path_factory):
+    """The folder of a run by `accbench run`."""
+    folder = tmp_path_factory.mktemp("accbench_run")
     result = run(
-        "-m", "accbench", "run", *TINY, "--data=synthetic", "--output_dir", tmp_path, script="-B"
+        "-m", "accbench", "run", *TINY, "--data=synthetic", "--output_dir", folder, script="-B"
     )
     assert result.returncode == 0, result.stderr
-    assert end_of(tmp_path).status == "ok"
+    return folder
+
+
+def test_accbench_run_is_the_same_command(accbench_run):
+    assert end_of(accbench_run).status == "ok"
 
 
 def test_runs_repeat_exactly(tmp_path, images):
@@ -124,9 +131,8 @@ def test_progress_bar_where_there_is_a_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["table", "md", "json"])
-def test_report_shows_runs_and_says_which_it_cannot(tmp_path, format):
-    run_dir = tmp_path / "good"
-    assert run(*TINY, "--data=synthetic", f"--output_dir={run_dir}").returncode == 0
+def test_report_shows_runs_and_says_which_it_cannot(tmp_path, accbench_run, format):
+    run_dir = accbench_run
     (tmp_path / "empty").mkdir()
     result = run(
         "-m", "accbench", "report", run_dir, tmp_path / "empty", f"--format={format}", script="-B"
