@@ -96,8 +96,14 @@ def test_options_of_eight_ranks_on_two_machines_of_four(tmp_path: Path) -> None:
 
 
 def test_two_processes_meet_at_the_coordinator_beside_the_rendezvous(tmp_path: Path) -> None:
-    """Both clients connect; the library that comes next is no PJRT plugin, so they end there."""
+    """Both clients connect; the library that comes next is no PJRT plugin, so they end there.
+
+    Rank 0 holds the coordinator. It may not end before rank 1 has its answer, and its
+    library is one whose opening waits for a writer that never comes.
+    """
     driver = make_driver(tmp_path, num_gpus=2)
+    never_opens = tmp_path / "plugin.so"
+    os.mkfifo(never_opens)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous_port = probe.getsockname()[1] - 1
@@ -105,7 +111,8 @@ def test_two_processes_meet_at_the_coordinator_beside_the_rendezvous(tmp_path: P
         start(
             ASK_DEVICE, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(rendezvous_port),
-            LD_LIBRARY_PATH=str(driver), ACCBENCH_CUDA_PLUGIN=_ctypes.__file__,
+            LD_LIBRARY_PATH=str(driver),
+            ACCBENCH_CUDA_PLUGIN=_ctypes.__file__ if rank else str(never_opens),
             TF_CPP_MIN_LOG_LEVEL="0", TF_CPP_VMODULE="pjrt_registry=5",
         )
         for rank in range(2)
@@ -115,6 +122,7 @@ def test_two_processes_meet_at_the_coordinator_beside_the_rendezvous(tmp_path: P
             lines = read_until(process, "Connected to distributed JAX controller")
             assert f"rank={rank}, world size=2" in lines
             assert f"coordinator address=127.0.0.1:{rendezvous_port + 1}" in lines
+        assert processes[0].poll() is None
     finally:
         for process in processes:
             process.kill()
