@@ -6,6 +6,7 @@ alone. YAML 1.1 would guess it from the spelling: `off` becomes False and `1e-4`
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -16,6 +17,7 @@ import yaml
 from accbench.errors import RequestError
 
 _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+_YAML_NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 _GUESSED_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
 
@@ -82,6 +84,8 @@ def _flag(name: str, value: Any, declared: Any) -> list[str]:
     if get_origin(declared) is Literal and {"on", "off"} <= {*get_args(declared)}:
         meaning = _BOOLEANS.get(str(value).lower())
         value = value if meaning is None else "on" if meaning else "off"
+    if float in (declared, *get_args(declared)) and _YAML_NOT_FINITE.fullmatch(str(value)):
+        value = value.replace(".", "")  # as Python spells it
     return [f"--{name}={value}"]
 
 

@@ -145,6 +145,13 @@ def test_numbers_in_yaml_are_read_as_on_the_command_line(tmp_path, text):
     assert (task.max_steps, task.threads, task.workers) == (None, None, None)
 
 
+@pytest.mark.parametrize("text", [".inf", "+.INF", "inf", '".inf"'])
+def test_infinity_in_yaml(tmp_path, text):
+    file = tmp_path / "task.yaml"
+    file.write_text(f"weight_decay: {text}\n")
+    assert config.parse(["--config", str(file)]).weight_decay == float("inf")
+
+
 def test_text_in_yaml_stays_as_it_was_written(tmp_path):
     file = tmp_path / "task.yaml"
     file.write_text("output_dir: 2024_01_01\nengine: xla\nxla: {cache_dir: no}\n")
