@@ -9,12 +9,13 @@ BENCH_DIR := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O0 \
 	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5
 
-.PHONY: help bench test check prepare prepare-dev
+.PHONY: help bench test check dist prepare prepare-dev
 
 help:
 	@echo "make bench   train the baseline and the compiled engine on mock images, and compare"
 	@echo "make test    run the tests"
 	@echo "make check   ruff and mypy"
+	@echo "make dist    a wheel and a source distribution in dist/"
 
 prepare:
 	@bash prepare.sh
@@ -34,3 +35,9 @@ check: prepare-dev
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
+
+# Without isolation, so that no package index is asked.
+dist: prepare-dev
+	rm -rf dist
+	$(PYTHON) -m build --no-isolation --outdir dist .
+	$(PYTHON) -m twine check --strict dist/*

@@ -24,6 +24,7 @@ setup(
         "numpy>=1.26",
         "pillow>=10",
         "pyyaml>=6",
+        "packaging>=23",
         "rich>=13",
         "safetensors>=0.5",
         "simplejpeg>=1.8",
@@ -51,6 +52,7 @@ setup(
         ],
         # Pinned is what judges the code; the rest only has to work on every Python named above.
         "dev": [
+            "build>=1.2",
             "hypothesis>=6.100",
             "s3fs>=2024.6",
             "moto[server,s3]>=5.1",
@@ -65,6 +67,8 @@ setup(
             "pytest-xdist==3.8.0",
             "psutil==7.2.2",
             "ruff==0.17.5",
+            "setuptools>=70.1",  # makes wheels without the package `wheel`
+            "twine==7.0.0",
             "types-PyYAML",
             "webdataset>=0.2.100",
             "types-jsonschema",

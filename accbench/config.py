@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-import yaml
 
-from accbench import plugins
+from accbench import flag_values, plugins
 from accbench.errors import RequestError
 
 RECORDS_FILE = "records.jsonl"
@@ -118,8 +117,9 @@ def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConf
     flags_class = _flags_class(base)
     given = parse_flags(flags_class, argv, prog)
     if given.config is not None:
-        from_file = _flags_of_file(Path(given.config))
+        content = flag_values.read(Path(given.config))
         try:
+            from_file = flag_values.as_flags(content, flags_class)
             parse_flags(flags_class, from_file, prog)
         except RequestError as error:
             raise RequestError(f"{given.config}: {error}") from None
@@ -169,34 +169,13 @@ def _flags_class(base: type[TaskConfig]) -> type:
     return flags
 
 
-def _flags_of_file(path: Path) -> list[str]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise RequestError(f"cannot read --config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, Mapping):
-        raise RequestError(f"{path} must hold `flag: value` lines, not {type(content).__name__}")
-    return as_flags(content)
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """A task's values, as `as_mapping` has them or as text, as the flags of a run.
 
-
-def as_flags(values: Mapping[str, Any], prefix: str = "--") -> list[str]:
-    """`{"lr": 0.1, "ddp": {"channels_last": False}}` -> `--lr 0.1 --ddp.no-channels_last`.
-
-    None leaves a flag out, so that its default stands.
+    Raises:
+        RequestError: a value is neither on nor off where it must be one of them.
     """
-    flags: list[str] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flags += as_flags(value, f"{prefix}{key}.")
-        elif key == "compiler_opt" and value is False:
-            continue  # the one flag that has no opposite
-        elif isinstance(value, bool):
-            flags.append(f"{prefix}{'' if value else 'no-'}{key}")
-        elif value is not None:
-            flags.append(f"{prefix}{key}={value}")
-    return flags
+    return flag_values.as_flags(values, _flags_class(TaskConfig))
 
 
 def task_of(flags: Any) -> TaskConfig:

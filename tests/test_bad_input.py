@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from accbench import cli
+from accbench import cli, extras
 from tests.conftest import TINY, run
 
 NO_CLASSES, NO_IMAGES = "no class folders", "are empty"
@@ -109,7 +109,8 @@ def test_compiler_opt_without_torch_xla(capsys, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "torch_xla" else found(name)
     )
     line = refusal(capsys, "--compiler-opt", "--data", "synthetic")
-    assert "pip install 'accbench[xla]'" in line
+    assert "needs torch_xla, which is not installed: " in line
+    assert line.endswith(extras.install_command("xla"))
 
 
 def test_batch_larger_than_a_shard_is_known_in_the_worker(images, tmp_path):

@@ -1,10 +1,21 @@
 """Flags and YAML to a task."""
 
+import dataclasses
+import importlib.util
 import json
+import tempfile
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from accbench import config
+from accbench import config, plugins
+from accbench.comparing import plan
+from accbench.errors import RequestError
 
 
 def test_hyphens_and_underscores_are_the_same():
@@ -56,8 +67,6 @@ def test_two_runs_in_one_second_get_two_folders(tmp_path, monkeypatch):
 
 
 def test_plugin_names_and_their_options_do_not_collide():
-    from accbench import plugins
-
     names = [name for kind in plugins.KINDS for name in plugins.classes(kind)]
     assert len(names) == len(set(names))
     assert not {field for field in config.TaskConfig.__dataclass_fields__} & set(names)
@@ -73,3 +82,151 @@ def test_plugin_names_and_their_options_do_not_collide():
 )
 def test_data_names(data, expected):
     assert config.data_name(data) == expected
+
+
+ON, OFF = ("on", "yes", "true", "On", '"on"', "'true'"), ("off", "no", "false", "OFF", '"off"')
+SWITCHES = [*((text, True) for text in ON), *((text, False) for text in OFF)]
+
+
+@pytest.mark.parametrize(("text", "on"), SWITCHES)
+def test_on_and_off_in_yaml_mean_what_the_option_calls_them(tmp_path, text, on):
+    """YAML 1.1 reads on, off, yes and no as booleans, where they are not quoted."""
+    file = tmp_path / "task.yaml"
+    file.write_text(f"engine: xla\nxla: {{compile_cache: {text}, replay: auto}}\n")
+    options = config.parse(["--config", str(file)]).options["xla"]
+    assert (options.compile_cache, options.replay) == ("on" if on else "off", "auto")
+    file.write_text(f"ddp:\n  channels-last: {text}\n")
+    assert config.parse(["--config", str(file)]).options["ddp"].channels_last is on
+    file.write_text(f"compiler_opt: {text}\n")
+    assert config.parse(["--config", str(file)]).engine == ("xla" if on else "ddp")
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
+@pytest.mark.parametrize(("text", "on"), [(t, on) for t, on in SWITCHES if t.isalpha()])
+def test_on_and_off_behind_engines(text, on):
+    engines = f"--engines=ddp:channels_last={text},xla:compile-cache={text}"
+    rows = plan.parse([engines, "--device=cpu", "--data=synthetic"], "accbench compare")[0].rows
+    assert rows[0].task["ddp"]["channels_last"] is on
+    assert rows[1].task["xla"]["compile_cache"] == ("on" if on else "off")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("ddp:channels_last=perhaps", "--ddp.channels_last is either on or off, not 'perhaps'"),
+        ("ddp:channels_last={", "--ddp.channels_last is either on or off, not '{'"),
+        ("xla:compile_cache=perhaps", "perhaps"),
+        ("ddp:nhwc=on", "nhwc"),
+        ("ddp:channels_last", "'channels_last' is no option=value"),
+    ],
+)
+def test_wrong_settings_behind_engines_are_named_with_their_row(spec, expected):
+    with pytest.raises(RequestError, match=r"^--engines ") as raised:
+        plan.parse([f"--engines={spec},ddp", "--data=synthetic"], "accbench compare")
+    assert str(raised.value).startswith(f"--engines {spec}: ")
+    assert expected in str(raised.value)
+
+
+def test_config_json_may_name_any_folder(tmp_path):
+    """JSON spells a character beyond 16 bits as two, which YAML reads as two."""
+    task = config.claim_output_dir(config.parse([f"--output_dir={tmp_path / 'läuft 🚀'}"]))
+    again = config.parse(["--config", str(task.run_dir / "config.json")])
+    assert again.output_dir == task.output_dir
+
+
+@pytest.mark.parametrize("text", ["1e-4", "'1e-4'", '"0.0001"', "1.0e-4", ".0001"])
+def test_numbers_in_yaml_are_read_as_on_the_command_line(tmp_path, text):
+    """To YAML 1.1, 1e-4 is a string."""
+    file = tmp_path / "task.yaml"
+    file.write_text(f"lr: {text}\nbatch_size: '4'\nmax_steps: ~\nthreads:\nworkers: null\n")
+    task = config.parse(["--config", str(file)])
+    assert (task.lr, task.batch_size) == (1e-4, 4)
+    assert (task.max_steps, task.threads, task.workers) == (None, None, None)
+
+
+@pytest.mark.parametrize("text", [".inf", "+.INF", "inf", '".inf"'])
+def test_infinity_in_yaml(tmp_path, text):
+    file = tmp_path / "task.yaml"
+    file.write_text(f"weight_decay: {text}\n")
+    assert config.parse(["--config", str(file)]).weight_decay == float("inf")
+
+
+def test_text_in_yaml_stays_as_it_was_written(tmp_path):
+    file = tmp_path / "task.yaml"
+    file.write_text("output_dir: 2024_01_01\nengine: xla\nxla: {cache_dir: no}\n")
+    task = config.parse(["--config", str(file)])
+    assert (task.output_dir, task.options["xla"].cache_dir) == ("2024_01_01", "no")
+
+
+def test_what_is_neither_on_nor_off_is_refused_with_the_files_name(tmp_path):
+    file = tmp_path / "task.yaml"
+    file.write_text("ddp: {channels_last: perhaps}\n")
+    with pytest.raises(RequestError) as raised:
+        config.parse(["--config", str(file)])
+    expected = f"{file}: --ddp.channels_last is either on or off, not 'perhaps'"
+    assert str(raised.value) == expected
+
+
+# To tyro, None is no text where a flag may be unset.
+TEXT = st.text(st.characters(exclude_characters="\0"), min_size=1).filter(lambda x: x != "None")
+
+
+def values_of(declared: Any) -> st.SearchStrategy[Any]:
+    """Any value of an option's type; numbers that no option forbids."""
+    if get_origin(declared) is Literal:
+        return st.sampled_from(get_args(declared))
+    if NoneType in get_args(declared):
+        return st.none() | values_of(get_args(declared)[0])
+    return {
+        bool: st.booleans(),
+        int: st.integers(min_value=1, max_value=2**62),
+        float: st.floats(min_value=1, allow_nan=False),
+        str: TEXT,
+    }[declared]
+
+
+def all_of(options: type) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(options)
+    return st.builds(
+        options, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(options)}
+    )
+
+
+USED = ("engines", "launchers", "data")
+
+
+@st.composite
+def tasks(draw) -> config.TaskConfig:
+    """A task with every field drawn, and every option of the plug-ins that it uses."""
+    chosen = {kind: draw(st.sampled_from(list(plugins.classes(kind)))) for kind in USED}
+    hints = get_type_hints(config.TaskConfig)
+    fixed = {"engine", "launcher", "data", "compiler_opt", "output_dir", "config", "options"}
+    drawn = {name: draw(values_of(hints[name])) for name in sorted({*hints} - fixed)}
+    used = {
+        name: getattr(plugins.load(kind, name), "Options", None) for kind, name in chosen.items()
+    }
+    options = {
+        name: draw(all_of(its)) for name, its in used.items() if its and dataclasses.fields(its)
+    }
+    return config.TaskConfig(
+        engine=chosen["engines"], launcher=chosen["launchers"],
+        data=f"{chosen['data']}:{draw(TEXT)}", options=options, **drawn,
+    )  # fmt: skip
+
+
+# A parse takes a tenth of a second, so few examples, and none is looked for that is smaller.
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+@given(task=tasks())
+def test_config_json_of_a_run_reads_back_as_the_same_task(task):
+    with tempfile.TemporaryDirectory() as folder:
+        written = config.claim_output_dir(
+            dataclasses.replace(task, output_dir=str(Path(folder) / "run"))
+        )
+        file, expected = written.run_dir / "config.json", config.as_mapping(written)
+        assert config.as_mapping(config.parse(["--config", str(file)])) == expected
+        # The same in YAML.
+        values = json.loads(file.read_text())
+        for style in (None, '"'):
+            file.write_text(yaml.safe_dump(values, default_style=style))
+            assert config.as_mapping(config.parse(["--config", str(file)])) == expected

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 
 NOTEBOOK = ROOT / "notebooks" / "resnet50.ipynb"
 
@@ -21,11 +21,10 @@ def texts(notebook) -> str:
 
 
 @pytest.mark.xla
-@pytest.mark.timeout(420)
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
 def test_runs_from_top_to_bottom():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}})
+    client = NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": str(ROOT)}})
     # The kernel's `python` and prepare.sh's environment are those of this test.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     client.execute(env={**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix})

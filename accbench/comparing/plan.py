@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
-import yaml
 
 from accbench import config, plugins
 from accbench.config import TaskConfig
@@ -141,7 +140,10 @@ def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str
     options.update(_parse_settings(spec, settings))
     del values["output_dir"]
     # Once more through the flags' parser, which knows each option's name and type.
-    task = config.parse(config.as_flags(values), f"--engines {spec}:")
+    try:
+        task = config.parse(config.as_flags(values), "accbench run")
+    except RequestError as error:
+        raise RequestError(f"--engines {spec}: {error}") from None
     try:
         task = config.resolve(task)
     except RequestError as error:
@@ -164,11 +166,11 @@ def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
     return dataclasses.replace(flags, engine=engine, **missing)
 
 
-def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, Any]:
+def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, str]:
     parsed = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise RequestError(f"--engines {spec}: {setting!r} is no option=value")
-        parsed[key.replace("-", "_")] = yaml.safe_load(value)
+        parsed[key.replace("-", "_")] = value
     return parsed

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accbench import engines
+from accbench import engines, extras
 from accbench.config import TaskConfig
 from accbench.engines import ddp
 from accbench.training.process_group import Topology
@@ -50,7 +50,8 @@ class Engine(ddp.Engine):
             return "engine inductor compiles C++ on a CPU and finds no g++ or clang++; install one"
         if task.device == "cuda" and importlib.util.find_spec("triton") is None:
             return (
-                "engine inductor needs triton on CUDA, which is not installed: pip install triton"
+                "engine inductor needs triton on CUDA, which is not installed: "
+                + extras.dependency_command("torch", "triton")
             )
         return super().unavailable_reason(task)
 

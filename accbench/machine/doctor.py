@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench import config, plugins
+from accbench import config, extras, plugins
 from accbench.config import TaskConfig
 from accbench.pjrt import nvidia
 from accbench.recording import provenance
@@ -81,7 +81,8 @@ def usable_engines() -> list[Usable]:
 def render(facts: dict[str, Any], format: str) -> str:
     """The examination as a table or JSON, ending in a newline."""
     if format == "json":
-        return json.dumps(facts, indent=1) + "\n"
+        shown = {name: _public(value) for name, value in facts.items()}
+        return json.dumps(shown, indent=1) + "\n"
     things = Table(box=box.SIMPLE_HEAD, show_header=False)
     for name, value in _lines(facts):
         things.add_row(name, escape(value))
@@ -109,9 +110,18 @@ def _lines(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield "GPU", f"none: {facts['gpu_problem']}"
     yield "driver", f"{facts['driver'] or '-'}, CUDA up to {facts['driver_cuda'] or '-'}"
     yield "CUDA of torch", facts["torch_cuda"] or "none, torch was built without it"
-    yield "PJRT plugin", facts["plugin"] or f"none: {nvidia.INSTALL}"
+    yield "PJRT plugin", facts["plugin"] or f"none: {nvidia.install_command()}"
     for name in (*_LIBRARIES, "ptxas"):
         yield name, facts[name] or "-"
+
+
+def _public(value: Any) -> Any:
+    """A fact without the folders that commands in it name."""
+    if isinstance(value, str):
+        return extras.without_paths(value)
+    if isinstance(value, dict):
+        return {name: _public(inner) for name, inner in value.items()}
+    return [_public(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _engine_table(engines: list[dict[str, Any]]) -> Table:

@@ -99,7 +99,8 @@ def unavailable_reason() -> str | None:
         return f"torch_xla cannot use CUDA: {problem}; use PJRT_DEVICE=CPU"
     library = nvidia.find_plugin()
     if library is None:
-        return f"torch_xla cannot use CUDA: no PJRT plugin is installed; {nvidia.INSTALL}"
+        command = nvidia.install_command()
+        return f"torch_xla cannot use CUDA: no PJRT plugin is installed; {command}"
     if not library.exists():
         return f"torch_xla cannot use CUDA: {nvidia.PLUGIN_VARIABLE} names no file: {library}"
     return None

@@ -12,8 +12,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from accbench import extras
+
 PLUGIN_VARIABLE = "ACCBENCH_CUDA_PLUGIN"  # path of a PJRT plugin for CUDA, before all others
-INSTALL = "pip install 'accbench[xla-cuda12]'"
 _LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
 # cuDeviceGetAttribute's numbers, CUDA driver API
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
@@ -38,6 +39,11 @@ class Driver:
     """The newest CUDA that the driver speaks, such as 12.8."""
     problem: str | None = None
     """Why there is no GPU to use, one line; None if there is one."""
+
+
+def install_command() -> str:
+    """A shell command that installs the PJRT plugin for CUDA and its compiler."""
+    return extras.install_command("xla-cuda12")
 
 
 @cache

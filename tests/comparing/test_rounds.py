@@ -12,7 +12,7 @@ import pytest
 from accbench import cli
 from accbench.report import comparison
 from tests import planted
-from tests.conftest import ROOT, TINY
+from tests.conftest import HANG_S, ROOT, TINY
 
 FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu")
 
@@ -29,7 +29,7 @@ def start(folder, *flags, plugins=None) -> subprocess.Popen:
     )
 
 
-def finish(process, timeout_s: float = 200) -> tuple[int, str, str]:
+def finish(process, timeout_s: float = HANG_S) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out, err
 
@@ -67,7 +67,7 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
     flags = ("--engines=ddp,ddp", "--numerics_steps=0")
     process = start(folder, *flags)
     first = folder / "rounds" / "01" / "ddp" / "records.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not (first.exists() and '"kind": "device"' in first.read_text()):
         assert time.monotonic() < deadline
         assert process.poll() is None

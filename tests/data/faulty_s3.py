@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from tests.data.pictures import jpeg
 
 BODY = jpeg(32, 32)
+STALL_S = 120
 
 
 class Server(ThreadingHTTPServer):
@@ -46,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(answer, int) and answer >= 400:
             self._answer(answer, error(answer))
         elif answer == "stall":
-            self.server.ended.wait(60)
+            self.server.ended.wait(STALL_S)
         elif answer == "short":
             self._answer(200, BODY[:100], length=len(BODY))
         elif isinstance(answer, int) and self.server.requests[key] <= answer:

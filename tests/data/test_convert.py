@@ -13,7 +13,7 @@ from accbench.data.convert import convert
 from accbench.data.recordio import RecordIODataset
 from accbench.data.recordio.file import MAGIC
 from accbench.errors import RequestError
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 from tests.data.pictures import jpeg, pixels
 
 
@@ -32,7 +32,7 @@ def folder(tmp_path):
 def accbench(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "accbench", "data", "convert", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
 
 

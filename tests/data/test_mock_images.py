@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from PIL import Image
 
 from accbench.data import mock_images
 from accbench.errors import RequestError
-from tests.conftest import ROOT, run, wait_until
+from tests.conftest import ROOT, processes_of, run, wait_until
 
 SMALL = mock_images.Plan(num_classes=2, num_train=3, num_val=1)
 
@@ -48,7 +47,7 @@ def test_interrupted_making_is_taken_up(tmp_path):
     wait_until(lambda: len(list(folder.rglob("*.jpg"))) > 5)
     process.kill()  # no chance to tidy up
     process.communicate()
-    time.sleep(1)  # its pool's processes notice
+    wait_until(lambda: not processes_of(folder))  # its pool's processes notice
     assert not mock_images.is_complete(folder)
     kept = next(iter(folder.rglob("*.jpg")))
     changed = kept.stat().st_mtime_ns

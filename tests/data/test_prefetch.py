@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accbench.data.loader import DataLoaderX
 from accbench.data.prefetch import BackgroundGenerator, move, tensors_of
 from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
@@ -128,7 +128,7 @@ def test_closing_wakes_a_consumer_that_waits():
     release = threading.Event()
 
     def items():
-        release.wait(10)
+        release.wait(HANG_S)
         yield 1
 
     stream = BackgroundGenerator(items(), 0)
@@ -138,7 +138,7 @@ def test_closing_wakes_a_consumer_that_waits():
     time.sleep(0.1)
     threading.Timer(0.2, release.set).start()
     stream.close()
-    consumer.join(5)
+    consumer.join(HANG_S)
     assert not consumer.is_alive()
 
 
@@ -357,7 +357,11 @@ list(DataLoaderX(0, device="cpu", dataset=Dying(), batch_size=2, num_workers=1))
 
 def test_killed_worker_process_is_an_error_not_a_hang():
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_WORKER], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", KILLED_WORKER],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert done.returncode == 1
     assert re.search(r"RuntimeError: DataLoader worker .*(killed|exited)", done.stderr)
@@ -379,7 +383,7 @@ def test_full_shared_memory_is_an_error_not_a_hang():
         pytest.skip("mounting is not allowed here")
     done = subprocess.run(
         [*mount, "sh", sys.executable, "-c", FULL_SHM], cwd=ROOT, capture_output=True, text=True,
-        timeout=100,
+        timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 1
     assert "shared memory" in done.stderr or "No space left" in done.stderr

@@ -28,7 +28,7 @@ from accbench.data.recordio import index as recordio_index
 from accbench.data.recordio.file import MAGIC, RecordFile, image_record, offsets, write_record
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
-from tests.conftest import TINY, end_of, run
+from tests.conftest import HANG_S, TINY, end_of, run
 from tests.data import recordio_fuzz
 from tests.data.pictures import jpeg
 
@@ -405,7 +405,7 @@ def python_with_mxnet(tmp_path_factory) -> Path:
         [uv, "venv", "--quiet", "--python", sys.executable, environment],
         [uv, "pip", "install", "--quiet", "--python", python, "mxnet==1.9.1", "numpy==1.23.5"],
     ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
         if done.returncode:
             pytest.skip(f"cannot install mxnet: {' '.join(done.stderr.split())}")
     return python
@@ -434,7 +434,7 @@ for key in file.keys:
     print(json.dumps([labels, header.id, hashlib.sha256(payload).hexdigest()]))
 """
     result = subprocess.run(
-        [python_with_mxnet, "-c", script], capture_output=True, text=True, timeout=120
+        [python_with_mxnet, "-c", script], capture_output=True, text=True, timeout=HANG_S
     )
     read = [json.loads(line) for line in result.stdout.splitlines()]
     assert read == [

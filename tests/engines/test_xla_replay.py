@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -23,7 +23,7 @@ def start(*arguments: str, **env: str) -> "subprocess.Popen[str]":
 
 
 def answer_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    stdout, stderr = process.communicate(timeout=200)
+    stdout, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, stderr
     answer: dict[str, Any] = json.loads(stdout.splitlines()[-1])
     return answer

@@ -7,14 +7,15 @@ import socket
 import subprocess
 import sys
 
+from accbench import extras
 from accbench.machine import doctor, self_test
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 
 
 def ask(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "accbench", "doctor", *flags],
-        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
 
 
@@ -46,6 +47,12 @@ def test_the_table_gives_the_reason_in_words() -> None:
         "self_test": [{"engine": "ddp", "device": "cpu", "workers": 2, "error": None,
                        "wall_s": 1.5}],
     }  # fmt: skip
+    command = extras.install_command("xla")
+    without_plugin = {**facts, "engines": [{"engine": "xla", "device": "cpu", "reason": command}]}
+    told = doctor.render(without_plugin, "json")
+    assert json.loads(told)["engines"][0]["reason"].endswith("pip install -e 'CLONE[xla]'")
+    assert str(ROOT) not in told
+    assert sys.executable not in told
     text = doctor.render(facts, "table")
     assert "NVIDIA X, 128 GiB, compute capability 9.0" in text
     assert "there is [no] TPU here" in text

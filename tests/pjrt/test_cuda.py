@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_S, ROOT
+
 from .fake_cuda import make_driver
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
-ROOT = Path(__file__).parents[2]
 REGISTERED = "CUDA" in entry_points(group="torch_xla.plugins").names
 needs_registration = pytest.mark.skipif(not REGISTERED, reason="accbench is not installed")
 # As accbench's own engine does where the entry point is missing.
@@ -44,7 +45,7 @@ def test_the_entry_point_registers_and_a_missing_gpu_is_told_in_one_line(tmp_pat
     """Plain torch_xla, nothing of accbench imported by the program."""
     driver = make_driver(tmp_path, num_gpus=0, status=100)
     process = start("import torch_xla; torch_xla.device()", LD_LIBRARY_PATH=str(driver))
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 1, stderr  # an exception's, not an abort's
     assert stderr.splitlines()[-1] == (
         "RuntimeError: torch_xla cannot use CUDA: the NVIDIA driver finds no GPU "
@@ -75,7 +76,7 @@ print(json.dumps(plugin.client_create_options()))
 
 def test_options_of_eight_ranks_on_two_machines_of_four(tmp_path: Path) -> None:
     process = start(OPTIONS_OF_RANKS, LD_LIBRARY_PATH=str(make_driver(tmp_path, num_gpus=4)))
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, stderr
     default_line, changed_line = stdout.splitlines()
     answers, chips, ports = json.loads(default_line)
@@ -95,8 +96,14 @@ def test_options_of_eight_ranks_on_two_machines_of_four(tmp_path: Path) -> None:
 
 
 def test_two_processes_meet_at_the_coordinator_beside_the_rendezvous(tmp_path: Path) -> None:
-    """Both clients connect; the library that comes next is no PJRT plugin, so they end there."""
+    """Both clients connect; the library that comes next is no PJRT plugin, so they end there.
+
+    Rank 0 holds the coordinator. It may not end before rank 1 has its answer, and its
+    library is one whose opening waits for a writer that never comes.
+    """
     driver = make_driver(tmp_path, num_gpus=2)
+    never_opens = tmp_path / "plugin.so"
+    os.mkfifo(never_opens)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous_port = probe.getsockname()[1] - 1
@@ -104,7 +111,8 @@ def test_two_processes_meet_at_the_coordinator_beside_the_rendezvous(tmp_path: P
         start(
             ASK_DEVICE, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(rendezvous_port),
-            LD_LIBRARY_PATH=str(driver), ACCBENCH_CUDA_PLUGIN=_ctypes.__file__,
+            LD_LIBRARY_PATH=str(driver),
+            ACCBENCH_CUDA_PLUGIN=_ctypes.__file__ if rank else str(never_opens),
             TF_CPP_MIN_LOG_LEVEL="0", TF_CPP_VMODULE="pjrt_registry=5",
         )
         for rank in range(2)
@@ -114,6 +122,7 @@ def test_two_processes_meet_at_the_coordinator_beside_the_rendezvous(tmp_path: P
             lines = read_until(process, "Connected to distributed JAX controller")
             assert f"rank={rank}, world size=2" in lines
             assert f"coordinator address=127.0.0.1:{rendezvous_port + 1}" in lines
+        assert processes[0].poll() is None
     finally:
         for process in processes:
             process.kill()
@@ -147,7 +156,7 @@ for found in ([ours], [ours, theirs], [theirs, ours]):
 
 def test_another_packages_plugin_is_left_in_place() -> None:
     process = start(OUT_OF_THE_WAY, PJRT_DEVICE="CPU")
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, stderr
     assert [line.split() for line in stdout.splitlines()] == [
         ["accbench.pjrt.cuda", "False"], ["__main__", "True"], ["__main__", "True"],

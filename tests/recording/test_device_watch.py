@@ -1,12 +1,12 @@
 """What is seen of NVIDIA devices. NVML is made up here: the real one needs a driver."""
 
 import sys
-import time
 import types
 
 import pytest
 
 from accbench.recording import device_watch
+from tests.conftest import wait_until
 
 SLOWED_BY_HEAT = 0x20
 
@@ -39,7 +39,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, nvml: types.ModuleType, num_devices
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(device_watch, "_LOOK_EVERY_S", 0.01)
     watch = device_watch.Watch(num_devices)
-    time.sleep(0.2)
+    seen = watch._nvidia
+    wait_until(lambda: len(seen._looks) > 3 or not seen._thread.is_alive())
     return watch.stop()
 
 

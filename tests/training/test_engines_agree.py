@@ -12,14 +12,14 @@ from torch.nn import functional
 from accbench import config, models, plugins
 from accbench.data import mock_images
 from accbench.training.process_group import Topology
-from tests.conftest import ROOT
+from tests.conftest import HANG_S, ROOT
 
 NUM_STEPS = 10
 # Adam divides by the gradient's size, so rounding in gradients that are nearly
 # zero is blown up to the size of a step; small steps keep ten of them comparable.
 FLAGS = (
     "--model=resnet18", "--image_size=64", "--batch_size=4", "--amp_level=O0", "--workers=1",
-    "--threads=1", f"--max_steps={NUM_STEPS}", "--lr=1e-5", "--seed=3", "--timeout_s=120",
+    "--threads=1", f"--max_steps={NUM_STEPS}", "--lr=1e-5", "--seed=3",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def torchrun(*arguments: str):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          "tests/scripts/steps.py", *arguments],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=280,
+        timeout=HANG_S,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from accbench.recording import records
-from tests.conftest import ROOT, TINY, command, end_of, of_kind, read, run
+from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, read, run
 
 
 def test_two_workers_train_and_evaluate_on_images(images, tmp_path):
@@ -37,11 +37,14 @@ def test_two_workers_train_and_evaluate_on_images(images, tmp_path):
     assert [w.warmup for w in windows] == [True] + [False] * 5
     for window in windows:
         assert window.num_samples == 2 * 4 * 2
-        # Means over ranks beside rank 0's clock, on a machine that other tests share.
         assert window.dispatch_s > 0
         assert window.data_wait_s >= 0
-        assert window.data_wait_s + window.dispatch_s < 1.2 * window.wall_s + 0.02
         assert window.peak_memory_bytes > 50 * 2**20
+
+    # Means over ranks beside rank 0's clock: on a machine that others share, ranks leave one
+    # window apart by what a process waits for a core, and meet again in the next.
+    inside_s = sum(window.data_wait_s + window.dispatch_s for window in windows)
+    assert inside_s < 1.2 * sum(window.wall_s for window in windows) + 0.5
 
     evals = of_kind(run_dir, records.EvalRecord)
     assert [(e.epoch, e.num_samples) for e in evals] == [(0, 12), (1, 12)]
@@ -74,7 +77,7 @@ def test_torchrun_starts_the_same_worker(tmp_path):
     result = subprocess.run(
         [*torchrun, "--nproc_per_node=2", "main.py", *TINY, "--data=synthetic",
          f"--output_dir={run_dir}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert of_kind(run_dir, records.RunRecord)[0].world_size == 2
@@ -82,12 +85,19 @@ def test_torchrun_starts_the_same_worker(tmp_path):
     assert (run_dir / "logs" / "rank1.log").exists()
 
 
-def test_accbench_run_is_the_same_command(tmp_path):
+@pytest.fixture(scope="module")
+def accbench_run(tmp_path_factory):
+    """The folder of a run by `accbench run`."""
+    folder = tmp_path_factory.mktemp("accbench_run")
     result = run(
-        "-m", "accbench", "run", *TINY, "--data=synthetic", "--output_dir", tmp_path, script="-B"
+        "-m", "accbench", "run", *TINY, "--data=synthetic", "--output_dir", folder, script="-B"
     )
     assert result.returncode == 0, result.stderr
-    assert end_of(tmp_path).status == "ok"
+    return folder
+
+
+def test_accbench_run_is_the_same_command(accbench_run):
+    assert end_of(accbench_run).status == "ok"
 
 
 def test_runs_repeat_exactly(tmp_path, images):
@@ -111,7 +121,7 @@ def test_progress_bar_where_there_is_a_terminal(tmp_path):
         while part := os.read(ours, 4096):
             shown += part
     os.close(ours)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=HANG_S) == 0
     text = shown.decode()
     assert "━" in text
     assert "6/6 steps" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
@@ -121,9 +131,8 @@ def test_progress_bar_where_there_is_a_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["table", "md", "json"])
-def test_report_shows_runs_and_says_which_it_cannot(tmp_path, format):
-    run_dir = tmp_path / "good"
-    assert run(*TINY, "--data=synthetic", f"--output_dir={run_dir}").returncode == 0
+def test_report_shows_runs_and_says_which_it_cannot(tmp_path, accbench_run, format):
+    run_dir = accbench_run
     (tmp_path / "empty").mkdir()
     result = run(
         "-m", "accbench", "report", run_dir, tmp_path / "empty", f"--format={format}", script="-B"

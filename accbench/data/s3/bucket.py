@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accbench import extras
 from accbench.data.s3.listing import Listing, listing_of
 from accbench.errors import RequestError, UnreadableSampleError
 
-INSTALL = "pip install 'accbench[s3]'"
 _MAX_REASON = 200  # characters; aiohttp quotes what it could not read
 _BACKOFF_S, _MAX_BACKOFF_S = 0.2, 10.0
 T = TypeVar("T")
@@ -45,7 +45,8 @@ class Bucket:
             RequestError: s3fs is missing.
         """
         if importlib.util.find_spec("s3fs") is None:
-            raise RequestError(f"--data s3://... needs s3fs, which is not installed: {INSTALL}")
+            command = extras.install_command("s3")
+            raise RequestError(f"--data s3://... needs s3fs, which is not installed: {command}")
 
     @property
     def identity(self) -> str:

@@ -29,7 +29,7 @@ def problem(task: TaskConfig) -> str | None:
     if not another and (library is None or not library.exists()):
         where = "is not installed" if library is None else f"is not at {library}"
         return (
-            f"torch_xla needs a PJRT plugin for CUDA, which {where}: {nvidia.INSTALL}, "
+            f"torch_xla needs a PJRT plugin for CUDA, which {where}: {nvidia.install_command()}, "
             "or use --device cpu to train on the CPU"
         )
     return None

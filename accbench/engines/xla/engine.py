@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accbench import engines
+from accbench import engines, extras
 from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
@@ -33,7 +33,6 @@ from accbench.recording import provenance
 from accbench.recording.terminal import log
 from accbench.training.process_group import Topology
 
-INSTALL = "pip install 'accbench[xla]' (from a clone: bash prepare.sh)"
 _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
 
 
@@ -70,7 +69,8 @@ class Engine(engines.Engine):
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
         if importlib.util.find_spec("torch_xla") is None:
             return (
-                f"--compiler-opt (--engine xla) needs torch_xla, which is not installed: {INSTALL}"
+                "--compiler-opt (--engine xla) needs torch_xla, which is not installed: "
+                + extras.install_command("xla")
             )
         options = task.options.get("xla", cls.Options())
         try:
