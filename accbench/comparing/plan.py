@@ -170,5 +170,8 @@ def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise RequestError(f"--engines {spec}: {setting!r} is no option=value")
-        parsed[key.replace("-", "_")] = yaml.safe_load(value)
+        try:
+            parsed[key.replace("-", "_")] = yaml.safe_load(value)
+        except (yaml.YAMLError, RecursionError):
+            raise RequestError(f"--engines {spec}: {setting!r} holds no value in YAML") from None
     return parsed
