@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,11 +92,16 @@ class TaskConfig:
         return Path(self.output_dir)
 
 
-# field -> smallest value allowed
-_MINIMUM = {
+# field -> smallest value allowed. A plug-in's `Options` may have such a `minimum` of its own,
+# and a `maximum`.
+_MINIMUM: Mapping[str, float] = {
     "nproc_per_node": 1, "batch_size": 1, "image_size": 1, "epochs": 1, "max_steps": 1,
     "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0, "weight_decay": 0,
     "workers": 0, "threads": 1, "max_bad_samples": 0, "timeout_s": 1,
+}  # fmt: skip
+# field -> largest. Timeouts reach C++ as milliseconds in 32 bits.
+_MAXIMUM: Mapping[str, float] = {
+    "lr": sys.float_info.max, "weight_decay": sys.float_info.max, "timeout_s": 1e6,
 }  # fmt: skip
 
 
@@ -193,11 +199,25 @@ def task_of(flags: Any) -> TaskConfig:
     used = {engine, flags.launcher, data_name(flags.data)[0]}
     options = {name: getattr(flags, name) for name in used if hasattr(flags, name)}
     task = TaskConfig(**{**values, "engine": engine, "compiler_opt": False, "options": options})
-    for name, minimum in _MINIMUM.items():
-        value = getattr(task, name)
-        if value is not None and not value >= minimum:
-            raise RequestError(f"--{name} must be at least {minimum}, not {value}")
+    _check_range("", task, _MINIMUM, _MAXIMUM)
+    for name, group in options.items():
+        minimum, maximum = getattr(group, "minimum", {}), getattr(group, "maximum", {})
+        _check_range(f"{name}.", group, minimum, maximum)
     return task
+
+
+def _check_range(
+    prefix: str, values: Any, minimum: Mapping[str, float], maximum: Mapping[str, float]
+) -> None:
+    # Asked so that a value which is no number is refused as well.
+    for name, limit in minimum.items():
+        value = getattr(values, name)
+        if value is not None and not value >= limit:
+            raise RequestError(f"--{prefix}{name} must be at least {limit:g}, not {value}")
+    for name, limit in maximum.items():
+        value = getattr(values, name)
+        if value is not None and not value <= limit:
+            raise RequestError(f"--{prefix}{name} must be at most {limit:g}, not {value}")
 
 
 def data_name(data: str) -> tuple[str, str | None]:

@@ -37,11 +37,11 @@ def read(path: Path) -> Mapping[str, Any]:
         RequestError: the file cannot be read, or holds something else.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         content = _json(text) or yaml.load(text, Loader=_AsWritten)
     except OSError as error:
         raise RequestError(f"cannot read --config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise RequestError(f"{path} must hold `flag: value` lines, not {type(content).__name__}")

@@ -26,6 +26,8 @@ def refusal(capsys, *flags: str) -> str:
         (["--engine", "jax"], ["unknown engine 'jax'", "ddp", "xla"]),
         (["--model", "resnet51"], ["unknown model 'resnet51'", "resnet50", "resnet18"]),
         (["--model", "no_such_module:net"], ["no_such_module"]),
+        (["--model", ":x"], ["--model :x is not of the form package.module:callable"]),
+        (["--model", ".a:b"], ["--model .a:b is not of the form package.module:callable"]),
         (["--data", "tfrecord:x"], ["unknown data source 'tfrecord'", "imagefolder", "synthetic"]),
         (["--launcher", "mpi"], ["unknown launcher 'mpi'", "local"]),
         (["--amp_level", "O2"], ["O2", "O0", "O1", "amp"]),
@@ -34,6 +36,10 @@ def refusal(capsys, *flags: str) -> str:
         (["--nproc_per_node", "0"], ["--nproc_per_node must be at least 1"]),
         (["--max-steps", "-1"], ["--max_steps must be at least 1"]),
         (["--lr", "nan"], ["--lr must be at least 0, not nan"]),
+        (["--lr", "inf"], ["--lr must be at most", "not inf"]),
+        (["--timeout_s", "inf"], ["--timeout_s must be at most 1e+06, not inf"]),
+        (["--timeout_s", "1e30"], ["--timeout_s must be at most 1e+06, not 1e+30"]),
+        (["--timeout_s", "nan"], ["--timeout_s must be at least 1, not nan"]),
         (["--batchsize", "3"], ["--batchsize", "perhaps you meant --batch_size"]),
         (["--engine", "ddp", "--ddp.nhwc"], ["--ddp.nhwc"]),
         (["--device", "cuda", "--data", "synthetic"], ["no CUDA device", "--device cpu"]),
@@ -49,6 +55,39 @@ def test_one_line_names_cause_and_remedy(capsys, flags, expected):
     line = refusal(capsys, *flags)
     for part in expected:
         assert part in line
+
+
+@pytest.mark.parametrize(
+    ("plugin", "option", "expected"),
+    [
+        ("--data=synthetic", "synthetic.num_batches=0", "at least 1, not 0"),
+        ("--data=synthetic", "synthetic.num_classes=0", "at least 1, not 0"),
+        ("--data=synthetic", "synthetic.steps_per_epoch=-1", "at least 1, not -1"),
+        ("--data=recordio:x.rec", "recordio.num_classes=0", "at least 1, not 0"),
+        ("--data=s3://b/p", "s3.attempts=0", "at least 1, not 0"),
+        ("--data=s3://b/p", "s3.timeout_s=-1", "at least 0.001, not -1.0"),
+        ("--data=s3://b/p", "s3.timeout_s=inf", "at most 1e+06, not inf"),
+        ("--data=s3://b/p", "s3.cache_gib=nan", "at least 0, not nan"),
+        ("--data=s3://b/p", "s3.listing_max_age_s=-1", "at least 0, not -1.0"),
+        ("--engine=xla", "xla.host_bucket_mib=0", "at least 1, not 0"),
+    ],
+)
+def test_options_of_a_plugin_have_limits(capsys, plugin, option, expected):
+    name = option.partition("=")[0]
+    assert f"--{name} must be {expected}" in refusal(capsys, plugin, f"--{option}")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("task.yaml", "YAML"), ("task.json", "JSON")])
+def test_file_nested_too_deeply(capsys, tmp_path, name, kind):
+    (tmp_path / name).write_text("[" * 100_000)
+    assert f"{name} is not {kind}: " in refusal(capsys, "--config", str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "comparison.json"])
+def test_record_nested_too_deeply(capsys, tmp_path, name):
+    (tmp_path / name).write_text("[" * 100_000 + "\n")
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

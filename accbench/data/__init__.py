@@ -31,7 +31,10 @@ class Source(abc.ABC):
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        """Knobs of this source alone; each becomes the flag `--<source>.<knob>`."""
+        """Knobs of this source alone; each becomes the flag `--<source>.<knob>`.
+
+        Class variables `minimum` and `maximum`, knob -> value, say what is refused.
+        """
 
     num_classes: int
 

@@ -43,7 +43,7 @@ def is_complete(folder: Path) -> bool:
 def _manifest(folder: Path) -> dict[str, object]:
     try:
         found = json.loads((folder / _MANIFEST).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -17,6 +18,7 @@ class Source(data.Source):
     class Options:
         """Options of the data source synthetic."""
 
+        minimum: ClassVar = {"num_classes": 1, "num_batches": 1, "steps_per_epoch": 1}
         num_classes: int = 1000
         """Classes of the random labels."""
         num_batches: int = 2

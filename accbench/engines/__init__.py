@@ -49,7 +49,10 @@ class Engine(abc.ABC):
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        """Knobs of this engine alone; each becomes the flag `--<engine>.<knob>`."""
+        """Knobs of this engine alone; each becomes the flag `--<engine>.<knob>`.
+
+        Class variables `minimum` and `maximum`, knob -> value, say what is refused.
+        """
 
     collectives: str
     """Where gradients are reduced: in_graph, process_group or host."""

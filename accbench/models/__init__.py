@@ -97,6 +97,8 @@ def resolve(name: str) -> Any:
 
 def _callable(name: str) -> Callable[..., nn.Module]:
     module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise RequestError(f"--model {name} is not of the form package.module:callable")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:

@@ -228,7 +228,7 @@ def read(path: Path) -> list[Record]:
         RequestError: no such file, or it does not hold accbench's records.
     """
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}") from None
     found: list[Record] = []
@@ -236,7 +236,7 @@ def read(path: Path) -> list[Record]:
         try:
             values = json.loads(line)
             record_class = _CLASSES.get(values.pop("kind"))
-        except (ValueError, AttributeError, KeyError, TypeError):
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             continue
         if record_class is None:
             continue

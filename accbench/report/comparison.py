@@ -59,12 +59,12 @@ class Plan:
         """
         file = folder / PLAN_FILE
         try:
-            values = json.loads(file.read_text())
+            values = json.loads(file.read_text(encoding="utf-8"))
             rows = tuple(RowPlan(**row) for row in values.pop("rows"))
             return Plan(rows=rows, **values)
         except OSError as error:
             raise RequestError(f"cannot read {file}: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise RequestError(f"{file} is no comparison of this version of accbench") from None
 
 

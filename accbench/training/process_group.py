@@ -1,16 +1,15 @@
 """Which worker this is, and the few things that workers tell each other on the host."""
 
 import dataclasses
+import gc
+import importlib
 import os
-import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-_SETTLE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,10 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
     # or in a container often leads nowhere.
     if topology.local_world_size == topology.world_size and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Its functions take the process group of the time when it is imported as a default, and
+    # so keep the group for ever: DDP's constructor would import it. Before there is a group
+    # that is None, and `close` can end gloo's threads.
+    importlib.import_module("torch.distributed.nn.functional")
     nccl = device == "cuda" and torch.cuda.is_available()
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -55,9 +58,10 @@ def close() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         # Gloo's threads let go of the last collective's tensors after it is done, and need
-        # Python's lock for that: in a process that is just ending they abort it. Destroying
-        # the group does not end them where a DDP was built (torch 2.8), so they get the time.
-        time.sleep(_SETTLE_S)
+        # Python's lock for that: a process that is just ending they abort ("terminate called
+        # without an active exception"). They end with the group, which a DDP that nobody has
+        # let go of, a model in a circle of references for one, keeps alive.
+        gc.collect()
         dist.destroy_process_group()
 
 

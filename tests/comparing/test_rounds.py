@@ -96,6 +96,8 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
         (["--engines=ddp,dpd"], "unknown engine 'dpd'; there are: ddp, inductor"),
         (["--engines=ddp,ddp:channels=1"], "ddp.channels"),
         (["--engines=ddp,ddp:channels_last"], "no option=value"),
+        (["--engines=ddp,ddp:channels_last={"], "'channels_last={' holds no value in YAML"),
+        (["--synthetic.num_batches=0"], "--synthetic.num_batches must be at least 1"),
         (["--engines=ddp,xla", "--baseline=eager"], "none of the rows: ddp, xla"),
         (["--repeats=1"], "--repeats must be at least 2"),
         (["--price_per_hour=-1"], "--price_per_hour must be more than 0"),

@@ -85,6 +85,18 @@ def test_torchrun_starts_the_same_worker(tmp_path):
     assert (run_dir / "logs" / "rank1.log").exists()
 
 
+def test_gloos_threads_end_before_their_process(tmp_path):
+    """Or they abort it now and then, for they need Python's lock to free what they hold."""
+    flags = (*TINY, "--model=tests.nets:counts_threads", "--data=synthetic", "--nproc_per_node=2")
+    result = run(*flags, f"--output_dir={tmp_path}", timeout_s=600)
+    assert result.returncode == 0, result.stderr
+    told = re.findall(r"threads: (\d+) then (\d+)", result.stdout)
+    assert len(told) == 2
+    num_gloo = 3  # one that listens, two that run collectives
+    for during, at_the_end in told:
+        assert int(at_the_end) <= int(during) - num_gloo
+
+
 @pytest.fixture(scope="module")
 def accbench_run(tmp_path_factory):
     """The folder of a run by `accbench run`."""

@@ -6,7 +6,7 @@ A folder holds train.rec and perhaps val.rec, each best with its .idx file.
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class Source(data.Source):
     class Options:
         """Options of the data source recordio."""
 
+        minimum: ClassVar = {"num_classes": 1}
         num_classes: int | None = None
         """Classes. Unset: the largest label counts, for which all headers are read once."""
         augment: Literal["crop", "flip"] = "crop"

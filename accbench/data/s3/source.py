@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -34,6 +34,10 @@ class Source(data.Source):
     class Options:
         """Options of the data source s3."""
 
+        minimum: ClassVar = {
+            "cache_gib": 0, "listing_max_age_s": 0, "timeout_s": 0.001, "attempts": 1,
+        }  # fmt: skip
+        maximum: ClassVar = {"cache_gib": 1e9, "timeout_s": 1e6}
         endpoint_url: str | None = None
         """The server, where it is not Amazon's; AWS_ENDPOINT_URL says the same."""
         anonymous: bool = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ class Engine(engines.Engine):
     class Options:
         """Options of the engine xla."""
 
+        minimum: ClassVar = {"host_bucket_mib": 1}
         compile_cache: Literal["auto", "on", "off"] = "auto"
         """Keep compiled graphs on disk. auto: on where the platform can load what it saved."""
         cache_dir: str | None = None
