@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench.report import verdict
+from accbench.report import markdown, verdict
 from accbench.report.analysis import Result, RowResult
 
 _NOT_KNOWN = "-"
@@ -108,17 +108,11 @@ def _extras(row: RowResult, result: Result) -> list[str]:
     return [f"{row.name}: {'; '.join(said)}"] if said else []
 
 
-def markdown(result: Result) -> str:
+def as_markdown(result: Result) -> str:
     """For an issue or a README; ends in a newline."""
-    lines = [list(COLUMNS), ["---" if title in LEFT else "---:" for title in COLUMNS]]
-    lines += [[cell(row) for cell in COLUMNS.values()] for row in result.rows]
-    body = "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
-    listed = "\n".join(f"- {_plain(line)}" for line in notes(result))
-    return f"**{_plain(result.headline)}**\n\n{body}\n\n{listed}\n"
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in result.rows]
+    body = markdown.table(list(COLUMNS), LEFT, cells)
+    return f"**{markdown.plain(result.headline)}**\n\n{body}\n\n{markdown.bullets(notes(result))}\n"
 
 
 def terminal(result: Result, width: int = 150) -> str:
