@@ -20,9 +20,11 @@ def number(value: float | None, pattern: str) -> str:
 
 
 def speedup(row: RowResult) -> str:
-    """Median and interval."""
-    if row.speedup is None or row.speedup_ci95 is None or row.verdict == verdict.BASELINE:
-        return "1" if row.verdict == verdict.BASELINE else _NOT_KNOWN
+    """With its interval; a single round has none."""
+    if row.verdict == verdict.BASELINE:
+        return "1"
+    if row.speedup is None or row.speedup_ci95 is None:
+        return number(row.speedup, "{:.3f}")
     return "{:.3f} ({:.3f} to {:.3f})".format(row.speedup, *row.speedup_ci95)
 
 
@@ -68,7 +70,7 @@ def notes(result: Result) -> list[str]:
     lines = [setting] if setting else []
     lines.append(
         f"samples/s of all workers after the warm-up, median of {result.repeats} rounds; "
-        f"speedup over {result.baseline}, round by round; differences under "
+        f"speedup over {result.baseline}, geometric mean of the rounds' ratios; differences under "
         f"{result.min_effect:.0%} do not count"
     )
     lines += [f"MIXED {line}" for line in result.mixed]

@@ -7,7 +7,7 @@ from accbench.report.comparison import Comparison, Row
 MAX_DATA_WAIT_SHARE = 0.10
 MAX_OTHER_CPU_SHARE = 0.20
 MAX_THROTTLED_SHARE = 0.10
-# Width of the 95 % interval, as a part of the median, beyond which "no difference
+# Width of the 95 % interval, as a part of the speedup, beyond which "no difference
 # shown" would only say that nothing could have been.
 MAX_INTERVAL_WIDTH = 0.25
 
@@ -15,20 +15,20 @@ FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference shown"
 NOT_VALID, FAILED, BASELINE = "not valid", "failed", "baseline"
 
 
-def of_interval(median: float, interval: tuple[float, float], min_effect: float) -> str:
+def of_interval(speedup: float, interval: tuple[float, float], min_effect: float) -> str:
     """faster, slower or no difference shown, of a speedup and its interval."""
     low, high = interval
-    if low > 1 and median >= 1 + min_effect:
+    if low > 1 and speedup >= 1 + min_effect:
         return FASTER
-    if high < 1 and median <= 1 / (1 + min_effect):
+    if high < 1 and speedup <= 1 / (1 + min_effect):
         return SLOWER
     return NO_DIFFERENCE
 
 
-def too_wide(median: float, interval: tuple[float, float], min_effect: float) -> str | None:
+def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -> str | None:
     """The reason, where repeats differ too much for any answer."""
-    width = (interval[1] - interval[0]) / median
-    if of_interval(median, interval, min_effect) == NO_DIFFERENCE and width > MAX_INTERVAL_WIDTH:
+    width = (interval[1] - interval[0]) / speedup
+    if of_interval(speedup, interval, min_effect) == NO_DIFFERENCE and width > MAX_INTERVAL_WIDTH:
         return (
             f"spread between repeats too wide: the interval spans {width:.0%} of the speedup; "
             "more --repeats, more --max_steps or a quieter machine"

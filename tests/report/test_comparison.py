@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 
 from accbench import cli
 from accbench.errors import RequestError
 from accbench.recording import records
-from accbench.report import analysis, comparison, publish
+from accbench.report import analysis, comparison, publish, statistics
 from tests.report import fakes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -104,6 +105,33 @@ def test_engines_alike_show_no_difference(folder):
 def test_a_difference_under_min_effect_does_not_count(tmp_path):
     folder = fakes.write(tmp_path, fakes.plan(min_effect=0.5))
     assert row_of(folder, "inductor").verdict == "no difference shown"
+
+
+def test_two_rounds_that_agree_by_chance_show_nothing(tmp_path):
+    """Their range lies above 1, and so does that of every fourth pair of an A/A trial."""
+    folder = fakes.write(tmp_path, fakes.plan(repeats=2))
+    for number, speed in ((1, 104.0), (2, 108.0)):
+        found = [
+            fakes.window(r.first_step, speed * fakes.DRIFT[number - 1])
+            if isinstance(r, records.WindowRecord)
+            else r
+            for r in fakes.run("inductor", number)
+        ]
+        fakes.write_run(round_of(folder, number, "inductor"), found)
+    row = row_of(folder, "inductor")
+    assert row.verdict == "not valid"
+    assert "spread between repeats too wide" in row.reasons[0]
+    assert row.speedup == pytest.approx(1.06, rel=1e-3)
+    assert row.speedup_ci95[0] < 1
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 5, 10])
+def test_an_interval_of_95_percent_covers_95_percent(rounds):
+    random = np.random.default_rng(0)
+    trials = np.exp(0.05 * random.normal(size=(4000, rounds)))
+    intervals = [statistics.mean_with_interval(ratios)[1] for ratios in trials]
+    covered = np.mean([low <= 1 <= high for low, high in intervals])
+    assert covered == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
 
 
 DEVICE = records.DeviceRecord
