@@ -57,6 +57,8 @@ class Result:
     min_effect: float
     repeats: int
     price_per_hour: float | None
+    order_seed: int | None
+    """Of the rows' order within the rounds."""
     mixed: tuple[str, ...]
     rows: tuple[RowResult, ...]
     schema_version: int = SCHEMA_VERSION
@@ -74,7 +76,8 @@ def judge(comparison: Comparison) -> Result:
     result = Result(
         name=comparison.name, headline="", setting=setting, baseline=plan.baseline,
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
-        price_per_hour=plan.price_per_hour, mixed=comparison.mixed, rows=rows,
+        price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
+        mixed=comparison.mixed, rows=rows,
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))
 

@@ -73,6 +73,8 @@ def notes(result: Result) -> list[str]:
         f"speedup over {result.baseline}, geometric mean of the rounds' ratios; differences under "
         f"{result.min_effect:.0%} do not count"
     )
+    if result.order_seed is not None:
+        lines.append(f"the order within each round was drawn: --order_seed {result.order_seed}")
     lines += [f"MIXED {line}" for line in result.mixed]
     for row in result.rows:
         lines += [f"{row.name}: {row.verdict}: {reason}" for reason in row.reasons]

@@ -17,7 +17,7 @@ WARM = {"ddp": 4.0, "inductor": 9.0, "xla": 40.0}
 
 def plan(**changes: object) -> Plan:
     rows = tuple(RowPlan(name, name, {"engine": name, "model": "net"}) for name in SPEED)
-    made = Plan(rows, "ddp", 5, 0.02, 3, True, price_per_hour=2.0)
+    made = Plan(rows, "ddp", 5, 0.02, 3, True, price_per_hour=2.0, order_seed=7)
     return dataclasses.replace(made, **changes)
 
 
