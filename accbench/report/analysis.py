@@ -153,8 +153,7 @@ def _verdict(
     if row.failure is not None:
         nan = any(run.status == "nan" for run in row.rounds)
         return (verdict.NOT_VALID if nan else verdict.FAILED), [row.failure]
-    different = checked.reason if checked.verdict == numerics.DIFFERS else None
-    reasons = verdict.reasons_against(comparison, row, different)
+    reasons = verdict.reasons_against(comparison, row, checked)
     if row is comparison.baseline:
         return (verdict.NOT_VALID if reasons else verdict.BASELINE), reasons
     if len(found) < 2:

@@ -37,6 +37,8 @@ class Numerics:
     """Where it differs first; a tensor's name, `loss` or `gradient norm`."""
     worst: float | None = None
     """Largest distance in noise floors."""
+    crashed: bool = False
+    """Its own pass began and did not end."""
 
 
 Distances = dict[int, dict[str, float]]
@@ -49,7 +51,9 @@ def judge(comparison: Comparison, row: Row) -> Numerics:
     dtype = (header.amp_dtype or "float32") if header else None
     missing = _missing(comparison, row)
     if missing:
-        return Numerics(NOT_CHECKED, dtype, missing)
+        own = row.numerics.status
+        crashed = comparison.plan.numerics_steps > 0 and own not in ("ok", "nan", "not run")
+        return Numerics(NOT_CHECKED, dtype, missing, crashed=crashed)
     if row.numerics.status == "nan":
         return Numerics(DIFFERS, dtype, row.numerics.end.error if row.numerics.end else None)
     apart = next((r for r in row.numerics.numerics if r.rank_difference > 0), None)

@@ -2,7 +2,9 @@
 
 import statistics
 
+from accbench.report import numerics
 from accbench.report.comparison import Comparison, Row
+from accbench.report.numerics import Numerics
 
 MAX_DATA_WAIT_SHARE = 0.10
 MAX_OTHER_CPU_SHARE = 0.20
@@ -36,13 +38,16 @@ def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -
     return None
 
 
-def reasons_against(comparison: Comparison, row: Row, numerics_reason: str | None) -> list[str]:
+def reasons_against(comparison: Comparison, row: Row, checked: Numerics) -> list[str]:
     """Why the row's speed, or its ratio to the baseline's, says nothing; empty if it does."""
-    reasons = [*_of_compiler(row), *_of_loss(row)]
-    if numerics_reason:
-        reasons.append(f"different numerics: {numerics_reason}")
+    reasons = _of_compiler(row)
+    if checked.verdict == numerics.DIFFERS:
+        reasons.append(f"different numerics: {checked.reason}")
+    if checked.crashed:
+        reasons.append(f"numerics not checked: {checked.reason}")
     for one in dict.fromkeys((row.name, comparison.baseline.name)):
         measured = next(r for r in comparison.rows if r.name == one)
+        reasons += _of_loss(measured) + _of_rounds(measured)
         reasons += _of_input(measured) + _of_device(measured)
     if comparison.mixed:
         reasons.append(f"runs of different settings: {'; '.join(comparison.mixed)}")
@@ -67,6 +72,19 @@ def _of_compiler(row: Row) -> list[str]:
 def _of_loss(row: Row) -> list[str]:
     if any(run.status == "nan" or any(w.loss is None for w in run.windows) for run in row.rounds):
         return [f"{row.name}: the loss became NaN or infinite"]
+    return []
+
+
+def _of_rounds(row: Row) -> list[str]:
+    """A round that failed is no slow round that may be left out: the others would be a choice."""
+    missing = {n: run for n, run in enumerate(row.rounds, start=1) if run.status != "ok"}
+    failed = {n: run for n, run in missing.items() if run.status not in ("nan", "not run")}
+    if failed:
+        number, run = next(iter(failed.items()))
+        why = run.end.error if run.end and run.end.error else "it was killed"
+        return [f"round {number} of {row.name} failed ({run.status}): {why}"]
+    if missing and all(run.status == "not run" for run in missing.values()):
+        return [f"{len(missing)} of {len(row.rounds)} rounds of {row.name} have not run"]
     return []
 
 

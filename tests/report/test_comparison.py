@@ -192,11 +192,30 @@ def test_ranks_apart_mean_gradients_not_averaged(folder):
     assert "not averaged" in row_of(folder, "xla").numerics.reason
 
 
-def test_numerics_not_checked_says_why(folder):
-    fakes.write_run(folder / "numerics" / "xla", [records.EndRecord("oom", "no memory left")])
-    checked = row_of(folder, "xla").numerics
-    assert checked.verdict == "not checked"
-    assert "no memory left" in checked.reason
+@pytest.mark.parametrize("status", ["oom", "error", None])
+def test_numerics_pass_that_crashed_makes_the_result_not_valid(folder, status):
+    """None: killed together with its launcher."""
+    ended = [records.EndRecord(status, "no memory left")] if status else []
+    fakes.write_run(folder / "numerics" / "xla", [fakes.header("xla"), *ended])
+    row = row_of(folder, "xla")
+    assert row.verdict == "not valid"
+    assert (row.numerics.verdict, row.numerics.crashed) == ("not checked", True)
+    why = "no memory left" if status else "killed"
+    assert why in row.reasons[0]
+    for format in ("table", "md", "html", "json"):
+        rendered = publish.render([comparison.read(folder)], format)
+        assert f"(numerics not checked: its pass did not end ({status or why}" in rendered
+    assert row_of(folder, "inductor").verdict == "faster"
+
+
+def test_numerics_that_nobody_asked_for_or_has_not_run_are_not_checked(folder, tmp_path):
+    for path in (folder / "numerics" / "xla").iterdir():
+        path.unlink()
+    asked = row_of(folder, "xla")
+    spared = row_of(fakes.write(tmp_path / "spared", fakes.plan(numerics_steps=0)), "xla")
+    for row in (asked, spared):
+        assert row.verdict == "slower"
+        assert (row.numerics.verdict, row.numerics.crashed) == ("not checked", False)
 
 
 def test_engine_that_failed_is_a_row_with_its_reason(folder):
@@ -211,13 +230,34 @@ def test_engine_that_failed_is_a_row_with_its_reason(folder):
     assert "OutOfMemoryError" in publish.render([comparison.read(folder)], "md")
 
 
-def test_run_killed_in_mid_line_loses_its_round_only(folder):
-    path = round_of(folder, 3, "inductor") / "records.jsonl"
-    path.write_bytes(path.read_bytes()[:-300])
+@pytest.mark.parametrize("status", ["oom", "error", "interrupted", None])
+@pytest.mark.parametrize("engine", ["inductor", "ddp"])
+def test_round_that_failed_makes_the_result_not_valid(folder, engine, status):
+    """The others are not asked whether they would do without it; likewise the baseline's."""
+    path = round_of(folder, 3, engine) / "records.jsonl"
+    if status is None:  # killed in mid line
+        path.write_bytes(path.read_bytes()[:-300])
+    else:
+        ended = records.EndRecord(status, "CUDA out of memory")
+        fakes.write_run(path.parent, [*fakes.run(engine, 3)[:3], ended])
     row = row_of(folder, "inductor")
-    assert row.verdict == "faster"
-    assert row.rounds_ok == 4
-    assert row.samples_per_s_rounds[2] is None
+    assert row.verdict == "not valid"
+    why = f"({status}): CUDA out of memory" if status else "(killed): it was killed"
+    assert row.reasons[0] == f"round 3 of {engine} failed {why}"
+    assert row_of(folder, engine).rounds_ok == 4
+    assert row_of(folder, engine).samples_per_s_rounds[2] is None
+    assert row_of(folder, "xla").verdict == ("not valid" if engine == "ddp" else "slower")
+    for format in ("table", "md", "html", "json"):
+        rendered = publish.render([comparison.read(folder)], format)
+        assert f"round 3 of {engine} failed" in rendered
+
+
+def test_comparison_that_has_not_ended_says_so(folder):
+    for number in (4, 5):
+        (round_of(folder, number, "inductor") / "records.jsonl").unlink()
+    row = row_of(folder, "inductor")
+    assert (row.verdict, row.rounds_ok) == ("not valid", 3)
+    assert row.reasons == ("2 of 5 rounds of inductor have not run",)
 
 
 def test_runs_of_different_settings_are_refused_or_marked(folder):
