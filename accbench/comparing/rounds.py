@@ -133,7 +133,10 @@ def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
     for number, turn in enumerate(in_turns(rows, plan.repeats, plan.order_seed), start=1):
         for row, task in turn:
             at = comparison.round_folder(folder, number, row)
-            yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, task, number)
+            # Another seed in each, the same for all rows: what seeds do to the losses is the
+            # yardstick for what an engine may do.
+            seeded = {**task, "seed": task["seed"] + number - 1}
+            yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, seeded, number)
     for row, task in rows if plan.input_round else []:
         if config.data_name(task["data"])[0] != "synthetic":
             at = comparison.synthetic_folder(folder, row)

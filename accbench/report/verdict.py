@@ -2,7 +2,7 @@
 
 import statistics
 
-from accbench.report import numerics
+from accbench.report import losses, numerics
 from accbench.report.comparison import Comparison, Row
 from accbench.report.numerics import Numerics
 
@@ -45,6 +45,8 @@ def reasons_against(comparison: Comparison, row: Row, checked: Numerics) -> list
         reasons.append(f"different numerics: {checked.reason}")
     if checked.crashed:
         reasons.append(f"numerics not checked: {checked.reason}")
+    if row is not comparison.baseline and (parted := losses.judge(comparison.baseline, row)):
+        reasons.append(f"{row.name}: {parted}")
     for one in dict.fromkeys((row.name, comparison.baseline.name)):
         measured = next(r for r in comparison.rows if r.name == one)
         reasons += _of_loss(measured) + _of_rounds(measured)

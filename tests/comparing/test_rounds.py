@@ -13,6 +13,7 @@ from accbench import cli
 from accbench.comparing.order import in_turns
 from accbench.report import comparison
 from tests import planted
+from tests.comparing import frozen
 from tests.conftest import ROOT, TINY
 
 FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu")
@@ -99,6 +100,25 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
         status, _, err = finish(start(folder, *flags, other))
         assert status == 2
         assert "other settings" in err
+
+
+def test_an_engine_that_does_not_learn_is_found_by_its_losses(tmp_path, images):
+    """In two rounds already; ddp beside itself is not."""
+    folder = tmp_path / "c"
+    flags = ("--engines=ddp,ddp,frozen", "--numerics_steps=0", "--no-input_round", "--seed=5")
+    learning = (f"--data=mock:{images}", "--batch_size=16", "--max_steps=60", "--lr=0.03")
+    plugins = frozen.install(tmp_path / "plugins")
+    status, _, err = finish(start(folder, *flags, *learning, plugins=plugins))
+    assert status == 0, err
+    rows = rows_of(folder)
+    assert "frozen: losses part from the baseline's: " in " ".join(rows["frozen"]["reasons"])
+    assert rows["frozen"]["verdict"] == "not valid"
+    assert "losses" not in " ".join(rows["ddp#2"]["reasons"])
+    # A seed a round, the same for all rows.
+    found = comparison.read(folder).rows
+    seeds = [[run.header.task["seed"] for run in row.rounds] for row in found]
+    assert seeds == [[5, 6]] * 3
+    assert found[0].rounds[0].windows[0].mean_loss != found[0].rounds[1].windows[0].mean_loss
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from accbench import cli
 from accbench.errors import RequestError
 from accbench.recording import records
-from accbench.report import analysis, comparison, publish, statistics
+from accbench.report import analysis, comparison, losses, publish, statistics
 from tests.report import fakes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -216,6 +216,73 @@ def test_numerics_that_nobody_asked_for_or_has_not_run_are_not_checked(folder, t
     for row in (asked, spared):
         assert row.verdict == "slower"
         assert (row.numerics.verdict, row.numerics.crashed) == ("not checked", False)
+
+
+def with_losses(folder: Path, num_rounds: int, change) -> analysis.RowResult:
+    """inductor's row where `change(first_step, loss)` is what its windows recorded."""
+    for number in range(1, num_rounds + 1):
+        found = [
+            dataclasses.replace(r, mean_loss=change(r.first_step, r.mean_loss))
+            if isinstance(r, records.WindowRecord)
+            else r
+            for r in fakes.run("inductor", number)
+        ]
+        fakes.write_run(round_of(folder, number, "inductor"), found)
+    return row_of(folder, "inductor")
+
+
+LOSSES = {
+    "does not learn": lambda step, loss: loss + step / 50,
+    "learns half as much": lambda step, loss: loss + step / 100,
+    "learns half as much again": lambda step, loss: loss - step / 100,
+    "a little off": lambda step, loss: loss + 0.05,
+}
+
+
+@pytest.mark.parametrize("fault", LOSSES)
+def test_losses_that_part_from_the_baseline_make_the_result_not_valid(folder, fault):
+    row = with_losses(folder, 5, LOSSES[fault])
+    assert row.verdict == "not valid"
+    assert "inductor: losses part from the baseline's: " in row.reasons[0]
+    assert "in steps 30 to 40 where ddp has 1.4 (seeds spread by 0.0" in row.reasons[0]
+    assert row_of(folder, "xla").verdict == "slower"
+    for format in ("table", "md", "html", "json"):
+        rendered = publish.render([comparison.read(folder)], format)
+        assert "losses part from the baseline" in rendered
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_what_does_not_learn_is_seen_in_few_rounds(tmp_path, rounds):
+    folder = fakes.write(tmp_path, fakes.plan(repeats=rounds))
+    assert "losses part" in with_losses(folder, rounds, LOSSES["does not learn"]).reasons[0]
+    assert row_of(folder, "xla").verdict == "slower"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_losses_as_far_apart_as_rounding_puts_them_are_the_same(folder, sign):
+    """Sure, for it is the same in each round, and smaller than what seeds do."""
+    row = with_losses(folder, 5, lambda step, loss: loss + sign * 1e-5 * step)
+    assert row.verdict == "faster"
+
+
+def test_losses_that_cannot_be_compared_are_not(folder):
+    """Rounds of one seed, as before each had its own, have no spread to measure by."""
+    for engine in fakes.SPEED:
+        for number in range(1, 6):
+            head, *rest = fakes.run(engine, number)
+            head = dataclasses.replace(head, task={**head.task, "seed": 0})
+            fakes.write_run(round_of(folder, number, engine), [head, *rest])
+    row = row_of(folder, "inductor")
+    assert row.verdict == "faster"
+
+
+def test_right_engines_losses_do_not_part():
+    """As far apart as two seeds are, which is further than rounding can put them."""
+    random = np.random.default_rng(0)
+    for rounds in (3, 5):
+        runs = random.normal(size=(2, 2000, rounds, 8)) + 3 * np.exp(-np.arange(8) / 2)
+        told = [losses.part(*pair) for pair in runs.swapaxes(0, 1)]
+        assert sum(told) <= 6  # one in 1,000, with room for chance
 
 
 def test_engine_that_failed_is_a_row_with_its_reason(folder):
