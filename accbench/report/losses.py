@@ -46,7 +46,7 @@ def part(row: np.ndarray, baseline: np.ndarray) -> bool:
     certain = t_quantile(CONFIDENCE, apart.size - 1) * error
     if abs(apart.mean()) > max(SMALLEST * unit, certain):
         return True
-    # Two or three differences are never certain, but what does not learn at all is seen.
+    # Two or three differences are rarely certain, but what does not learn at all is seen.
     learned = (baseline[:, 0] - at_end(baseline)).mean()
     far = apart.min() > learned / 2 or apart.max() < -learned / 2
     return bool(far and learned > LEARNED * unit)
