@@ -9,7 +9,7 @@ Both sides run in one process, in turns of a few steps (A B, B A, ...), on fixed
 batches. Where its memory lies can make one side of a process faster by some percent
 for as long as the process lives, so all is repeated in fresh processes, in which the
 two sides are built in either order by turns. Printed is the ratio of their times: the
-median of the processes' medians, and its 95 % bootstrap interval.
+geometric mean of the processes' medians, and its 95 % interval by Student's t.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accbench import config, launchers, models, plugins
 from accbench.config import TaskConfig
-from accbench.report.statistics import median_with_interval
+from accbench.report.statistics import mean_with_interval
 from accbench.training import process_group
 from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
@@ -244,7 +244,7 @@ def main() -> None:
         )  # fmt: skip
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], file=sys.stderr)
-    ratio, (low, high) = median_with_interval([one["ratio"] for one in found])
+    ratio, (low, high) = mean_with_interval([one["ratio"] for one in found])
     host_ms = [statistics.mean(one[f"{side}_host_ms"] for one in found) for side in SIDES]
     print(
         f"{flags.engine}, {flags.nproc_per_node} worker(s), {flags.model} {flags.image_size} px, "

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.report import run as runs  # noqa: E402
-from accbench.report.statistics import median_with_interval  # noqa: E402
+from accbench.report.statistics import mean_with_interval  # noqa: E402
 
 FLAGS = (
     "--model=resnet18", "--image_size=96", "--batch_size=8", "--amp_level=O0", "--device=cpu",
@@ -54,7 +54,7 @@ def main() -> None:
                 speeds[huge_pages] = samples_per_s(flags, at, huge_pages)
             ratios.append(speeds[True] / speeds[False])
             print(f"{speeds[True]:.1f} samples/s with, {speeds[False]:.1f} without", flush=True)
-    ratio, (low, high) = median_with_interval(ratios)
+    ratio, (low, high) = mean_with_interval(ratios)
     print(f"huge pages: {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}, {len(ratios)} rounds")
 
 

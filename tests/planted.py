@@ -45,6 +45,13 @@ class Crashes(ddp.Engine):
         raise RuntimeError("planted crash")
 
 
+class Frozen(ddp.Engine):
+    """Computes all and leaves the step out."""
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
 class CrashesWhenLoaded(ddp.Engine):
     """Trains well, but the numerics pass ends with an error."""
 
@@ -464,7 +471,7 @@ OF_RANKS = {
 }  # fmt: skip
 OTHERS = {
     "slowed": Slowed, "crashes": Crashes, "crashes_when_loaded": CrashesWhenLoaded,
-    "not_loaded": NotLoaded,
+    "not_loaded": NotLoaded, "frozen": Frozen,
 }  # fmt: skip
 NAMES = {**ALWAYS, **OF_CONVOLUTIONS, **OF_DROPOUT, **OF_RANKS, **OTHERS}
 # Entry points name attributes of this module.

@@ -37,6 +37,8 @@ class CompareFlags(TaskConfig):
     """One more round on synthetic data, which tells what input costs."""
     price_per_hour: float | None = None
     """Price of all devices together an hour, in any currency, for the price of an epoch."""
+    order_seed: int | None = None
+    """Of the order in which each round measures the rows. Unset: drawn, and written down."""
     compare: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """What launch_single_task.py calls this command by."""
 
@@ -106,7 +108,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
     plan = Plan(
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps, input_round=flags.input_round,
-        price_per_hour=flags.price_per_hour, defaults=chosen,
+        price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
     )  # fmt: skip
     return plan, flags.output_dir
 

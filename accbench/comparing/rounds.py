@@ -1,6 +1,7 @@
 """`accbench compare`: every run of a plan in a fresh process, in turn, and then the report."""
 
 import dataclasses
+import secrets
 import shutil
 import sys
 import time
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accbench import config
+from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
 from accbench.errors import RequestError
@@ -44,6 +46,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     try:
         plan, wanted = parse(argv, prog)
         folder = claim(plan, wanted)
+        plan = Plan.read(folder)  # with the order that was drawn, if not now then at first
     except RequestError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
@@ -82,7 +85,7 @@ def claim(plan: Plan, wanted: str | None) -> Path:
     """
     folder = Path(wanted or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-compare").absolute()
     if (folder / comparison.PLAN_FILE).exists():
-        if Plan.read(folder) != plan:
+        if not _goes_on(plan, Plan.read(folder)):
             raise RequestError(
                 f"{folder} holds a comparison of other settings; choose another --output_dir"
             )
@@ -91,10 +94,22 @@ def claim(plan: Plan, wanted: str | None) -> Path:
         if folder.exists() and any(folder.iterdir()):
             raise RequestError(f"{folder} is not empty and holds no comparison")
         folder.mkdir(parents=True, exist_ok=True)
-        plan.write(folder)
+        _with_order(plan).write(folder)
     except OSError as error:
         raise RequestError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
     return folder
+
+
+def _goes_on(plan: Plan, begun: Plan) -> bool:
+    if plan.order_seed is None:
+        plan = dataclasses.replace(plan, order_seed=begun.order_seed)
+    return plan == begun
+
+
+def _with_order(plan: Plan) -> Plan:
+    if plan.order_seed is not None:
+        return plan
+    return dataclasses.replace(plan, order_seed=secrets.randbelow(10**6))
 
 
 def introduction(plan: Plan, folder: Path) -> str:
@@ -108,6 +123,7 @@ def introduction(plan: Plan, folder: Path) -> str:
     if plan.defaults:
         chosen = ", ".join(f"--{name} {value}" for name, value in plan.defaults.items())
         lines.append(f"chosen for this device: {chosen}")
+    lines.append(f"the order within each round is drawn: --order_seed {plan.order_seed}")
     return "\n".join([*lines, f"in {folder}"])
 
 
@@ -117,10 +133,13 @@ def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
     What a later run is asked for can depend on what an earlier one has found.
     """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
-    for number in range(1, plan.repeats + 1):
-        for row, task in rows:
+    for number, turn in enumerate(in_turns(rows, plan.repeats, plan.order_seed), start=1):
+        for row, task in turn:
             at = comparison.round_folder(folder, number, row)
-            yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, task, number)
+            # Another seed in each, the same for all rows: what seeds do to the losses is the
+            # yardstick for what an engine may do.
+            seeded = {**task, "seed": task["seed"] + number - 1}
+            yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, seeded, number)
     for row, task in rows if plan.input_round else []:
         if config.data_name(task["data"])[0] != "synthetic":
             at = comparison.synthetic_folder(folder, row)

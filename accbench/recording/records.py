@@ -76,6 +76,8 @@ class WindowRecord:
     """Graphs that this rank compiled in the window."""
     warmup: bool
     """True for the first window of a run, which holds compilation."""
+    mean_loss: float | None = None
+    """Mean over ranks and the window's steps; None where it was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)

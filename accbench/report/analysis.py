@@ -27,8 +27,9 @@ class RowResult:
     """Median over the rounds."""
     samples_per_s_rounds: tuple[float | None, ...]
     speedup: float | None
-    """Median of the ratios to the baseline, round by round."""
+    """Geometric mean of the ratios to the baseline, round by round."""
     speedup_ci95: tuple[float, float] | None
+    """None with a single round."""
     speedup_over_best: float | None
     """Likewise over the fastest row that is not compiled by XLA."""
     speedup_over_best_ci95: tuple[float, float] | None
@@ -56,6 +57,8 @@ class Result:
     min_effect: float
     repeats: int
     price_per_hour: float | None
+    order_seed: int | None
+    """Of the rows' order within the rounds."""
     mixed: tuple[str, ...]
     rows: tuple[RowResult, ...]
     schema_version: int = SCHEMA_VERSION
@@ -73,7 +76,8 @@ def judge(comparison: Comparison) -> Result:
     result = Result(
         name=comparison.name, headline="", setting=setting, baseline=plan.baseline,
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
-        price_per_hour=plan.price_per_hour, mixed=comparison.mixed, rows=rows,
+        price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
+        mixed=comparison.mixed, rows=rows,
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))
 
@@ -106,11 +110,9 @@ def _best(comparison: Comparison) -> Row | None:
 def _row(comparison: Comparison, row: Row, best: Row | None) -> RowResult:
     baseline = comparison.baseline
     found = ratios(row, baseline)
-    speedup, interval = statistics.median_with_interval(found) if found else (None, None)
+    speedup, interval = _speedup(found)
     over_best = ratios(row, best) if best is not None and best is not row else []
-    best_speedup, best_interval = (
-        statistics.median_with_interval(over_best) if over_best else (None, None)
-    )
+    best_speedup, best_interval = _speedup(over_best)
     checked = numerics.judge(comparison, row)
     word, reasons = _verdict(comparison, row, found, checked)
     header = next((run.header for run in row.rounds if run.header), None)
@@ -138,26 +140,32 @@ def _row(comparison: Comparison, row: Row, best: Row | None) -> RowResult:
     )  # fmt: skip
 
 
+def _speedup(ratios: list[float]) -> tuple[float | None, tuple[float, float] | None]:
+    if not ratios:
+        return None, None
+    speedup, interval = statistics.mean_with_interval(ratios)
+    return speedup, interval if len(ratios) > 1 else None
+
+
 def _verdict(
     comparison: Comparison, row: Row, found: list[float], checked: Numerics
 ) -> tuple[str, list[str]]:
     if row.failure is not None:
         nan = any(run.status == "nan" for run in row.rounds)
         return (verdict.NOT_VALID if nan else verdict.FAILED), [row.failure]
-    different = checked.reason if checked.verdict == numerics.DIFFERS else None
-    reasons = verdict.reasons_against(comparison, row, different)
+    reasons = verdict.reasons_against(comparison, row, checked)
     if row is comparison.baseline:
         return (verdict.NOT_VALID if reasons else verdict.BASELINE), reasons
     if len(found) < 2:
         reasons.append("fewer than two rounds in which it and the baseline ended well")
         return verdict.NOT_VALID, reasons
-    median, interval = statistics.median_with_interval(found)
-    wide = verdict.too_wide(median, interval, comparison.plan.min_effect)
+    speedup, interval = statistics.mean_with_interval(found)
+    wide = verdict.too_wide(speedup, interval, comparison.plan.min_effect)
     if wide:
         reasons.append(wide)
     if reasons:
         return verdict.NOT_VALID, reasons
-    return verdict.of_interval(median, interval, comparison.plan.min_effect), []
+    return verdict.of_interval(speedup, interval, comparison.plan.min_effect), []
 
 
 def headline(result: Result) -> str:

@@ -13,9 +13,9 @@ def speedups(result: Result) -> str:
     """Every row but the baseline."""
     rows = [
         (f"{row.name}  {comparison_table.speedup(row)}", _color(number), row.speedup,
-         *row.speedup_ci95)
+         *(row.speedup_ci95 or (row.speedup, row.speedup)))
         for number, row in enumerate(result.rows)
-        if row.name != result.baseline and row.speedup is not None and row.speedup_ci95 is not None
+        if row.name != result.baseline and row.speedup is not None
     ]  # fmt: skip
     return svg.intervals(rows, f"speed of {result.baseline} = 1")
 

@@ -11,7 +11,7 @@ from accbench.report import run as runs
 from accbench.report.run import Run
 
 PLAN_FILE = "comparison.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 REFERENCE = "float64-reference"
 # Passes of plain ddp, from which the noise is known: as it is, and in the other memory layout.
 FLOORS = ("plain-ddp", "plain-ddp-other-layout")
@@ -43,6 +43,9 @@ class Plan:
     price_per_hour: float | None = None
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings that `compare` chose because nobody gave them."""
+    order_seed: int | None = None
+    """Of the rows' order within the rounds, see `accbench.comparing.order`; None: not drawn
+    yet, or a comparison of before, whose rounds all had the order of the rows."""
     schema_version: int = SCHEMA_VERSION
 
     def write(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench.report import numerics, verdict
+from accbench.report import markdown, numerics, verdict
 from accbench.report.analysis import Result, RowResult
 
 _NOT_KNOWN = "-"
@@ -20,9 +20,11 @@ def number(value: float | None, pattern: str) -> str:
 
 
 def speedup(row: RowResult) -> str:
-    """Median and interval."""
-    if row.speedup is None or row.speedup_ci95 is None or row.verdict == verdict.BASELINE:
-        return "1" if row.verdict == verdict.BASELINE else _NOT_KNOWN
+    """With its interval; a single round has none."""
+    if row.verdict == verdict.BASELINE:
+        return "1"
+    if row.speedup is None or row.speedup_ci95 is None:
+        return number(row.speedup, "{:.3f}")
     return "{:.3f} ({:.3f} to {:.3f})".format(row.speedup, *row.speedup_ci95)
 
 
@@ -68,9 +70,11 @@ def notes(result: Result) -> list[str]:
     lines = [setting] if setting else []
     lines.append(
         f"samples/s of all workers after the warm-up, median of {result.repeats} rounds; "
-        f"speedup over {result.baseline}, round by round; differences under "
+        f"speedup over {result.baseline}, geometric mean of the rounds' ratios; differences under "
         f"{result.min_effect:.0%} do not count"
     )
+    if result.order_seed is not None:
+        lines.append(f"the order within each round was drawn: --order_seed {result.order_seed}")
     lines += [f"MIXED {line}" for line in result.mixed]
     for row in result.rows:
         lines += [f"{row.name}: {row.verdict}: {reason}" for reason in row.reasons]
@@ -111,17 +115,11 @@ def _extras(row: RowResult, result: Result) -> list[str]:
     return [f"{row.name}: {'; '.join(said)}"] if said else []
 
 
-def markdown(result: Result) -> str:
+def as_markdown(result: Result) -> str:
     """For an issue or a README; ends in a newline."""
-    lines = [list(COLUMNS), ["---" if title in LEFT else "---:" for title in COLUMNS]]
-    lines += [[cell(row) for cell in COLUMNS.values()] for row in result.rows]
-    body = "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
-    listed = "\n".join(f"- {_plain(line)}" for line in notes(result))
-    return f"**{_plain(result.headline)}**\n\n{body}\n\n{listed}\n"
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in result.rows]
+    body = markdown.table(list(COLUMNS), LEFT, cells)
+    return f"**{markdown.plain(result.headline)}**\n\n{body}\n\n{markdown.bullets(notes(result))}\n"
 
 
 def terminal(result: Result, width: int = 150) -> str:

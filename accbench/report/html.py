@@ -32,8 +32,8 @@ def _body(comparison: Comparison, result: Result) -> str:
     setting = " · ".join(f"{key} {value}" for key, value in result.setting.items())
     mixed = "".join(f'<p class="mixed">mixed: {escape(line)}</p>' for line in result.mixed)
     cards = [
-        _card("Speedup", "Median of the rounds and its 95 % interval; the dashed line is the "
-              f"speed of {result.baseline}.", charts.speedups(result)),
+        _card("Speedup", "Geometric mean of the rounds and its 95 % interval; the dashed line "
+              f"is the speed of {result.baseline}.", charts.speedups(result)),
         _card("Where a step's time goes", "Wall milliseconds a step after the warm-up: waiting "
               "for data, the host tracing or running the step, waiting for the device.",
               charts.breakdown(comparison)),

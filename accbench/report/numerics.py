@@ -33,7 +33,7 @@ class Numerics:
     worst: float | None = None
     """The largest distance, in parts of what would be a difference."""
     crashed: bool = False
-    """Whether the pass did not end."""
+    """Whether a pass that this takes began and did not end: its own, float64's or plain ddp's."""
     num_steps: int = 0
     """Steps that were looked at one by one."""
     num_sharp_steps: int = 0
@@ -102,7 +102,8 @@ def judge_run(run: Run, reference: Run, floors: Sequence[Run]) -> Numerics:
     dtype = (header.amp_dtype or "float32") if header else None
     missing = _missing(run, reference, floors)
     if missing:
-        return Numerics(NOT_CHECKED, dtype, missing, crashed=True)
+        crashed = any(one.status not in ("ok", "not run") for one in (run, reference, *floors))
+        return Numerics(NOT_CHECKED, dtype, missing, crashed=crashed)
     other = next((r.note for r in reference.numerics if r.note), None)
     if other:
         return Numerics(NOT_CHECKED, dtype, other)

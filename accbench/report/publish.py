@@ -35,7 +35,7 @@ def report(paths: Sequence[Path], format: str, allow_mixed: bool = False) -> tup
         raise RequestError("runs and comparisons in one JSON document: report them apart")
     texts = [render(found, format)] if found else []
     if rows and format != "html":
-        texts.insert(0, table.render(rows, format) + "".join(f"MIXED {line}\n" for line in mixed))
+        texts.insert(0, table.render(rows, format, mixed))
     return "\n".join(texts), problems
 
 
@@ -62,7 +62,7 @@ def render(found: Sequence[Comparison], format: str) -> str:
         values = [analysis.as_json(result) for result in results]
         return json.dumps(values[0] if len(values) == 1 else values, indent=1) + "\n"
     if format == "md":
-        return "\n".join(comparison_table.markdown(result) for result in results)
+        return "\n".join(comparison_table.as_markdown(result) for result in results)
     return "\n".join(comparison_table.terminal(result) for result in results)
 
 

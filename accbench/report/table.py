@@ -3,13 +3,14 @@
 import dataclasses
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from accbench.report import markdown
 from accbench.report.summary import RunSummary
 
 _NOT_KNOWN = "-"
@@ -41,6 +42,7 @@ COLUMNS: dict[str, Callable[[RunSummary, RunSummary], str]] = {
     "last loss": lambda row, _: _format(row.last_loss, "{:.4f}"),
     "status": lambda row, _: row.status,
 }
+LEFT = ("engine", "status")
 
 
 def caption(rows: list[RunSummary]) -> list[str]:
@@ -57,22 +59,25 @@ def caption(rows: list[RunSummary]) -> list[str]:
     return lines + [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
-def render(rows: list[RunSummary], format: str) -> str:
-    """All rows as table, md or json, ending in a newline."""
+def render(rows: list[RunSummary], format: str, mixed: Sequence[str] = ()) -> str:
+    """All rows as table, md or json, ending in a newline.
+
+    `mixed` are the settings in which they differ; JSON has each row's own.
+    """
     if format == "json":
         return json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n"
     cells = [[cell(row, rows[0]) for cell in COLUMNS.values()] for row in rows]
+    notes = [*caption(rows), *(f"MIXED {line}" for line in mixed)]
     if format == "md":
-        lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 2), "---"], *cells]
-        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return body + "\n\n" + "\n".join(caption(rows)) + "\n"
+        body = markdown.table(list(COLUMNS), LEFT, cells)
+        return f"{body}\n\n{markdown.bullets(notes)}\n"
     table = Table(box=box.SIMPLE_HEAD)
     for title in COLUMNS:
-        table.add_column(title, justify="left" if title in ("engine", "status") else "right")
+        table.add_column(title, justify="left" if title in LEFT else "right")
     for line in cells:
         table.add_row(*map(escape, line))
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
     console.print(table)
-    for text in caption(rows):
+    for text in notes:
         console.print(escape(text), soft_wrap=True)
     return console.file.getvalue()  # type: ignore[attr-defined]

@@ -2,12 +2,14 @@
 
 import statistics
 
+from accbench.report import losses, numerics
 from accbench.report.comparison import Comparison, Row
+from accbench.report.numerics import Numerics
 
 MAX_DATA_WAIT_SHARE = 0.10
 MAX_OTHER_CPU_SHARE = 0.20
 MAX_THROTTLED_SHARE = 0.10
-# Width of the 95 % interval, as a part of the median, beyond which "no difference
+# Width of the 95 % interval, as a part of the speedup, beyond which "no difference
 # shown" would only say that nothing could have been.
 MAX_INTERVAL_WIDTH = 0.25
 
@@ -15,20 +17,20 @@ FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference shown"
 NOT_VALID, FAILED, BASELINE = "not valid", "failed", "baseline"
 
 
-def of_interval(median: float, interval: tuple[float, float], min_effect: float) -> str:
+def of_interval(speedup: float, interval: tuple[float, float], min_effect: float) -> str:
     """faster, slower or no difference shown, of a speedup and its interval."""
     low, high = interval
-    if low > 1 and median >= 1 + min_effect:
+    if low > 1 and speedup >= 1 + min_effect:
         return FASTER
-    if high < 1 and median <= 1 / (1 + min_effect):
+    if high < 1 and speedup <= 1 / (1 + min_effect):
         return SLOWER
     return NO_DIFFERENCE
 
 
-def too_wide(median: float, interval: tuple[float, float], min_effect: float) -> str | None:
+def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -> str | None:
     """The reason, where repeats differ too much for any answer."""
-    width = (interval[1] - interval[0]) / median
-    if of_interval(median, interval, min_effect) == NO_DIFFERENCE and width > MAX_INTERVAL_WIDTH:
+    width = (interval[1] - interval[0]) / speedup
+    if of_interval(speedup, interval, min_effect) == NO_DIFFERENCE and width > MAX_INTERVAL_WIDTH:
         return (
             f"spread between repeats too wide: the interval spans {width:.0%} of the speedup; "
             "more --repeats, more --max_steps or a quieter machine"
@@ -36,13 +38,18 @@ def too_wide(median: float, interval: tuple[float, float], min_effect: float) ->
     return None
 
 
-def reasons_against(comparison: Comparison, row: Row, numerics_reason: str | None) -> list[str]:
+def reasons_against(comparison: Comparison, row: Row, checked: Numerics) -> list[str]:
     """Why the row's speed, or its ratio to the baseline's, says nothing; empty if it does."""
-    reasons = [*_of_compiler(row), *_of_loss(row)]
-    if numerics_reason:
-        reasons.append(f"different numerics: {numerics_reason}")
+    reasons = _of_compiler(row)
+    if checked.verdict == numerics.DIFFERS:
+        reasons.append(f"different numerics: {checked.reason}")
+    if checked.crashed:
+        reasons.append(f"numerics not checked: {checked.reason}")
+    if row is not comparison.baseline and (parted := losses.judge(comparison.baseline, row)):
+        reasons.append(f"{row.name}: {parted}")
     for one in dict.fromkeys((row.name, comparison.baseline.name)):
         measured = next(r for r in comparison.rows if r.name == one)
+        reasons += _of_loss(measured) + _of_rounds(measured)
         reasons += _of_input(measured) + _of_device(measured)
     if comparison.mixed:
         reasons.append(f"runs of different settings: {'; '.join(comparison.mixed)}")
@@ -67,6 +74,19 @@ def _of_compiler(row: Row) -> list[str]:
 def _of_loss(row: Row) -> list[str]:
     if any(run.status == "nan" or any(w.loss is None for w in run.windows) for run in row.rounds):
         return [f"{row.name}: the loss became NaN or infinite"]
+    return []
+
+
+def _of_rounds(row: Row) -> list[str]:
+    """A round that failed is no slow round that may be left out: the others would be a choice."""
+    missing = {n: run for n, run in enumerate(row.rounds, start=1) if run.status != "ok"}
+    failed = {n: run for n, run in missing.items() if run.status not in ("nan", "not run")}
+    if failed:
+        number, run = next(iter(failed.items()))
+        why = run.end.error if run.end and run.end.error else "it was killed"
+        return [f"round {number} of {row.name} failed ({run.status}): {why}"]
+    if missing and all(run.status == "not run" for run in missing.values()):
+        return [f"{len(missing)} of {len(row.rounds)} rounds of {row.name} have not run"]
     return []
 
 

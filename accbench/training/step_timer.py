@@ -40,7 +40,9 @@ class StepTimer:
         self.num_steady_steps = 0
         self._steps_in_window = 0
         self._data_wait_s = self._dispatch_s = self._got_batch = 0.0
-        self._loss: torch.Tensor | None = None
+        # Left on the device, each a result of its step, until the window ends: a sum kept
+        # there would be one more operation a step, which XLA would compile.
+        self._losses: list[torch.Tensor] = []
         self._window_started = 0.0
         self._stats = CompileStats()
         self._in_warmup = True
@@ -70,7 +72,7 @@ class StepTimer:
         self._dispatch_s += time.perf_counter() - self._got_batch
         self.num_steps += 1
         self._steps_in_window += 1
-        self._loss = loss
+        self._losses.append(loss)
         if self.time_to_first_step_s is None:
             self.engine.wait()
             self.time_to_first_step_s = time.perf_counter() - self.started
@@ -86,17 +88,21 @@ class StepTimer:
         Raises:
             NonFiniteLossError: on all ranks, if the loss of any is not finite.
         """
-        if self._loss is None:
+        if not self._losses:
             return
         self.engine.wait()
         now = time.perf_counter()
+        own_losses = [loss.cpu().item() for loss in self._losses]
         own = [
-            self._loss.cpu().item(),
+            own_losses[-1],
+            sum(own_losses) / len(own_losses),
             self._data_wait_s,
             self._dispatch_s,
             float(self.engine.peak_memory_bytes()),
         ]
-        losses, data_waits_s, dispatches_s, peaks = zip(*gather_values(own), strict=True)
+        losses, mean_losses, data_waits_s, dispatches_s, peaks = zip(
+            *gather_values(own), strict=True
+        )
         world_size = len(losses)
         stats = self.engine.compile_stats()
         in_window, self._stats = stats - self._stats, stats
@@ -112,6 +118,7 @@ class StepTimer:
             peak_memory_bytes=int(max(peaks)),
             num_compiles=in_window.num_compiles,
             warmup=self._in_warmup,
+            mean_loss=finite_or_none(sum(mean_losses) / world_size),
         )
         if self._in_warmup:
             self.warmup += in_window
@@ -121,7 +128,7 @@ class StepTimer:
         self._in_warmup = False
         self._window_started = now
         self._data_wait_s = self._dispatch_s = 0.0
-        self._steps_in_window, self._loss = 0, None
+        self._steps_in_window, self._losses = 0, []
         self.listener.window(window)
         if window.loss is None:
             raise NonFiniteLossError(

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from accbench import cli
+from accbench.comparing.order import in_turns
 from accbench.report import comparison
 from tests import planted
 from tests.conftest import HANG_S, ROOT, TINY
@@ -43,6 +44,7 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     plugins = planted.install(tmp_path / "plugins")
     folder = tmp_path / "c"
     flags = ("--engines=ddp,ddp:channels_last=false,crashes", "--numerics_steps=2")
+    flags = (*flags, "--order_seed=6")
     status, out, err = finish(start(folder, *flags, plugins=plugins))
     assert status == 0, err
     rows = rows_of(folder)
@@ -56,10 +58,14 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     assert run.header.task["ddp"]["channels_last"] is False
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert "planted crash" in (folder / "report.md").read_text()
-    # Measured in turn, not one engine after the other.
+    # Measured in turn, not one engine after the other, in the order that was asked for.
     lines = [line for line in out.splitlines() if line.startswith("round")]
     assert [line.split()[1] for line in lines] == ["1/2", "1/2", "1/2", "2/2", "2/2"]
-    assert "crashes" in lines[2]
+    first, second = in_turns(list(rows), 2, 6)
+    second.remove("crashes")  # once is enough
+    assert [line.split()[2].rstrip(":") for line in lines] == [*first, *second]
+    assert "planted crash" in next(line for line in lines if "crashes" in line)
+    assert "--order_seed 6" in out
 
 
 def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
@@ -73,20 +79,45 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    status, _, err = finish(process)
+    status, out, err = finish(process)
     assert status == 130
     assert f"--output_dir {folder}" in err
     assert "Traceback" not in err
     kept = first.read_text()
+    order_seed = comparison.Plan.read(folder).order_seed
+    assert f"--order_seed {order_seed}\n" in out
     status, out, err = finish(start(folder, *flags))
     assert status == 0, err
     assert first.read_text() == kept, "a run that had ended well was repeated"
     assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
     assert list(rows_of(folder)) == ["ddp", "ddp#2"]
+    # The order that was drawn is kept, and is in the report.
+    assert comparison.Plan.read(folder).order_seed == order_seed
+    assert f"--order_seed {order_seed}\n" in (folder / "report.md").read_text()
 
-    status, _, err = finish(start(folder, *flags, "--min_effect=0.5"))
-    assert status == 2
-    assert "other settings" in err
+    for other in ("--min_effect=0.5", f"--order_seed={order_seed + 1}"):
+        status, _, err = finish(start(folder, *flags, other))
+        assert status == 2
+        assert "other settings" in err
+
+
+def test_an_engine_that_does_not_learn_is_found_by_its_losses(tmp_path, images):
+    """In two rounds already; ddp beside itself is not."""
+    folder = tmp_path / "c"
+    flags = ("--engines=ddp,ddp,frozen", "--numerics_steps=0", "--no-input_round", "--seed=5")
+    learning = (f"--data=mock:{images}", "--batch_size=16", "--max_steps=60", "--lr=0.03")
+    plugins = planted.install(tmp_path / "plugins")
+    status, _, err = finish(start(folder, *flags, *learning, plugins=plugins))
+    assert status == 0, err
+    rows = rows_of(folder)
+    assert "frozen: losses part from the baseline's: " in " ".join(rows["frozen"]["reasons"])
+    assert rows["frozen"]["verdict"] == "not valid"
+    assert "losses" not in " ".join(rows["ddp#2"]["reasons"])
+    # A seed a round, the same for all rows.
+    found = comparison.read(folder).rows
+    seeds = [[run.header.task["seed"] for run in row.rounds] for row in found]
+    assert seeds == [[5, 6]] * 3
+    assert found[0].rounds[0].windows[0].mean_loss != found[0].rounds[1].windows[0].mean_loss
 
 
 @pytest.mark.parametrize(

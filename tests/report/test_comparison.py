@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 
 from accbench import cli
 from accbench.errors import RequestError
 from accbench.recording import records
-from accbench.report import analysis, comparison, publish
+from accbench.report import analysis, comparison, losses, publish, statistics
 from tests.report import fakes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -106,6 +107,33 @@ def test_a_difference_under_min_effect_does_not_count(tmp_path):
     assert row_of(folder, "inductor").verdict == "no difference shown"
 
 
+def test_two_rounds_that_agree_by_chance_show_nothing(tmp_path):
+    """Their range lies above 1, and so does that of every fourth pair of an A/A trial."""
+    folder = fakes.write(tmp_path, fakes.plan(repeats=2))
+    for number, speed in ((1, 104.0), (2, 108.0)):
+        found = [
+            fakes.window(r.first_step, speed * fakes.DRIFT[number - 1])
+            if isinstance(r, records.WindowRecord)
+            else r
+            for r in fakes.run("inductor", number)
+        ]
+        fakes.write_run(round_of(folder, number, "inductor"), found)
+    row = row_of(folder, "inductor")
+    assert row.verdict == "not valid"
+    assert "spread between repeats too wide" in row.reasons[0]
+    assert row.speedup == pytest.approx(1.06, rel=1e-3)
+    assert row.speedup_ci95[0] < 1
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 5, 10])
+def test_an_interval_of_95_percent_covers_95_percent(rounds):
+    random = np.random.default_rng(0)
+    trials = np.exp(0.05 * random.normal(size=(4000, rounds)))
+    intervals = [statistics.mean_with_interval(ratios)[1] for ratios in trials]
+    covered = np.mean([low <= 1 <= high for low, high in intervals])
+    assert covered == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
+
+
 DEVICE = records.DeviceRecord
 
 
@@ -149,8 +177,15 @@ def test_spread_too_wide(folder):
     assert "spread between repeats too wide" in row.reasons[0]
 
 
+def distances(**changes: float) -> dict[str, float]:
+    """Those of a step, of which some are others; names with blanks for underscores."""
+    step = fakes.numerics("ddp", 2e-5)[3]
+    assert isinstance(step, records.NumericsRecord)
+    return {**step.distances, **{name.replace("_", " "): d for name, d in changes.items()}}
+
+
 def test_numerics_drift_is_named_with_step_and_tensor(folder):
-    drifted = fakes.numerics("inductor", 2e-5, gradients={"w": [0.51, 0.25]})
+    drifted = fakes.numerics("inductor", 2e-5, distances=distances(gradient_of_w=0.06))
     fakes.write_run(folder / "numerics" / "inductor", drifted)
     row = row_of(folder, "inductor")
     assert row.verdict == "not valid"
@@ -159,16 +194,164 @@ def test_numerics_drift_is_named_with_step_and_tensor(folder):
     assert (row.numerics.first_step, row.numerics.first_tensor) == (2, "gradient of w")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"scale": -0.01}, "the gradient at step 2 is 0.9900 times"),
+        ({"applied_steps": 1.0}, "applied steps off by 1"),
+        ({"dropout_calls": 1.0}, "dropout calls off by 1"),
+        ({"loss": 0.01}, "loss at step 2"),
+        ({"update_of_w": 0.01}, "update of w at step 2"),
+        ({"loss": 1e30}, "loss at step 2"),
+    ],
+)
+def test_one_step_that_is_off_is_found(folder, change, reason):
+    fakes.write_run(
+        folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, distances=distances(**change))
+    )
+    assert reason in row_of(folder, "xla").numerics.reason
+
+
+def test_what_is_off_in_all_steps_is_found_sooner(folder):
+    """A distance that would be nothing in one step."""
+    fakes.write_run(folder / "numerics" / "xla", fakes.numerics("xla", 1e-3))
+    found = row_of(folder, "xla").numerics
+    assert found.verdict == "differs"
+    found = row_of(folder, "inductor").numerics
+    assert found.verdict == "trains the same"
+    assert (found.num_steps, found.num_sharp_steps) == (3, 3)
+    assert found.sensitivity_of_all < found.sensitivity < 0.02
+
+
+def test_the_baselines_own_errors_are_no_noise(folder):
+    """A baseline that is wrong is told so, and excuses nobody."""
+    fakes.write_run(folder / "numerics" / "ddp", fakes.numerics("ddp", 0.5))
+    rows = {name: row_of(folder, name) for name in fakes.SPEED}
+    assert rows["ddp"].numerics.verdict == "differs"
+    assert rows["ddp"].verdict == "not valid"
+    assert rows["inductor"].numerics.verdict == "trains the same"
+    fakes.write_run(folder / "numerics" / "xla", fakes.numerics("xla", 0.5))
+    assert row_of(folder, "xla").numerics.verdict == "differs"
+
+
+def test_steps_that_are_too_noisy_are_no_test(folder):
+    noisy = distances(scale=0.08, gradient_of_w=0.3)
+    for name in comparison.FLOORS:
+        fakes.write_run(folder / "numerics" / name, fakes.numerics("ddp", 1e-5, distances=noisy))
+    found = row_of(folder, "xla").numerics
+    assert found.verdict == "not checked"
+    assert found.reason == "too noisy at step 2 (2 of 3 were sharp tests)"
+    fakes.write_run(
+        folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, distances=distances(scale=-0.5))
+    )
+    assert row_of(folder, "xla").numerics.verdict == "differs"
+
+
+def test_random_numbers_of_the_models_own_are_not_checked(folder):
+    made = fakes.reference(note="the model draws random numbers")
+    fakes.write_run(folder / "numerics" / comparison.REFERENCE, made)
+    row = row_of(folder, "xla")
+    assert row.numerics.verdict == "not checked"
+    assert "draws random numbers" in row.numerics.reason
+    assert row.verdict == "slower"
+
+
 def test_ranks_apart_mean_gradients_not_averaged(folder):
-    fakes.write_run(folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, rank_difference=1e-3))
+    fakes.write_run(folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, ranks_apart=3))
     assert "not averaged" in row_of(folder, "xla").numerics.reason
 
 
-def test_numerics_not_checked_says_why(folder):
-    fakes.write_run(folder / "numerics" / "xla", [records.EndRecord("oom", "no memory left")])
-    checked = row_of(folder, "xla").numerics
-    assert checked.verdict == "not checked"
-    assert "no memory left" in checked.reason
+@pytest.mark.parametrize("status", ["oom", "error", None])
+def test_numerics_pass_that_crashed_makes_the_result_not_valid(folder, status):
+    """None: killed together with its launcher."""
+    ended = [records.EndRecord(status, "no memory left")] if status else []
+    fakes.write_run(folder / "numerics" / "xla", [fakes.header("xla"), *ended])
+    row = row_of(folder, "xla")
+    assert row.verdict == "not valid"
+    assert (row.numerics.verdict, row.numerics.crashed) == ("not checked", True)
+    why = "no memory left" if status else "killed"
+    assert why in row.reasons[0]
+    for format in ("table", "md", "html", "json"):
+        rendered = publish.render([comparison.read(folder)], format)
+        assert f"(numerics not checked: its pass did not end ({status or why}" in rendered
+    assert row_of(folder, "inductor").verdict == "faster"
+
+
+def test_numerics_that_nobody_asked_for_or_has_not_run_are_not_checked(folder, tmp_path):
+    for path in (folder / "numerics" / "xla").iterdir():
+        path.unlink()
+    asked = row_of(folder, "xla")
+    spared = row_of(fakes.write(tmp_path / "spared", fakes.plan(numerics_steps=0)), "xla")
+    for row in (asked, spared):
+        assert row.verdict == "slower"
+        assert (row.numerics.verdict, row.numerics.crashed) == ("not checked", False)
+
+
+def with_losses(folder: Path, num_rounds: int, change) -> analysis.RowResult:
+    """inductor's row where `change(first_step, loss)` is what its windows recorded."""
+    for number in range(1, num_rounds + 1):
+        found = [
+            dataclasses.replace(r, mean_loss=change(r.first_step, r.mean_loss))
+            if isinstance(r, records.WindowRecord)
+            else r
+            for r in fakes.run("inductor", number)
+        ]
+        fakes.write_run(round_of(folder, number, "inductor"), found)
+    return row_of(folder, "inductor")
+
+
+LOSSES = {
+    "does not learn": lambda step, loss: loss + step / 50,
+    "learns half as much": lambda step, loss: loss + step / 100,
+    "learns half as much again": lambda step, loss: loss - step / 100,
+    "a little off": lambda step, loss: loss + 0.05,
+}
+
+
+@pytest.mark.parametrize("fault", LOSSES)
+def test_losses_that_part_from_the_baseline_make_the_result_not_valid(folder, fault):
+    row = with_losses(folder, 5, LOSSES[fault])
+    assert row.verdict == "not valid"
+    assert "inductor: losses part from the baseline's: " in row.reasons[0]
+    assert "in steps 30 to 40 where ddp has 1.4 (seeds spread by 0.0" in row.reasons[0]
+    assert row_of(folder, "xla").verdict == "slower"
+    for format in ("table", "md", "html", "json"):
+        rendered = publish.render([comparison.read(folder)], format)
+        assert "losses part from the baseline" in rendered
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_what_does_not_learn_is_seen_in_few_rounds(tmp_path, rounds):
+    folder = fakes.write(tmp_path, fakes.plan(repeats=rounds))
+    assert "losses part" in with_losses(folder, rounds, LOSSES["does not learn"]).reasons[0]
+    assert row_of(folder, "xla").verdict == "slower"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_losses_as_far_apart_as_rounding_puts_them_are_the_same(folder, sign):
+    """Sure, for it is the same in each round, and smaller than what seeds do."""
+    row = with_losses(folder, 5, lambda step, loss: loss + sign * 1e-5 * step)
+    assert row.verdict == "faster"
+
+
+def test_losses_that_cannot_be_compared_are_not(folder):
+    """Rounds of one seed, as before each had its own, have no spread to measure by."""
+    for engine in fakes.SPEED:
+        for number in range(1, 6):
+            head, *rest = fakes.run(engine, number)
+            head = dataclasses.replace(head, task={**head.task, "seed": 0})
+            fakes.write_run(round_of(folder, number, engine), [head, *rest])
+    row = row_of(folder, "inductor")
+    assert row.verdict == "faster"
+
+
+def test_right_engines_losses_do_not_part():
+    """As far apart as two seeds are, which is further than rounding can put them."""
+    random = np.random.default_rng(0)
+    for rounds in (3, 5):
+        runs = random.normal(size=(2, 2000, rounds, 8)) + 3 * np.exp(-np.arange(8) / 2)
+        told = [losses.part(*pair) for pair in runs.swapaxes(0, 1)]
+        assert sum(told) <= 6  # one in 1,000, with room for chance
 
 
 def test_engine_that_failed_is_a_row_with_its_reason(folder):
@@ -183,13 +366,34 @@ def test_engine_that_failed_is_a_row_with_its_reason(folder):
     assert "OutOfMemoryError" in publish.render([comparison.read(folder)], "md")
 
 
-def test_run_killed_in_mid_line_loses_its_round_only(folder):
-    path = round_of(folder, 3, "inductor") / "records.jsonl"
-    path.write_bytes(path.read_bytes()[:-300])
+@pytest.mark.parametrize("status", ["oom", "error", "interrupted", None])
+@pytest.mark.parametrize("engine", ["inductor", "ddp"])
+def test_round_that_failed_makes_the_result_not_valid(folder, engine, status):
+    """The others are not asked whether they would do without it; likewise the baseline's."""
+    path = round_of(folder, 3, engine) / "records.jsonl"
+    if status is None:  # killed in mid line
+        path.write_bytes(path.read_bytes()[:-300])
+    else:
+        ended = records.EndRecord(status, "CUDA out of memory")
+        fakes.write_run(path.parent, [*fakes.run(engine, 3)[:3], ended])
     row = row_of(folder, "inductor")
-    assert row.verdict == "faster"
-    assert row.rounds_ok == 4
-    assert row.samples_per_s_rounds[2] is None
+    assert row.verdict == "not valid"
+    why = f"({status}): CUDA out of memory" if status else "(killed): it was killed"
+    assert row.reasons[0] == f"round 3 of {engine} failed {why}"
+    assert row_of(folder, engine).rounds_ok == 4
+    assert row_of(folder, engine).samples_per_s_rounds[2] is None
+    assert row_of(folder, "xla").verdict == ("not valid" if engine == "ddp" else "slower")
+    for format in ("table", "md", "html", "json"):
+        rendered = publish.render([comparison.read(folder)], format)
+        assert f"round 3 of {engine} failed" in rendered
+
+
+def test_comparison_that_has_not_ended_says_so(folder):
+    for number in (4, 5):
+        (round_of(folder, number, "inductor") / "records.jsonl").unlink()
+    row = row_of(folder, "inductor")
+    assert (row.verdict, row.rounds_ok) == ("not valid", 3)
+    assert row.reasons == ("2 of 5 rounds of inductor have not run",)
 
 
 def test_runs_of_different_settings_are_refused_or_marked(folder):

@@ -160,3 +160,19 @@ def test_report_shows_runs_and_says_which_it_cannot(tmp_path, accbench_run, form
     else:
         assert "samples/s" in result.stdout
         assert "1.00x" in result.stdout
+
+
+def test_a_windows_mean_loss_is_that_of_its_steps(tmp_path):
+    """A run with a window for each step tells the losses of each."""
+    losses = {}
+    for size in (1, 3):
+        flags = (*TINY, "--data=synthetic", f"--warmup_steps={size}", f"--log_interval={size}")
+        result = run(*flags, f"--output_dir={tmp_path / str(size)}", "--nproc_per_node=2")
+        assert result.returncode == 0, result.stderr
+        losses[size] = of_kind(tmp_path / str(size), records.WindowRecord)
+    steps = [window.loss for window in losses[1]]
+    assert [window.mean_loss for window in losses[1]] == pytest.approx(steps)
+    assert [window.loss for window in losses[3]] == pytest.approx([steps[2], steps[5]])
+    means = [sum(steps[:3]) / 3, sum(steps[3:]) / 3]
+    assert [window.mean_loss for window in losses[3]] == pytest.approx(means)
+    assert len(set(steps)) == 6

@@ -1,0 +1,116 @@
+"""How often an interval holds the truth, and how often an A/A trial says faster or slower.
+
+    python benchmarks/interval_coverage.py
+
+Simulated comparisons of two rows whose truth is known, 2 to 10 rounds each. Noise is in the
+logarithm of a run's speed, with a standard deviation of 3 %:
+
+    normal     independent runs
+    heavy      Student's t with 3 degrees of freedom, scaled likewise
+    disturbed  normal, and one run in ten is slower by 15 % on average
+    drift      normal, and every run is 3 % slower than the one before it
+
+Order: `fixed` measures the baseline first in every round, `turns` is what compare does.
+The interval "bootstrap" is the percentile bootstrap of the median of the ratios, and "t"
+is Student's t of their logarithms. "Found" are rows 10 % faster that are called so.
+"""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from scipy import special
+
+from accbench.report import verdict
+
+TRIALS = 20_000
+RUN_SD = 0.03
+MIN_EFFECT = 0.02
+TRUTH = 1.10
+NOISES = ("normal", "heavy", "disturbed", "drift")
+
+
+def trial_logs(noise: str, rounds: int, random: np.random.Generator) -> np.ndarray:
+    """Logarithms of the ratios of two equal rows, (TRIALS, rounds)."""
+    shape = (TRIALS, rounds, 2)  # the last axis is the place within the round
+    if noise == "heavy":
+        logs = RUN_SD * random.standard_t(3, shape) / np.sqrt(3)
+    else:
+        logs = RUN_SD * random.normal(size=shape)
+    if noise == "disturbed":
+        logs -= (random.random(shape) < 0.1) * random.exponential(0.15, shape)
+    if noise == "drift":
+        logs -= 0.03 * np.arange(2 * rounds).reshape(rounds, 2)
+    return logs
+
+
+def ratios(logs: np.ndarray, in_turns: bool, random: np.random.Generator) -> np.ndarray:
+    """Of the second row over the first, as logarithms; the first is first unless in turns."""
+    found = logs[..., 1] - logs[..., 0]
+    if not in_turns:
+        return found
+    # Both orders in every two rounds; which of them comes first is drawn.
+    rounds = found.shape[1]
+    first = random.integers(0, 2, (TRIALS, (rounds + 1) // 2))
+    signs = np.stack([2 * first - 1, 1 - 2 * first], axis=-1).reshape(TRIALS, -1)
+    return found * signs[:, :rounds]
+
+
+def of_bootstrap(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(median, low, high) by 9,999 resamples, the same for all trials."""
+    rounds = logs.shape[1]
+    drawn = np.sort(np.random.default_rng(0).integers(0, rounds, (9999, rounds)), axis=1)
+    middles = Counter(zip(drawn[:, (rounds - 1) // 2], drawn[:, rounds // 2], strict=True))
+    ordered = np.sort(logs, axis=1)
+    medians = np.stack([(ordered[:, i] + ordered[:, j]) / 2 for i, j in middles], axis=1)
+    order = np.argsort(medians, axis=1)
+    medians = np.take_along_axis(medians, order, axis=1)
+    shares = np.cumsum(np.array(list(middles.values()))[order], axis=1) / 9999
+    low = np.take_along_axis(medians, np.argmax(shares >= 0.025, axis=1)[:, None], axis=1)
+    high = np.take_along_axis(medians, np.argmax(shares >= 0.975, axis=1)[:, None], axis=1)
+    return np.median(logs, axis=1), low[:, 0], high[:, 0]
+
+
+def of_t(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(mean, low, high), as `accbench.report.statistics` has it, for all trials at once."""
+    rounds = logs.shape[1]
+    middle = logs.mean(axis=1)
+    half = special.stdtrit(rounds - 1, 0.975) * logs.std(axis=1, ddof=1) / np.sqrt(rounds)
+    return middle, middle - half, middle + half
+
+
+def share_of(words: tuple[str, ...], found: tuple[np.ndarray, ...]) -> float:
+    """Part of the trials of which compare says one of `words`."""
+    told = Counter(
+        verdict.of_interval(speedup, (low, high), MIN_EFFECT)
+        for speedup, low, high in zip(*map(np.exp, found), strict=True)
+    )
+    return sum(told[word] for word in words) / TRIALS
+
+
+def main() -> None:
+    """Print a line for every noise, order and number of rounds."""
+    print("| noise | order | rounds | interval | covers | A/A called | width % | found |")
+    print("| --- | --- | ---: | --- | ---: | ---: | ---: | ---: |")
+    cases = itertools.product(NOISES, (True, False), (2, 3, 5, 10))
+    for noise, in_turns, rounds in cases:
+        if not in_turns and noise != "drift":
+            continue
+        random = np.random.default_rng(1)
+        logs = ratios(trial_logs(noise, rounds, random), in_turns, random)
+        for name, interval in (("bootstrap", of_bootstrap), ("t", of_t)):
+            middle, low, high = interval(logs)
+            covers = np.mean((low <= 0) & (high >= 0))
+            called = share_of((verdict.FASTER, verdict.SLOWER), (middle, low, high))
+            shift = np.log(TRUTH)
+            found = share_of((verdict.FASTER,), (middle + shift, low + shift, high + shift))
+            width = 100 * np.median(np.exp(high) - np.exp(low))
+            print(
+                f"| {noise} | {'turns' if in_turns else 'fixed'} | {rounds} | {name} | "
+                f"{covers:.1%} | {called:.1%} | {width:.0f} | {found:.0%} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
