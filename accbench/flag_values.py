@@ -42,7 +42,8 @@ def read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise RequestError(f"cannot read --config {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise RequestError(f"{path} is not {kind}: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise RequestError(f"{path} must hold `flag: value` lines, not {type(content).__name__}")
     return content
