@@ -127,7 +127,7 @@ def test_an_engine_that_does_not_learn_is_found_by_its_losses(tmp_path, images):
         (["--engines=ddp,dpd"], "unknown engine 'dpd'; there are: ddp, inductor"),
         (["--engines=ddp,ddp:channels=1"], "ddp.channels"),
         (["--engines=ddp,ddp:channels_last"], "no option=value"),
-        (["--engines=ddp,ddp:channels_last={"], "'channels_last={' holds no value in YAML"),
+        (["--engines=ddp,ddp:channels_last={"], "--ddp.channels_last is either on or off, not '{'"),
         (["--synthetic.num_batches=0"], "--synthetic.num_batches must be at least 1"),
         (["--engines=ddp,xla", "--baseline=eager"], "none of the rows: ddp, xla"),
         (["--repeats=1"], "--repeats must be at least 2"),
