@@ -41,10 +41,12 @@ def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -
 def reasons_against(comparison: Comparison, row: Row, checked: Numerics) -> list[str]:
     """Why the row's speed, or its ratio to the baseline's, says nothing; empty if it does."""
     reasons = _of_compiler(row)
-    if checked.verdict == numerics.DIFFERS:
-        reasons.append(f"different numerics: {checked.reason}")
-    if checked.crashed:
-        reasons.append(f"numerics not checked: {checked.reason}")
+    reasons += _of_numerics(checked)
+    if row is not comparison.baseline:
+        # Faster than what trains something else is faster than nothing.
+        of_baseline = numerics.judge(comparison, comparison.baseline)
+        told = _of_numerics(of_baseline) if of_baseline.reason != checked.reason else []
+        reasons += [f"{comparison.baseline.name}: {reason}" for reason in told]
     if row is not comparison.baseline and (parted := losses.judge(comparison.baseline, row)):
         reasons.append(f"{row.name}: {parted}")
     for one in dict.fromkeys((row.name, comparison.baseline.name)):
@@ -54,6 +56,12 @@ def reasons_against(comparison: Comparison, row: Row, checked: Numerics) -> list
     if comparison.mixed:
         reasons.append(f"runs of different settings: {'; '.join(comparison.mixed)}")
     return reasons
+
+
+def _of_numerics(checked: Numerics) -> list[str]:
+    if checked.verdict == numerics.DIFFERS:
+        return [f"different numerics: {checked.reason}"]
+    return [f"numerics not checked: {checked.reason}"] if checked.crashed else []
 
 
 def _of_compiler(row: Row) -> list[str]:

@@ -230,6 +230,8 @@ def test_the_baselines_own_errors_are_no_noise(folder):
     assert rows["ddp"].numerics.verdict == "differs"
     assert rows["ddp"].verdict == "not valid"
     assert rows["inductor"].numerics.verdict == "trains the same"
+    assert rows["inductor"].verdict == "not valid"
+    assert "ddp: different numerics" in rows["inductor"].reasons[0]
     fakes.write_run(folder / "numerics" / "xla", fakes.numerics("xla", 0.5))
     assert row_of(folder, "xla").numerics.verdict == "differs"
 
