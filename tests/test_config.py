@@ -1,6 +1,7 @@
 """Flags and YAML to a task."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -31,11 +32,10 @@ def test_flags_win_over_yaml(tmp_path):
 
 def test_written_task_reads_back_the_same(tmp_path):
     flags = ["--compiler-opt", "--data=synthetic", "--synthetic.num_classes=7", "--lr=0.125"]
-    task = config.claim_output_dir(
-        config.resolve(config.parse([*flags, f"--output_dir={tmp_path / 'run'}"]))
-    )
+    asked = config.resolve(config.parse([*flags, f"--output_dir={tmp_path / 'run'}"]))
     file = tmp_path / "run" / "config.json"
-    again = config.parse(["--config", str(file)])
+    with config.claim_output_dir(asked) as task:
+        again = config.parse(["--config", str(file)])
     assert config.as_mapping(again) == config.as_mapping(task)
     assert json.loads(file.read_text())["synthetic"]["num_classes"] == 7
 
@@ -51,8 +51,10 @@ def test_defaults_on_a_cpu():
 def test_two_runs_in_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = config.parse(["--data=synthetic"])
-    first, second = config.claim_output_dir(task), config.claim_output_dir(task)
-    assert first.output_dir != second.output_dir
+    # Stands in for another process that makes the folder right after one has looked.
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with config.claim_output_dir(task) as first, config.claim_output_dir(task) as second:
+        assert first.output_dir != second.output_dir
 
 
 def test_plugin_names_and_their_options_do_not_collide():

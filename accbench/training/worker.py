@@ -49,17 +49,17 @@ def main(
     launched = ERROR_FILE_VARIABLE in os.environ
     if launched:
         _die_with_launcher()
-    try:
-        task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
-        task = replace(task, nproc_per_node=topology.local_world_size)
-        task = config.resolve(task)
-        apply_environment(task, topology)
-        if not launched:
-            process_group.start(topology, task.device, task.timeout_s)
-            task = shared_output_dir(task, topology)
-    except RequestError as error:
-        return _failed(error, topology, None)
     with contextlib.ExitStack() as stack:
+        try:
+            task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
+            task = replace(task, nproc_per_node=topology.local_world_size)
+            task = config.resolve(task)
+            apply_environment(task, topology)
+            if not launched:
+                process_group.start(topology, task.device, task.timeout_s)
+                task = shared_output_dir(task, topology, stack)
+        except RequestError as error:
+            return _failed(error, topology, None)
         try:
             console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
             if launched:  # gloo greets on stdout, which is no news for a terminal
@@ -81,12 +81,14 @@ def apply_environment(task: TaskConfig, topology: Topology) -> None:
     torch.set_num_threads(task.threads)
 
 
-def shared_output_dir(task: TaskConfig, topology: Topology) -> TaskConfig:
-    """Rank 0 makes the run's folder and tells the others."""
+def shared_output_dir(
+    task: TaskConfig, topology: Topology, stack: contextlib.ExitStack
+) -> TaskConfig:
+    """Rank 0 makes the run's folder, holds it until `stack` ends, and tells the others."""
     error = None
     if topology.rank == 0:
         try:
-            task = config.claim_output_dir(task)
+            task = stack.enter_context(config.claim_output_dir(task))
         except RequestError as caught:
             error = str(caught)
     error = process_group.from_rank0(error)
