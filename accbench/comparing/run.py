@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ def _launch(kind: Kind, flags: list[str], folder: Path, log: Path, num_devices: 
     from accbench.comparing import numerics
     from accbench.launchers import run
 
+    threading.Thread(target=_die_with_comparison, daemon=True).start()
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
@@ -79,3 +81,12 @@ def _launch(kind: Kind, flags: list[str], folder: Path, log: Path, num_devices: 
     folder.mkdir(exist_ok=True)
     records.append(folder / config.RECORDS_FILE, watch.stop())
     sys.exit(status)
+
+
+def _die_with_comparison() -> None:
+    # The parent in the kernel's eyes is the fork server, which lives as long as we do. What
+    # multiprocessing calls the parent is the comparison, seen through a pipe.
+    comparison = multiprocessing.parent_process()
+    assert comparison is not None
+    comparison.join()
+    os.kill(os.getpid(), signal.SIGKILL)  # and the workers die with this process

@@ -21,7 +21,7 @@ import torch
 from accbench import config, models, plugins
 from accbench.config import TaskConfig
 from accbench.engines import Engine
-from accbench.errors import ERROR_FILE_VARIABLE, RequestError, end_status
+from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError, end_status
 from accbench.logger import RunLogger
 from accbench.recording import provenance, records, terminal
 from accbench.recording.terminal import TrainingDisplay, log
@@ -225,6 +225,9 @@ def _die_with_launcher() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher is not None and os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)  # it was killed before that was asked
 
 
 def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> int:
