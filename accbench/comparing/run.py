@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from accbench import config
+from accbench import config, standard_streams
 from accbench.recording import records
 from accbench.recording.device_watch import Watch
 
@@ -70,6 +70,7 @@ def _launch(kind: Kind, flags: list[str], folder: Path, log: Path, num_devices: 
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    standard_streams.take_any_text()
     watch = Watch(num_devices)
     flags = [*flags, f"--output_dir={folder}"]
     status = (

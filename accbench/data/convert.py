@@ -37,7 +37,9 @@ def convert(folder: Path, rec_path: Path) -> int:
     parts = {suffix: _part(rec_path, suffix) for suffix in (".classes.txt", ".idx", ".rec")}
     try:
         rec_path.parent.mkdir(parents=True, exist_ok=True)
-        parts[".classes.txt"].write_text("".join(f"{name}\n" for name in classes))
+        parts[".classes.txt"].write_text(
+            "".join(f"{name}\n" for name in classes), encoding="utf-8", errors="surrogateescape"
+        )
         _write(samples, parts[".rec"], parts[".idx"])
         for suffix, part in parts.items():  # the .rec last: it is what others look for
             part.rename(rec_path.with_suffix(suffix))

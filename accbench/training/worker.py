@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from accbench import config, models, plugins
+from accbench import config, models, plugins, standard_streams
 from accbench.config import TaskConfig
 from accbench.engines import Engine
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError, end_status
@@ -45,6 +45,7 @@ def main(
     """
     started = time.perf_counter() if started is None else started
     faulthandler.enable()  # a crash in C++ then shows where Python was
+    standard_streams.take_any_text()
     topology = Topology.from_env()
     launched = ERROR_FILE_VARIABLE in os.environ
     if launched:
@@ -241,9 +242,9 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
         if run_dir is not None:
             with (
                 contextlib.suppress(OSError),
-                terminal.log_file(run_dir, topology.rank).open("a") as file,
+                terminal.log_file(run_dir, topology.rank).open("ab") as file,
             ):
-                file.write(text)
+                file.write(text.encode(errors="backslashreplace"))
     elif isinstance(error, RequestError):
         if topology.rank == 0:
             print(f"main.py: {error}", file=sys.stderr)
