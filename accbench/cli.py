@@ -10,10 +10,12 @@ import tyro
 
 from accbench import config
 from accbench.errors import RequestError, refused
+from accbench.standard_streams import quiet_when_closed
 
 PROG = "accbench"
 
 
+@quiet_when_closed
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `accbench`; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return COMMANDS[argv[0]](argv[1:])
 
 
+@quiet_when_closed
 def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = ()) -> int:
     """Train a model, one worker a device; the same as launch_single_task.py."""
     from accbench.launchers.run import run
@@ -35,6 +38,7 @@ def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = 
     return run(argv, prog, worker)
 
 
+@quiet_when_closed
 def compare(argv: Sequence[str], prog: str = f"{PROG} compare") -> int:
     """Measure engines in turn, several times, and say what was shown."""
     from accbench.comparing import rounds

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from accbench import flag_values, plugins
+from accbench import flag_values, folders, plugins
 from accbench.errors import RequestError
 
 RECORDS_FILE = "records.jsonl"
@@ -263,29 +262,31 @@ def resolve(task: TaskConfig) -> TaskConfig:
     return task
 
 
-def claim_output_dir(task: TaskConfig) -> TaskConfig:
-    """Make the run's folder and write the task into it.
+@contextlib.contextmanager
+def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
+    """Make the run's folder, hold it for the block, and write the task into it.
 
     Raises:
-        RequestError: the folder cannot be written, or holds another run's records.
+        RequestError: the folder cannot be written, holds another run's records, or another
+            process is at work in it.
     """
-    if task.output_dir is None:
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{task.engine}-{task.model.split(':')[-1]}"
-        folder, number = Path("runs") / name, 1
-        while folder.exists():
-            number += 1
-            folder = Path("runs") / f"{name}-{number}"
-    else:
-        folder = Path(task.output_dir)
-    if (folder / RECORDS_FILE).exists():
-        raise RequestError(f"{folder} already holds a run; choose another --output_dir")
-    task = dataclasses.replace(task, output_dir=str(folder.absolute()))
-    try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
-    except OSError as error:
-        raise RequestError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
-    return task
+    with contextlib.ExitStack() as stack:
+        try:
+            if task.output_dir is None:
+                folder = folders.new(f"{task.engine}-{task.model.split(':')[-1]}")
+            else:
+                folder = Path(task.output_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(folders.held(folder))
+            if (folder / RECORDS_FILE).exists():
+                raise RequestError(f"{folder} already holds a run; choose another --output_dir")
+            (folder / "logs").mkdir(exist_ok=True)
+            task = dataclasses.replace(task, output_dir=str(folder.absolute()))
+            (folder / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
+        except OSError as error:
+            where = task.output_dir or "runs"
+            raise RequestError(f"cannot write to --output_dir {where}: {error.strerror}") from None
+        yield task
 
 
 def as_mapping(task: TaskConfig) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import sys
 # Set by a launcher, which then has made the run's folder and tells how the run
 # failed; the value is a file of blanks over which the worker writes its error.
 ERROR_FILE_VARIABLE = "ACCBENCH_ERROR_FILE"
+# Set beside it by a launcher that is its workers' parent: its process id.
+LAUNCHER_PID_VARIABLE = "ACCBENCH_LAUNCHER_PID"
 
 
 class RequestError(Exception):

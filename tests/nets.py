@@ -93,9 +93,9 @@ def not_compiled(num_classes: int) -> nn.Module:
 
 
 def slow(num_classes: int) -> nn.Module:
-    """Takes its time, so that a test can interrupt it."""
-    net = tiny(num_classes)
-    net.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    """Takes its time, so that a test can interrupt it; SLOW_NET_S says how many seconds a step."""
+    net, seconds = tiny(num_classes), float(os.environ.get("SLOW_NET_S", 0.2))
+    net.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     return net
 
 

@@ -42,11 +42,10 @@ def test_flags_win_over_yaml(tmp_path):
 
 def test_written_task_reads_back_the_same(tmp_path):
     flags = ["--compiler-opt", "--data=synthetic", "--synthetic.num_classes=7", "--lr=0.125"]
-    task = config.claim_output_dir(
-        config.resolve(config.parse([*flags, f"--output_dir={tmp_path / 'run'}"]))
-    )
+    asked = config.resolve(config.parse([*flags, f"--output_dir={tmp_path / 'run'}"]))
     file = tmp_path / "run" / "config.json"
-    again = config.parse(["--config", str(file)])
+    with config.claim_output_dir(asked) as task:
+        again = config.parse(["--config", str(file)])
     assert config.as_mapping(again) == config.as_mapping(task)
     assert json.loads(file.read_text())["synthetic"]["num_classes"] == 7
 
@@ -62,8 +61,10 @@ def test_defaults_on_a_cpu():
 def test_two_runs_in_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = config.parse(["--data=synthetic"])
-    first, second = config.claim_output_dir(task), config.claim_output_dir(task)
-    assert first.output_dir != second.output_dir
+    # Stands in for another process that makes the folder right after one has looked.
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with config.claim_output_dir(task) as first, config.claim_output_dir(task) as second:
+        assert first.output_dir != second.output_dir
 
 
 def test_plugin_names_and_their_options_do_not_collide():
@@ -130,7 +131,9 @@ def test_wrong_settings_behind_engines_are_named_with_their_row(spec, expected):
 
 def test_config_json_may_name_any_folder(tmp_path):
     """JSON spells a character beyond 16 bits as two, which YAML reads as two."""
-    task = config.claim_output_dir(config.parse([f"--output_dir={tmp_path / 'läuft 🚀'}"]))
+    wanted = config.parse([f"--output_dir={tmp_path / 'läuft 🚀'}"])
+    with config.claim_output_dir(wanted) as task:
+        pass
     again = config.parse(["--config", str(task.run_dir / "config.json")])
     assert again.output_dir == task.output_dir
 
@@ -221,9 +224,9 @@ def tasks(draw) -> config.TaskConfig:
 @given(task=tasks())
 def test_config_json_of_a_run_reads_back_as_the_same_task(task):
     with tempfile.TemporaryDirectory() as folder:
-        written = config.claim_output_dir(
-            dataclasses.replace(task, output_dir=str(Path(folder) / "run"))
-        )
+        wanted = dataclasses.replace(task, output_dir=str(Path(folder) / "run"))
+        with config.claim_output_dir(wanted) as written:
+            pass
         file, expected = written.run_dir / "config.json", config.as_mapping(written)
         assert config.as_mapping(config.parse(["--config", str(file)])) == expected
         # The same in YAML.

@@ -1,10 +1,10 @@
 """`accbench compare`: every run of a plan in a fresh process, in turn, and then the report."""
 
+import contextlib
 import dataclasses
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from accbench import config
+from accbench import config, folders
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
-from accbench.errors import RequestError
+from accbench.errors import RequestError, refused
 from accbench.recording import records
 from accbench.report import comparison, publish
 from accbench.report import run as runs
@@ -43,13 +43,17 @@ class Job:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """The command `accbench compare`; returns the exit status."""
-    try:
-        plan, wanted = parse(argv, prog)
-        folder = claim(plan, wanted)
-        plan = Plan.read(folder)  # with the order that was drawn, if not now then at first
-    except RequestError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
+    with contextlib.ExitStack() as stack:
+        try:
+            plan, wanted = parse(argv, prog)
+            folder = stack.enter_context(claim(plan, wanted))
+            plan = Plan.read(folder)  # with the order that was drawn, if not now then at first
+        except RequestError as error:
+            return refused(prog, error)
+        return _compare(plan, folder, prog)
+
+
+def _compare(plan: Plan, folder: Path, prog: str) -> int:
     console = Console(highlight=False, soft_wrap=True)
     console.print(introduction(plan, folder), markup=False)
     try:
@@ -77,27 +81,39 @@ def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
     return 2
 
 
-def claim(plan: Plan, wanted: str | None) -> Path:
-    """The comparison's folder: a new one, or one of the same plan to go on with.
+@contextlib.contextmanager
+def claim(plan: Plan, wanted: str | None) -> Iterator[Path]:
+    """The comparison's folder, held for the block: a new one, or one of the same plan.
 
     Raises:
-        RequestError: it cannot be written, or holds something else.
+        RequestError: it cannot be written, holds something else, or another process is at
+            work in it.
     """
-    folder = Path(wanted or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-compare").absolute()
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = (
+                folders.new("compare").absolute() if wanted is None else Path(wanted).absolute()
+            )
+            _check_content(plan, folder)  # before anything is made there
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(folders.held(folder))
+            _check_content(plan, folder)
+            if not (folder / comparison.PLAN_FILE).exists():
+                _with_order(plan).write(folder)
+        except OSError as error:
+            why = f"cannot write to --output_dir {wanted or 'runs'}: {error.strerror}"
+            raise RequestError(why) from None
+        yield folder
+
+
+def _check_content(plan: Plan, folder: Path) -> None:
     if (folder / comparison.PLAN_FILE).exists():
         if not _goes_on(plan, Plan.read(folder)):
             raise RequestError(
                 f"{folder} holds a comparison of other settings; choose another --output_dir"
             )
-        return folder
-    try:
-        if folder.exists() and any(folder.iterdir()):
-            raise RequestError(f"{folder} is not empty and holds no comparison")
-        folder.mkdir(parents=True, exist_ok=True)
-        _with_order(plan).write(folder)
-    except OSError as error:
-        raise RequestError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
-    return folder
+    elif folder.exists() and any(path.name != folders.LOCK_FILE for path in folder.iterdir()):
+        raise RequestError(f"{folder} is not empty and holds no comparison")
 
 
 def _goes_on(plan: Plan, begun: Plan) -> bool:
@@ -267,14 +283,14 @@ def run(job: Job, cache: Path) -> runs.Run:
         shutil.rmtree(cache, ignore_errors=True)
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     log = job.folder.parent / f"{job.folder.name}.log"
-    log.write_text("")  # a launcher that is killed at once leaves none
+    log.write_bytes(b"")  # a launcher that is killed at once leaves none
     flags = config.as_flags(job.task)
     num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
     exit_status = run_to_its_end(job.kind, job.argument, flags, job.folder, log, num_devices)
     path = job.folder / config.RECORDS_FILE
     path.parent.mkdir(exist_ok=True)
     if runs.read_if_there(job.folder).end is None:
-        lines = log.read_text(errors="replace").strip().splitlines()
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         why = lines[-1] if lines else f"exit status {exit_status}"
         records.append(path, records.EndRecord("error", why))
     return runs.read(job.folder)

@@ -9,13 +9,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from accbench import config
+from accbench import config, standard_streams
 from accbench.recording import records
 from accbench.recording.device_watch import Watch
 
@@ -70,9 +71,11 @@ def _launch(
     from accbench.comparing import numerics
     from accbench.launchers import run
 
+    threading.Thread(target=_die_with_comparison, daemon=True).start()
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    standard_streams.take_any_text()
     watch = Watch(num_devices)
     flags = [*flags, f"--output_dir={folder}"]
     status = (
@@ -84,3 +87,12 @@ def _launch(
     folder.mkdir(exist_ok=True)
     records.append(folder / config.RECORDS_FILE, watch.stop())
     sys.exit(status)
+
+
+def _die_with_comparison() -> None:
+    # The parent in the kernel's eyes is the fork server, which lives as long as we do. What
+    # multiprocessing calls the parent is the comparison, seen through a pipe.
+    comparison = multiprocessing.parent_process()
+    assert comparison is not None
+    comparison.join()
+    os.kill(os.getpid(), signal.SIGKILL)  # and the workers die with this process

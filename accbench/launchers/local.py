@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accbench import config, launchers, plugins
 from accbench.config import TaskConfig
-from accbench.errors import ERROR_FILE_VARIABLE, end_status
+from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, end_status
 from accbench.launchers import Failure
 
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
@@ -88,6 +88,7 @@ def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         ERROR_FILE_VARIABLE: str(error_file),
+        LAUNCHER_PID_VARIABLE: str(os.getpid()),
     }
 
 
@@ -161,6 +162,6 @@ def _first_failure(failures: dict[int, ProcessFailure], error_files: dict[int, P
 
 def _read_error(path: Path) -> Any | None:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -1,5 +1,6 @@
 """One run from its flags to its end: check them, claim the folder, launch, tell how it went."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -15,13 +16,15 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
         prog: what messages call the command.
         worker: arguments to the Python interpreter that start a worker.
     """
-    try:
-        task = config.claim_output_dir(config.resolve(config.parse(argv, prog)))
-        launcher = plugins.load("launchers", task.launcher)()
-    except RequestError as error:
-        return refused(prog, error)
-    # The workers' imports take seconds in which nothing else is said.
-    print(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
-    sys.stdout.flush()
-    failure = launcher.launch(task, list(worker) or ["-m", "accbench.training.worker_process"])
-    return launchers.conclude(task.run_dir, failure)
+    with contextlib.ExitStack() as stack:
+        try:
+            task = config.resolve(config.parse(argv, prog))
+            task = stack.enter_context(config.claim_output_dir(task))
+            launcher = plugins.load("launchers", task.launcher)()
+        except RequestError as error:
+            return refused(prog, error)
+        # The workers' imports take seconds in which nothing else is said.
+        print(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
+        sys.stdout.flush()
+        failure = launcher.launch(task, list(worker) or ["-m", "accbench.training.worker_process"])
+        return launchers.conclude(task.run_dir, failure)

@@ -6,6 +6,8 @@ has, and `spec(name)`. Any other model is reached as `package.module:callable`.
 
 import dataclasses
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +101,10 @@ def _callable(name: str) -> Callable[..., nn.Module]:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise RequestError(f"--model {name} is not of the form package.module:callable")
+    # As `python` has it for a script beside it, but last: a file there must not hide a
+    # module that an installed package imports.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )  # fmt: skip
 
+from accbench import standard_streams
 from accbench.errors import RequestError
 from accbench.recording.records import EvalRecord, WindowRecord
 
@@ -46,7 +47,7 @@ def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            to_file = _LogFile(path)
+            to_file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise RequestError(f"cannot write {path}: {error.strerror}") from None
         to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -71,6 +72,16 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
+class _Output(logging.StreamHandler):
+    """Passes over that nobody reads any more: the run's files have it all."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            standard_streams.drop_output()
+        else:
+            super().handleError(record)
+
+
 def _attach(handler: logging.Handler, stack: contextlib.ExitStack) -> None:
     log.addHandler(handler)
     stack.callback(handler.close)
@@ -79,7 +90,7 @@ def _attach(handler: logging.Handler, stack: contextlib.ExitStack) -> None:
 
 def _console_handler(console: Console) -> logging.Handler:
     if not console.is_terminal:
-        handler = logging.StreamHandler(sys.stdout)
+        handler = _Output(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         return handler
     # Through the console, so that lines and the bar do not write over each other.

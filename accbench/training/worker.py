@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from accbench import config, models, plugins
+from accbench import config, models, plugins, standard_streams
 from accbench.config import TaskConfig
 from accbench.engines import Engine
-from accbench.errors import ERROR_FILE_VARIABLE, RequestError, end_status
+from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError, end_status
 from accbench.logger import RunLogger
 from accbench.recording import provenance, records, terminal
 from accbench.recording.terminal import TrainingDisplay, log
@@ -45,21 +45,22 @@ def main(
     """
     started = time.perf_counter() if started is None else started
     faulthandler.enable()  # a crash in C++ then shows where Python was
+    standard_streams.take_any_text()
     topology = Topology.from_env()
     launched = ERROR_FILE_VARIABLE in os.environ
     if launched:
         _die_with_launcher()
-    try:
-        task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
-        task = replace(task, nproc_per_node=topology.local_world_size)
-        task = config.resolve(task)
-        apply_environment(task, topology)
-        if not launched:
-            process_group.start(topology, task.device, task.timeout_s)
-            task = shared_output_dir(task, topology)
-    except RequestError as error:
-        return _failed(error, topology, None)
     with contextlib.ExitStack() as stack:
+        try:
+            task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
+            task = replace(task, nproc_per_node=topology.local_world_size)
+            task = config.resolve(task)
+            apply_environment(task, topology)
+            if not launched:
+                process_group.start(topology, task.device, task.timeout_s)
+                task = shared_output_dir(task, topology, stack)
+        except RequestError as error:
+            return _failed(error, topology, None)
         try:
             console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
             if launched:  # gloo greets on stdout, which is no news for a terminal
@@ -81,12 +82,14 @@ def apply_environment(task: TaskConfig, topology: Topology) -> None:
     torch.set_num_threads(task.threads)
 
 
-def shared_output_dir(task: TaskConfig, topology: Topology) -> TaskConfig:
-    """Rank 0 makes the run's folder and tells the others."""
+def shared_output_dir(
+    task: TaskConfig, topology: Topology, stack: contextlib.ExitStack
+) -> TaskConfig:
+    """Rank 0 makes the run's folder, holds it until `stack` ends, and tells the others."""
     error = None
     if topology.rank == 0:
         try:
-            task = config.claim_output_dir(task)
+            task = stack.enter_context(config.claim_output_dir(task))
         except RequestError as caught:
             error = str(caught)
     error = process_group.from_rank0(error)
@@ -223,6 +226,9 @@ def _die_with_launcher() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher is not None and os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)  # it was killed before that was asked
 
 
 def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> int:
@@ -236,9 +242,9 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
         if run_dir is not None:
             with (
                 contextlib.suppress(OSError),
-                terminal.log_file(run_dir, topology.rank).open("a") as file,
+                terminal.log_file(run_dir, topology.rank).open("ab") as file,
             ):
-                file.write(text)
+                file.write(text.encode(errors="backslashreplace"))
     elif isinstance(error, RequestError):
         if topology.rank == 0:
             print(f"main.py: {error}", file=sys.stderr)

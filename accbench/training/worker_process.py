@@ -14,4 +14,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # `python -m` puts the current folder first, where a file of a user's hides the module of
+    # its name that torch imports.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.append(sys.path.pop(0))
     sys.exit(main())

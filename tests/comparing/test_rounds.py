@@ -1,19 +1,24 @@
 """`accbench compare` as a user runs it, on tiny nets."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from accbench import cli
+from accbench.comparing import rounds
 from accbench.comparing.order import in_turns
+from accbench.comparing.plan import parse
 from accbench.report import comparison
 from tests import planted
-from tests.conftest import HANG_S, ROOT, TINY
+from tests.conftest import HANG_S, ROOT, TINY, processes_of, wait_until
 
 FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu")
 
@@ -118,6 +123,53 @@ def test_an_engine_that_does_not_learn_is_found_by_its_losses(tmp_path, images):
     seeds = [[run.header.task["seed"] for run in row.rounds] for row in found]
     assert seeds == [[5, 6]] * 3
     assert found[0].rounds[0].windows[0].mean_loss != found[0].rounds[1].windows[0].mean_loss
+
+
+def lines_below(pid: int) -> list[str]:
+    """The command lines of all processes below this one."""
+    lines = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            lines.append(" ".join(process.cmdline()))
+    return lines
+
+
+def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_path, monkeypatch):
+    folder = tmp_path / "two words, #1: ☃ 🙂"
+    flags = ("--engines=ddp,ddp", "--numerics_steps=0", "--no-input_round", "--workers=1",
+             f"--data=mock:{images}", "--model=tests.nets:slow", "--nproc_per_node=2")  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setenv("SLOW_NET_S", "600")
+        first = start(folder, *flags)
+    begun: list[psutil.Process] = []
+    try:
+        wait_until(lambda: sum("spawn_main" in line for line in lines_below(first.pid)) == 2, 600)
+        # Its fork server, the launcher, two workers and what loads for them.
+        begun = psutil.Process(first.pid).children(recursive=True)
+        status, _, err = finish(start(folder, *flags), 600)
+        assert status == 2
+        assert f"another process is at work in {folder}" in err
+        assert len(err.splitlines()) == 1
+    finally:
+        first.kill()
+        _, alive = psutil.wait_procs(begun, timeout=30)
+        for process in alive:
+            process.kill()
+        first.communicate()
+    assert not alive
+    assert not processes_of(folder)
+    status, _, err = finish(start(folder, *flags), 600)
+    assert status == 0, err
+    assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
+
+
+def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan, _ = parse([*FAST, "--engines=ddp,ddp"], "accbench compare")
+    # Stands in for another process that makes the folder right after one has looked.
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with rounds.claim(plan, None) as first, rounds.claim(plan, None) as second:
+        assert first != second
 
 
 @pytest.mark.parametrize(

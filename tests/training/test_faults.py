@@ -1,7 +1,9 @@
 """A fault in one worker ends the others, is told once, and leaves nothing behind."""
 
+import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -174,6 +176,17 @@ def test_workers_die_with_a_killed_launcher(images, tmp_path):
     # Nobody was left to write how it ended; what was done stands there all the same.
     assert of_kind(run_dir, records.WindowRecord)
     assert not of_kind(run_dir, records.EndRecord)
+
+
+def test_worker_whose_launcher_was_killed_before_it_began(tmp_path):
+    file = tmp_path / "error.json"
+    file.touch()
+    environment = {"ACCBENCH_ERROR_FILE": str(file), "ACCBENCH_LAUNCHER_PID": str(2**22 + 1)}
+    result = subprocess.run(
+        [sys.executable, "main.py", *TINY, "--data=synthetic", f"--output_dir={tmp_path}"],
+        cwd=ROOT, env={**os.environ, **environment}, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == -signal.SIGKILL
 
 
 def test_loss_that_is_not_a_number(tmp_path):

@@ -1,0 +1,72 @@
+"""The command as it is installed, in somebody's folder and in a pipe."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accbench.recording import records
+from tests.conftest import ROOT, TINY, end_of, of_kind
+
+SMALL = (*TINY[1:], "--data=synthetic")
+
+
+@pytest.fixture
+def mine(tmp_path) -> Path:
+    """A folder with nets."""
+    shutil.copy(ROOT / "tests" / "nets.py", tmp_path / "my_nets.py")
+    return tmp_path
+
+
+def accbench(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    script = shutil.which("accbench", path=Path(sys.executable).parent)
+    if script is None:
+        pytest.skip("accbench is not installed beside this Python")
+    return subprocess.run(
+        [script, *map(str, arguments)], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+
+
+def test_a_net_in_the_current_folder_trains(mine):
+    """And a file there does not hide Python's own module of its name."""
+    (mine / "random.py").write_text("raise RuntimeError('a module of the user, not Python')\n")
+    result = accbench(mine, "run", *SMALL, "--model=my_nets:tiny", "--output_dir=run")
+    assert result.returncode == 0, result.stderr
+    assert end_of(mine / "run").status == "ok"
+
+
+def test_nets_in_the_current_folder_are_compared(mine):
+    flags = ("--engines=ddp,ddp:channels_last=false", "--repeats=2", "--numerics_steps=0")
+    result = accbench(mine, "compare", *SMALL, *flags, "--model=my_nets:tiny", "--output_dir=c")
+    assert result.returncode == 0, result.stderr
+    assert "2 rounds" in result.stdout
+
+
+def reader_that_leaves(*arguments: object, lines: int) -> tuple[int, str]:
+    """Read so many lines of `accbench ...` and leave; its exit status and errors."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accbench", *map(str, arguments)], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for _ in range(lines):
+        assert process.stdout.readline()
+    process.stdout.close()
+    _, errors = process.communicate(timeout=600)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["doctor"]])
+def test_a_command_ends_quietly_with_its_reader(arguments):
+    assert reader_that_leaves(*arguments, lines=0) == (141, "")
+
+
+def test_a_run_goes_on_without_its_reader(tmp_path):
+    flags = (*SMALL, "--model=tests.nets:slow", f"--output_dir={tmp_path}")
+    assert reader_that_leaves("run", *flags, lines=2) == (0, "")
+    assert end_of(tmp_path).status == "ok"
+    assert len(of_kind(tmp_path, records.WindowRecord)) == 3
+    assert "step 6/6" in (tmp_path / "logs" / "rank0.log").read_text()
