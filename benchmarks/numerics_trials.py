@@ -43,8 +43,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             plugins = planted.install(Path(folder))
             for name, engines in wanted.items():
-                for seed in range(flags.seeds):
-                    start_setting(base, name, seed, engines, plugins)
+                start_setting(base, name, list(range(flags.seeds)), engines, plugins)
     table(base, names, wanted, flags.seeds)
 
 

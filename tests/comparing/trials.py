@@ -1,6 +1,6 @@
 """Numerics passes of many engines in one process a rank, and their verdicts.
 
-    python -m tests.comparing.trials FOLDER NAME SEED ENGINES   (as JSON; what `start` starts)
+    python -m tests.comparing.trials FOLDER NAME SEEDS ENGINES   (JSON; what `start_setting` starts)
 
 What `benchmarks/numerics_trials.py` does at length and the tests do in small.
 """
@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from tests import planted
 from tests.conftest import ROOT
@@ -83,30 +84,28 @@ def folder_of(base: Path, setting: str, seed: int, engine: str) -> Path:
     return base / name / str(seed) / engine.replace(":", "-")
 
 
-def run_setting(base: Path, name: str, seed: int, engines: list[str], rank: int) -> None:
+def run_setting(base: Path, name: str, seeds: list[int], engines: list[str], rank: int) -> None:
     """In a rank's process: the passes of a setting, one after the other."""
-    from accbench import config, plugins
-    from accbench.comparing import numerics, reference
-    from accbench.training import process_group, worker
+    from accbench.training import process_group
     from accbench.training.process_group import Topology
 
-    setting = SETTINGS[name]
-    topology = Topology(rank, rank, setting.num_workers, setting.num_workers)
+    num_workers = SETTINGS[name].num_workers
+    topology = Topology(rank, rank, num_workers, num_workers)
     process_group.start(topology, "cpu", 300)
+    for seed in seeds:
+        _run_seed(base, name, seed, engines, topology)
+    process_group.close()
+
+
+def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: Any) -> None:
+    from accbench import plugins
+    from accbench.comparing import numerics, reference
+    from accbench.training import process_group
+
+    num_workers, rank = SETTINGS[name].num_workers, topology.rank
     at = folder_of(base, name, seed, "reference")
-    flags = (*setting.flags, f"--seed={seed}", f"--nproc_per_node={setting.num_workers}")
-
-    def task_of(engine: str, folder: Path):
-        kind, _, option = engine.partition(":")
-        extra = [f"--engine={kind}"]
-        if option == "no-channels_last":
-            extra.append("--ddp.no-channels_last")
-        made = config.resolve(config.parse([*flags, *extra, f"--output_dir={folder}"]))
-        worker.apply_environment(made, topology)
-        return made
-
     if rank == 0 and not (at / reference.FOLDER).exists():
-        numerics.make_reference(task_of("ddp", at), setting.num_workers)
+        numerics.make_reference(_task(name, seed, "ddp", at, topology), num_workers)
     process_group.from_rank0(0)
     for engine in engines:
         folder = folder_of(base, name, seed, engine)
@@ -115,26 +114,44 @@ def run_setting(base: Path, name: str, seed: int, engines: list[str], rank: int)
         plugins.load("engines", engine.partition(":")[0])
         started = time.perf_counter()
         try:
-            numerics.check(task_of(engine, folder), topology, at)
+            numerics.check(_task(name, seed, engine, folder, topology), topology, at)
         except Exception:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"error{rank}.txt").write_text(traceback.format_exc())
-            if setting.num_workers > 1:
+            if num_workers > 1:
                 raise  # the other rank waits for this one
         if rank == 0:
             print(f"{name} {seed} {engine}: {time.perf_counter() - started:.1f} s", flush=True)
-    process_group.close()
 
 
-def start_setting(base: Path, name: str, seed: int, engines: list[str], plugins: Path) -> None:
+def _task(name: str, seed: int, engine: str, folder: Path, topology: Any) -> Any:
+    from accbench import config
+    from accbench.training import worker
+
+    setting = SETTINGS[name]
+    kind, _, option = engine.partition(":")
+    other_layout = ["--ddp.no-channels_last"] if option == "no-channels_last" else []
+    task = config.resolve(
+        config.parse(
+            [*setting.flags, f"--seed={seed}", f"--nproc_per_node={setting.num_workers}",
+             f"--engine={kind}", *other_layout, f"--output_dir={folder}"]
+        )
+    )  # fmt: skip
+    worker.apply_environment(task, topology)
+    return task
+
+
+def start_setting(
+    base: Path, name: str, seeds: list[int], engines: list[str], plugins: Path
+) -> None:
     """A process a rank; engines that need one have processes of their own."""
     together = [engine for engine in engines if engine not in APART]
     groups = [list(dict.fromkeys([*FLOORS, *together]))]
     for group in (*groups, *([engine] for engine in engines if engine in APART)):
-        _start(base, name, seed, group, plugins)
+        _start(base, name, seeds, group, plugins)
 
 
-def _start(base: Path, name: str, seed: int, engines: list[str], plugins: Path) -> None:
+def _start(base: Path, name: str, seeds: list[int], engines: list[str], plugins: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -144,7 +161,7 @@ def _start(base: Path, name: str, seed: int, engines: list[str], plugins: Path) 
         "WORLD_SIZE": str(num_workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    what = [str(base), name, str(seed), json.dumps(engines)]
+    what = [str(base), name, json.dumps(seeds), json.dumps(engines)]
     command = [sys.executable, "-m", "tests.comparing.trials", *what]
     processes = [
         subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -169,5 +186,6 @@ def judge(base: Path, name: str, seed: int, engine: str):
 
 
 if __name__ == "__main__":
-    _base, _name, _seed, _engines = sys.argv[1:]
-    run_setting(Path(_base), _name, int(_seed), json.loads(_engines), int(os.environ["RANK"]))
+    _base, _name, _seeds, _engines = sys.argv[1:]
+    _rank = int(os.environ["RANK"])
+    run_setting(Path(_base), _name, json.loads(_seeds), json.loads(_engines), _rank)
