@@ -22,7 +22,7 @@ def test_a_folder_belongs_to_one_run_until_it_is_killed(script, tmp_path):
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        wait_until((run_dir / "records.jsonl").exists, 600)
+        wait_until((run_dir / "records.jsonl").exists)
         second = run(*flags, script=script, timeout_s=600)
     finally:
         first.kill()

@@ -170,11 +170,20 @@ def of_skipped_step(own: TrainingState, before: TrainingState) -> dict[str, floa
 
 
 def of_free_run(own: TrainingState, against: Reference) -> dict[str, float]:
-    """Of the weights after all steps: all parameters together, and the count of steps."""
-    away = moved = 0.0
+    """Of the weights after all steps: all parameters together, and the count of steps.
+
+    `way` is how much further they went than the reference's, as a part of that: rounding
+    turns the way of some weights, and the length of all far less.
+    """
+    away = moved = own_moved = 0.0
     for name, start in against.start.parameters.items():
         expected = against.weights_after.parameters[name]
         away += _away(own.model.get(name), expected) ** 2
         moved += _norm(expected.double() - start.double()) ** 2
+        own_moved += _away(own.model.get(name), start) ** 2
     steps = [abs(d) for n, d in _of_counts(own, against).items() if n == "applied steps"]
-    return {"parameters": math.sqrt(away / (moved or 1.0)), "applied steps": steps[0]}
+    return {
+        "parameters": math.sqrt(away / (moved or 1.0)),
+        "way": math.sqrt(own_moved / moved) - 1 if moved else own_moved,
+        "applied steps": steps[0],
+    }

@@ -77,7 +77,13 @@ _EXACT = {
     "tensors": 0.5, "state": 1e-5, "problems": 0.5, "parameters": 0.0,
 }  # fmt: skip
 _SCALE_LEAST, _SCALE_LEAST_OF_ALL = 0.005, 0.001
-_EVALUATION, _FREE_LOSS, _FREE_WEIGHTS = Bound(8, 8, 1e-3, 0), Bound(8, 8, 1e-3, 0), 0.1
+_FREE_LOSS = Bound(8, 8, 1e-3, 0)
+# (phase, quantity) -> its words, times the noise, the least that counts.
+_AT_THE_END = {
+    ("free end", "parameters"): ("the weights after the free run are", 4, 0.1),
+    ("free end", "way"): ("the way of the weights in the free run is", 8, 0.05),
+    ("evaluation", "loss"): ("the loss in evaluation is", 8, 1e-3),
+}
 
 _BESIDE_STEPS = ("evaluation", "overflow", "free", "own dropout")
 
@@ -301,20 +307,13 @@ class Findings:
             reason = f"the loss of the free run at step {step} is {distance:.2g} off"
             reason += f", more than {limit:.2g}"
             self._note(step, distance / limit, "loss", reason, _LATE + step)
-        for phase, name in (("free end", "parameters"), ("evaluation", "loss")):
+        for (phase, name), (what, times, least) in _AT_THE_END.items():
             values = [_last(one, phase, name) for one in (run, *floors)]
             if values[0] is None:  # it could not be loaded
                 continue
-            noise = max((value or 0.0) for value in values[1:])
-            limit = (
-                max(4 * noise, _FREE_WEIGHTS)
-                if phase == "free end"
-                else max(_EVALUATION.times * noise, _EVALUATION.least)
-            )
-            what = "the weights after the free run are" if phase == "free end" else (
-                "the loss in evaluation is")  # fmt: skip
+            limit = max(times * max(abs(value or 0.0) for value in values[1:]), least)
             reason = f"{what} {values[0]:.2g} off, more than {limit:.2g}"
-            self._note(len(own), values[0] / limit, name, reason, 2 * _LATE)
+            self._note(len(own), abs(values[0]) / limit, name, reason, 2 * _LATE)
 
     def verdict(self, noise: Noise, run: Run) -> Numerics:
         """Differs before not checked before the same."""

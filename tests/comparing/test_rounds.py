@@ -143,10 +143,10 @@ def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_pat
         first = start(folder, *flags)
     begun: list[psutil.Process] = []
     try:
-        wait_until(lambda: sum("spawn_main" in line for line in lines_below(first.pid)) == 2, 600)
+        wait_until(lambda: sum("spawn_main" in line for line in lines_below(first.pid)) == 2)
         # Its fork server, the launcher, two workers and what loads for them.
         begun = psutil.Process(first.pid).children(recursive=True)
-        status, _, err = finish(start(folder, *flags), 600)
+        status, _, err = finish(start(folder, *flags))
         assert status == 2
         assert f"another process is at work in {folder}" in err
         assert len(err.splitlines()) == 1
@@ -158,7 +158,7 @@ def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_pat
         first.communicate()
     assert not alive
     assert not processes_of(folder)
-    status, _, err = finish(start(folder, *flags), 600)
+    status, _, err = finish(start(folder, *flags))
     assert status == 0, err
     assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
 

@@ -123,7 +123,7 @@ def numerics(engine: str, error: float, **changes: object) -> list[records.Recor
     found += [
         records.NumericsRecord("free", n, {"loss": error}, loss_of(n, error)) for n in (1, 2, 3)
     ]
-    end = {"parameters": error, "applied steps": 0.0}
+    end = {"parameters": error, "way": -error, "applied steps": 0.0}
     found += [records.NumericsRecord("free end", 3, end)]
     return [header(engine), *found, records.EndRecord("ok", num_steps=3)]
 

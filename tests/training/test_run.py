@@ -88,7 +88,7 @@ def test_torchrun_starts_the_same_worker(tmp_path):
 def test_gloos_threads_end_before_their_process(tmp_path):
     """Or they abort it now and then, for they need Python's lock to free what they hold."""
     flags = (*TINY, "--model=tests.nets:counts_threads", "--data=synthetic", "--nproc_per_node=2")
-    result = run(*flags, f"--output_dir={tmp_path}", timeout_s=600)
+    result = run(*flags, f"--output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     told = re.findall(r"threads: (\d+) then (\d+)", result.stdout)
     assert len(told) == 2
