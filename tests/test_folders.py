@@ -23,14 +23,14 @@ def test_a_folder_belongs_to_one_run_until_it_is_killed(script, tmp_path):
     )  # fmt: skip
     try:
         wait_until((run_dir / "records.jsonl").exists)
-        second = run(*flags, script=script, timeout_s=600)
+        second = run(*flags, script=script)
     finally:
         first.kill()
         first.wait()
     assert second.returncode == 2
     assert f"another process is at work in {run_dir}" in second.stderr
     assert len(second.stderr.splitlines()) == 1
-    third = run(*flags, script=script, timeout_s=600)
+    third = run(*flags, script=script)
     assert third.returncode == 2
     assert f"{run_dir} already holds a run" in third.stderr
 
