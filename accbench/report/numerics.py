@@ -48,7 +48,12 @@ class Numerics:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """From where a distance is a difference: times the noise, but at least so much."""
+    """From where a distance is a difference: times the noise, but at least so much.
+
+    The noise of float32 is that of the order of sums, in which programs differ, and what lies
+    behind BatchNorm of a few values multiplies it by much in one step and by little in the
+    next, in each program in another: so a step has four times what the median has.
+    """
 
     times: float
     times_of_16_bit: float
@@ -63,11 +68,11 @@ class Bound:
 # gradient jumps where a value crosses a ReLU's zero, by rounding alone: hence the large least
 # distance in one step, and the small one in the median, for few steps have such a jump.
 _BOUNDS = {
-    "loss": Bound(8, 8, 2e-5, 1e-5),
-    "gradient": Bound(8, 3, 0.05, 2e-4),
+    "loss": Bound(16, 8, 2e-5, 1e-5),
+    "gradient": Bound(16, 3, 0.05, 2e-4),
     "update": Bound(8, 8, 1e-3, 2e-4),
     "second moment": Bound(8, 8, 1e-3, 2e-4),
-    "buffer": Bound(8, 3, 1e-3, 2e-4),
+    "buffer": Bound(16, 3, 1e-3, 2e-4),
 }
 # A difference in a step is told before one that only the median shows, and that before others.
 _MEDIAN, _LATE, _MOST = 1 << 20, 1 << 21, 1e9
@@ -76,7 +81,9 @@ _EXACT = {
     "applied steps": 0.5, "dropout calls": 0.5, "loss scale": 0.01, "growth tracker": 0.5,
     "tensors": 0.5, "state": 1e-5, "problems": 0.5, "parameters": 0.0,
 }  # fmt: skip
-_SCALE_LEAST, _SCALE_LEAST_OF_ALL = 0.005, 0.001
+_SCALE_TIMES, _SCALE_LEAST, _SCALE_LEAST_OF_ALL = 8, 0.005, 0.001
+# How many times the usual noise of float32 a step may have without being another program.
+_UNSTEADY = 4
 _FREE_LOSS = Bound(8, 8, 1e-3, 0)
 # (phase, quantity) -> its words, times the noise, the least that counts.
 _AT_THE_END = {
@@ -169,8 +176,9 @@ class Noise:
 
     def limit(self, step: int, name: str) -> float:
         """From where a distance in a step is a difference."""
-        noise = max(abs(floor[step][name]) for floor in self.floors)
-        return self._limit(name, max(noise, self._usual(name)), of_all=False)
+        noise, usual = max(abs(floor[step][name]) for floor in self.floors), self._usual(name)
+        noise = max(noise, usual if self.of_16_bit else _UNSTEADY * usual)
+        return self._limit(name, noise, of_all=False)
 
     def limit_of_all(self, name: str) -> float:
         """Likewise of the median over the steps."""
@@ -191,7 +199,11 @@ class Noise:
         a program that rounds less often by less: anything between ddp and float64 is right.
         """
         values = [floor[step][name] for floor in self.floors]
-        return self._around(values, name, _SCALE_LEAST)
+        least = _SCALE_LEAST
+        if not self.of_16_bit:
+            noise = max(*(abs(value) for value in values), _UNSTEADY * self.medians[name])
+            least = max(least, _SCALE_TIMES * noise)
+        return self._around(values, name, least)
 
     def scales_of_all(self, name: str) -> tuple[float, float]:
         """Likewise of the median over the steps."""
@@ -204,7 +216,7 @@ class Noise:
             for steps in zip(*self.floors, strict=False)
         )
         bias = max(abs(value) for value in values)
-        margin = max(least, 8 * apart, bias / 2)
+        margin = max(least, _SCALE_TIMES * apart, bias / 2)
         return 1 + min(0.0, *values) - margin, 1 + max(0.0, *values) + margin
 
     def sensitivity(self, step: int | None = None) -> float:
