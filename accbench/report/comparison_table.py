@@ -124,11 +124,12 @@ def as_markdown(result: Result) -> str:
 
 def terminal(result: Result, width: int = 150) -> str:
     """Ends in a newline."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table, cells = Table(box=box.SIMPLE_HEAD), COLUMNS.values()
     for title in COLUMNS:
         table.add_column(title, justify="left" if title in LEFT else "right")
     for row in result.rows:
-        table.add_row(*(escape(cell(row)) for cell in COLUMNS.values()))
+        # A title may be broken into lines, a cell is not.
+        table.add_row(*(escape(cell(row)).replace(" ", "\N{NO-BREAK SPACE}") for cell in cells))
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(escape(result.headline), soft_wrap=True, highlight=False)
     console.print(table)

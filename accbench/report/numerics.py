@@ -92,7 +92,10 @@ _AT_THE_END = {
     ("evaluation", "loss"): ("the loss in evaluation is", 8, 1e-3),
 }
 
-_BESIDE_STEPS = ("evaluation", "overflow", "free", "own dropout")
+_BESIDE_STEPS = {
+    "evaluation": "evaluation", "overflow": "a step that overflows", "free": "a free run",
+    "own dropout": "its own dropout",
+}  # fmt: skip
 
 Steps = list[dict[str, float]]
 """Step -> quantity -> distance; a scale is signed."""
@@ -364,10 +367,9 @@ def words(found: Numerics) -> str | None:
     """What was tested, and how sharply; None where nothing was."""
     if not found.num_steps or found.sensitivity is None or found.sensitivity_of_all is None:
         return None
-    steps = f"{found.num_steps} steps from float64's state, {found.num_sharp_steps} sharp tests"
-    errors = (
-        f"would find a gradient {found.sensitivity:.2g} off in one step, "
-        f"{found.sensitivity_of_all:.2g} in all"
+    beside = [_BESIDE_STEPS[phase] for phase in found.tested]
+    return (
+        f"{found.num_steps} steps beside float64, {found.num_sharp_steps} of them sharp tests: "
+        f"{found.sensitivity:.2%} of the gradient in one step, or {found.sensitivity_of_all:.2%} "
+        f"in all, would have been seen{'; also tested: ' if beside else ''}{', '.join(beside)}"
     )
-    beside = f"; also tested: {', '.join(found.tested)}" if found.tested else ""
-    return f"{steps}; {errors}{beside}"

@@ -244,7 +244,7 @@ def test_steps_that_are_too_noisy_are_no_test(folder):
     assert found.verdict == "not checked"
     assert found.reason == "too noisy at step 2 (2 of 3 were sharp tests)"
     fakes.write_run(
-        folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, distances=distances(scale=-0.5))
+        folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, distances=distances(scale=-0.9))
     )
     assert row_of(folder, "xla").numerics.verdict == "differs"
 
