@@ -122,14 +122,13 @@ def as_markdown(result: Result) -> str:
     return f"**{markdown.plain(result.headline)}**\n\n{body}\n\n{markdown.bullets(notes(result))}\n"
 
 
-def terminal(result: Result, width: int = 150) -> str:
+def terminal(result: Result, width: int = 164) -> str:
     """Ends in a newline."""
-    table, cells = Table(box=box.SIMPLE_HEAD), COLUMNS.values()
+    table = Table(box=box.SIMPLE_HEAD)
     for title in COLUMNS:
         table.add_column(title, justify="left" if title in LEFT else "right")
     for row in result.rows:
-        # A title may be broken into lines, a cell is not.
-        table.add_row(*(escape(cell(row)).replace(" ", "\N{NO-BREAK SPACE}") for cell in cells))
+        table.add_row(*(escape(cell(row)) for cell in COLUMNS.values()))
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(escape(result.headline), soft_wrap=True, highlight=False)
     console.print(table)
