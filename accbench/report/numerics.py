@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from accbench.recording.records import NumericsRecord
 from accbench.report.comparison import Comparison, Row
+from accbench.report.noise import BOUNDS, Bound, Noise, Steps, kind_of, steps_of
 from accbench.report.run import Run
 
 SAME, DIFFERS, NOT_CHECKED = "trains the same", "differs", "not checked"
-# A step is a sharp test where this relative error of the whole gradient would be found in it.
-SHARP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,34 +45,6 @@ class Numerics:
     """What was looked at beside the steps."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """From where a distance is a difference: times the noise, but at least so much.
-
-    The noise of float32 is that of the order of sums, in which programs differ, and what lies
-    behind BatchNorm of a few values multiplies it by much in one step and by little in the
-    next, in each program in another: so a step has four times what the median has.
-    """
-
-    times: float
-    times_of_16_bit: float
-    least: float
-    """In one step."""
-    least_of_all: float
-    """In the median over the steps."""
-
-
-# Where a norm over a whole tensor is measured, rounding to 16 bits adds up to much the same in
-# all programs; single numbers, and the rounding of sums in float32, differ by several times. A
-# gradient jumps where a value crosses a ReLU's zero, by rounding alone: hence the large least
-# distance in one step, and the small one in the median, for few steps have such a jump.
-_BOUNDS = {
-    "loss": Bound(16, 8, 2e-5, 1e-5),
-    "gradient": Bound(16, 3, 0.05, 2e-4),
-    "update": Bound(8, 8, 1e-3, 2e-4),
-    "second moment": Bound(8, 8, 1e-3, 2e-4),
-    "buffer": Bound(16, 3, 1e-3, 2e-4),
-}
 # A difference in a step is told before one that only the median shows, and that before others.
 _MEDIAN, _LATE, _MOST = 1 << 20, 1 << 21, 1e9
 # What has no noise.
@@ -81,9 +52,6 @@ _EXACT = {
     "applied steps": 0.5, "dropout calls": 0.5, "loss scale": 0.01, "growth tracker": 0.5,
     "tensors": 0.5, "state": 1e-5, "problems": 0.5, "parameters": 0.0,
 }  # fmt: skip
-_SCALE_TIMES, _SCALE_LEAST, _SCALE_LEAST_OF_ALL = 8, 0.005, 0.001
-# How many times the usual noise of float32 a step may have without being another program.
-_UNSTEADY = 4
 _FREE_LOSS = Bound(8, 8, 1e-3, 0)
 # (phase, quantity) -> its words, times the noise, the least that counts.
 _AT_THE_END = {
@@ -96,9 +64,6 @@ _BESIDE_STEPS = {
     "evaluation": "evaluation", "overflow": "a step that overflows", "free": "a free run",
     "own dropout": "its own dropout",
 }  # fmt: skip
-
-Steps = list[dict[str, float]]
-"""Step -> quantity -> distance; a scale is signed."""
 
 
 def judge(comparison: Comparison, row: Row) -> Numerics:
@@ -147,93 +112,6 @@ def _missing(run: Run, reference: Run, floors: Sequence[Run]) -> str | None:
     return None
 
 
-def steps_of(run: Run) -> Steps:
-    """What was found in the steps from the reference's state."""
-    return [record.distances for record in run.numerics if record.phase == "step"]
-
-
-def _kind(name: str) -> str:
-    """`gradient of net.fc.weight` -> gradient."""
-    for kind in ("second moment", "gradient", "scale", "update", "buffer", "state"):
-        if name == kind or name.startswith((f"{kind} of ", f"{kind} ")):
-            return kind
-    return name
-
-
-class Noise:
-    """What right programs of a type are away from float64, from passes of plain ddp."""
-
-    def __init__(self, floors: Sequence[Steps], of_16_bit: bool) -> None:
-        self.floors, self.of_16_bit = floors, of_16_bit
-        self.num_steps = min(len(floor) for floor in floors)
-        names = floors[0][0].keys() if self.num_steps else ()
-        self.medians = {
-            name: max(statistics.median(abs(s[name]) for s in floor) for floor in floors)
-            for name in names
-        }
-        of_kinds: dict[str, list[float]] = {}
-        for name, median in self.medians.items():
-            of_kinds.setdefault(_kind(name), []).append(median)
-        # A tensor that happens to come out exactly sets no standard.
-        self.of_kinds = {kind: statistics.median(values) for kind, values in of_kinds.items()}
-
-    def limit(self, step: int, name: str) -> float:
-        """From where a distance in a step is a difference."""
-        noise, usual = max(abs(floor[step][name]) for floor in self.floors), self._usual(name)
-        noise = max(noise, usual if self.of_16_bit else _UNSTEADY * usual)
-        return self._limit(name, noise, of_all=False)
-
-    def limit_of_all(self, name: str) -> float:
-        """Likewise of the median over the steps."""
-        return self._limit(name, self._usual(name), of_all=True)
-
-    def _usual(self, name: str) -> float:
-        return max(self.medians[name], self.of_kinds[_kind(name)])
-
-    def _limit(self, name: str, noise: float, of_all: bool) -> float:
-        bound = _BOUNDS[_kind(name)]
-        times = bound.times_of_16_bit if self.of_16_bit else bound.times
-        return max(times * noise, bound.least_of_all if of_all else bound.least)
-
-    def scales(self, step: int, name: str = "scale") -> tuple[float, float]:
-        """Between which a gradient's size, as a part of the reference's, is right in a step.
-
-        Rounding to 16 bits makes gradients smaller as a whole, in ddp by so and so much and in
-        a program that rounds less often by less: anything between ddp and float64 is right.
-        """
-        values = [floor[step][name] for floor in self.floors]
-        least = _SCALE_LEAST
-        if not self.of_16_bit:
-            noise = max(*(abs(value) for value in values), _UNSTEADY * self.medians[name])
-            least = max(least, _SCALE_TIMES * noise)
-        return self._around(values, name, least)
-
-    def scales_of_all(self, name: str) -> tuple[float, float]:
-        """Likewise of the median over the steps."""
-        values = [statistics.median(step[name] for step in floor) for floor in self.floors]
-        return self._around(values, name, _SCALE_LEAST_OF_ALL)
-
-    def _around(self, values: list[float], name: str, least: float) -> tuple[float, float]:
-        apart = statistics.median(
-            max(step[name] for step in steps) - min(step[name] for step in steps)
-            for steps in zip(*self.floors, strict=False)
-        )
-        bias = max(abs(value) for value in values)
-        margin = max(least, _SCALE_TIMES * apart, bias / 2)
-        return 1 + min(0.0, *values) - margin, 1 + max(0.0, *values) + margin
-
-    def sensitivity(self, step: int | None = None) -> float:
-        """The smallest relative error of the whole gradient that is outside of `scales`."""
-        low, high = self.scales_of_all("scale") if step is None else self.scales(step)
-        return max(1 - low / high, high / low - 1) if low > 0 else 1.0
-
-    def sharp(self, step: int) -> bool:
-        """Whether a gradient of 0.9 times its size, or a step left out, would be found."""
-        updates = [name for name in self.medians if _kind(name) == "update"]
-        found_skipped = all(self.limit(step, name) < 1 for name in updates)
-        return self.sensitivity(step) < SHARP and found_skipped
-
-
 class Findings:
     """What is different in a pass, the first step first."""
 
@@ -266,7 +144,7 @@ class Findings:
         """Counts, and what was loaded."""
         for record in found:
             for name, distance in record.distances.items():
-                limit = _EXACT.get(_kind(name))
+                limit = _EXACT.get(kind_of(name))
                 if limit is None or record.phase == "free end" and name == "parameters":
                     continue
                 what = record.note or f"{record.phase} {record.step}: {name} off by {distance:.3g}"
@@ -279,8 +157,8 @@ class Findings:
         steps = steps[: noise.num_steps]
         if not steps:  # it could not be loaded
             return
-        names = [name for name in noise.medians if _kind(name) in _BOUNDS]
-        scales = [name for name in noise.medians if _kind(name) == "scale"]
+        names = [name for name in noise.medians if kind_of(name) in BOUNDS]
+        scales = [name for name in noise.medians if kind_of(name) == "scale"]
         for number, step in enumerate(steps):
             for name in names:
                 self._distance(number + 1, name, step.get(name, 1e30), noise.limit(number, name))
