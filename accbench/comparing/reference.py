@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -210,8 +211,8 @@ def _save(path: Path, groups: dict[str, Tensors], buffers: list[Tensors]) -> Non
         tensors |= {f"{_BUFFER}{rank}/{name}": tensor for name, tensor in of_rank.items()}
     try:
         save_file(tensors, path)
-    except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise RequestError(f"cannot write {path}: {error}") from None
 
 
 def _of(tensors: Tensors, prefix: str) -> Tensors:
