@@ -11,33 +11,22 @@ a test by itself and nothing drifts. Then it trains freely from the start, as in
 import os
 import sys
 import time
-import zlib
-from collections.abc import Generator, Sequence
-from contextlib import closing
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from accbench import models, plugins
-from accbench.comparing import distances, dropout, reference
+from accbench.comparing import dropout, reference
 from accbench.comparing.adamw import AdamW
+from accbench.comparing.examination import Examination, engine_of
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
-from accbench.engines import Batch, Engine
-from accbench.engines.state import NotLoadableError, TrainingState
+from accbench.engines.state import NotLoadableError
 from accbench.errors import ERROR_FILE_VARIABLE, RequestError
 from accbench.launchers.run import run
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
-from accbench.training import process_group, worker
+from accbench.training import worker
 from accbench.training.process_group import Topology
-from accbench.training.train_loop import train_step
-
-# A loss scale with which every float16 gradient overflows.
-_OVERFLOWING_SCALE = 2.0**100
 
 
 def check(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
@@ -48,12 +37,16 @@ def check(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
     """
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
-    engine = _engine(task, topology)
+    engine = engine_of(task, topology)
     against = Reference(reference_dir, AdamW(task.lr, task.weight_decay), topology.rank)
+    losses = against.facts.losses
+    made_for = (against.facts.batch_size, len(losses), len(losses[0]))
+    if made_for != (task.batch_size, task.max_steps, topology.world_size):
+        raise RequestError(f"the reference in {reference_dir} is of another task")
     (source,) = reference.sources(task, [topology])
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
     engine.prove_reduction()
-    examination = _Examination(task, topology, engine, against, logger)
+    examination = Examination(task, topology, engine, against, logger)
     examination.build(source.num_classes)
     try:
         with dropout.given():
@@ -61,195 +54,11 @@ def check(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
             examination.evaluation(source)
             examination.overflow(source)
             examination.free_run()
-    except NotLoadableError as error:
-        # On this rank alone, perhaps; the others would wait for it.
+    except NotLoadableError as error:  # on all ranks
         examination.write("not loadable", 0, {}, note=str(error))
     examination.dropout()
     logger.write(records.EndRecord("ok", num_steps=task.max_steps))
     engine.close()
-
-
-def _engine(task: TaskConfig, topology: Topology) -> Engine:
-    engine: Engine = plugins.load("engines", task.engine)(
-        task, task.options.get(task.engine), topology
-    )
-    return engine
-
-
-class _Examination:
-    """One engine's pass."""
-
-    def __init__(
-        self, task: TaskConfig, topology: Topology, engine: Engine, against: Reference,
-        logger: RunLogger,
-    ) -> None:  # fmt: skip
-        self.task, self.topology, self.engine = task, topology, engine
-        self.against, self.logger = against, logger
-        self.spec = models.resolve(task.model)
-        self.draws = dropout.Draws(task.seed, [tuple(s) for s in against.facts.dropout_shapes])
-        assert task.max_steps is not None
-        self.num_steps = task.max_steps
-
-    def build(self, num_classes: int) -> None:
-        """The model and its optimizer, as in training."""
-        torch.manual_seed(self.task.seed)
-        self.net: nn.Module = self.spec.build(num_classes)
-        process_group.broadcast_module(self.net)
-        self.model = self.engine.prepare(self.net)
-        self.optimizer = self.engine.build_optimizer(self.model)
-        self.engine.seed(self.task.seed + self.topology.rank)
-        self.model.train()
-        own = self.engine.training_state(self.net, self.optimizer)
-        self.write("start", 0, distances.of_start(own, self.against.start_state))
-
-    def steps(self, source: Any) -> None:
-        """Every step from the reference's state."""
-        batches = self._batches(source)
-        with closing(batches):
-            for step, batch in enumerate(islice(batches, self.num_steps)):
-                self.against.read(step)
-                self._load(self.against.state)
-                self._draw(step)
-                loss = self._step(batch)
-                self.engine.wait()
-                own = self.engine.training_state(self.net, self.optimizer)
-                found = {
-                    "loss": self._of_loss(loss, step),
-                    "dropout calls": float(self.draws.others()),
-                    **distances.of_step(own, self.against),
-                }
-                self.write("step", step + 1, found, loss=loss, own=own)
-
-    def evaluation(self, source: Any) -> None:
-        """The first batch, scored with the weights after the last step."""
-        self._load(self.against.state_after)
-        batches = self._batches(source)
-        with closing(batches), torch.no_grad():
-            batch = next(batches)
-            self.model.eval()
-            with self.engine.autocast():
-                scores = self.spec.score(self.model, batch)
-            self.engine.end_step()
-            self.engine.wait()
-            self.model.train()
-        expected = self.against.facts.scores[self.topology.rank]
-        loss = float(scores.cpu()[0].item())
-        self.write("evaluation", self.num_steps, {"loss": distances.relative(loss, expected)})
-
-    def overflow(self, source: Any) -> None:
-        """A step whose float16 gradients overflow changes nothing and halves the scale."""
-        before = self.against.state_after
-        if not self.engine.training_state(self.net, self.optimizer).scaler:
-            return
-        scaler = {"scale": _OVERFLOWING_SCALE, "growth_tracker": 0.0}
-        loaded = TrainingState(before.model, before.optimizer, scaler)
-        self._load(loaded)
-        self._draw(0)
-        batches = self._batches(source)
-        with closing(batches):
-            self._step(next(batches))
-        self.engine.wait()
-        own = self.engine.training_state(self.net, self.optimizer)
-        self.write("overflow", self.num_steps, distances.of_skipped_step(own, loaded))
-
-    def free_run(self) -> None:
-        """As many steps from the start, nothing loaded or read between them."""
-        (source,) = reference.sources(self.task, [self.topology])
-        self._load(self.against.start_state)
-        batches = self._batches(source)
-        losses = []
-        with closing(batches):
-            for step, batch in enumerate(islice(batches, self.num_steps)):
-                self._draw(step)
-                losses.append(self._run_step(batch))
-        self.engine.wait()
-        own = self.engine.training_state(self.net, self.optimizer)
-        for step, tensor in enumerate(losses):
-            loss = float(tensor.cpu().item())
-            self.write("free", step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
-        found = distances.of_free_run(own, self.against)
-        self.write("free end", self.num_steps, found, own=own)
-
-    def dropout(self) -> None:
-        """Whether what the engine drops by itself is dropped at random."""
-        probabilities = self.against.facts.dropout_probabilities
-        if not probabilities:
-            return
-        (source,) = reference.sources(self.task, [self.topology])
-        batches = self._batches(source)
-        problem, unknown = None, None
-        with closing(batches):
-            try:
-                # A new one, for the other may remember what it was given.
-                problem = dropout.own_dropout(
-                    _engine(self.task, self.topology), self.topology, train_step,
-                    next(batches), probabilities, self.task.seed,
-                )  # fmt: skip
-            except Exception as error:
-                # An engine may do with its own kind of model alone; the rest has been looked at.
-                why = " ".join(str(error).split())
-                unknown = f"its own dropout could not be tried: {type(error).__name__}: {why}"
-        found = {"problems": float(problem is not None)}
-        self.write("own dropout", self.num_steps, found, note=problem or unknown)
-
-    def _batches(self, source: Any) -> Generator[Batch, None, None]:
-        return reference.epochs(source.train_loader(), self.engine.device_batches)
-
-    def _draw(self, step: int) -> None:
-        self.draws.begin(step, self.topology.rank, lambda t: self.engine.to_device((t,))[0])
-
-    def _step(self, batch: Batch) -> float:
-        return float(self._run_step(batch).cpu().item())
-
-    def _run_step(self, batch: Batch) -> torch.Tensor:
-        return self.engine.run_step(train_step, self.model, self.spec, self.optimizer, batch)
-
-    def _load(self, state: TrainingState) -> None:
-        """On all ranks or none, for those that could would wait for the others."""
-        problem = None
-        try:
-            self.engine.load_training_state(self.net, self.optimizer, state)
-            own = self.engine.training_state(self.net, self.optimizer)
-            problem = distances.not_loaded(own, state)
-        except NotLoadableError as error:
-            problem = str(error)
-        bad = [rank for rank, (n,) in enumerate(_gather([float(problem is not None)])) if n]
-        if bad:
-            raise NotLoadableError(problem or f"rank {bad[0]} did not take over its state")
-
-    def _of_loss(self, loss: float, step: int) -> float:
-        return distances.relative(loss, self.against.facts.losses[step][self.topology.rank])
-
-    def write(
-        self, phase: str, step: int, found: dict[str, float], note: str | None = None,
-        loss: float | None = None, own: TrainingState | None = None,
-    ) -> None:  # fmt: skip
-        """Record what was found, the furthest of any rank; all ranks call this."""
-        of_ranks = _gather([found[name] for name in sorted(found)])
-        furthest = [max(values, key=abs) for values in zip(*of_ranks, strict=True)]
-        of_losses = [value for (value,) in _gather([0.0 if loss is None else loss])]
-        mean = sum(of_losses) / len(of_losses)
-        record = records.NumericsRecord(
-            phase=phase,
-            step=step,
-            distances={
-                n: distances.bounded(d) for n, d in zip(sorted(found), furthest, strict=True)
-            },
-            loss=None if loss is None else records.finite_or_none(mean),
-            ranks_apart=0 if own is None else self._ranks_apart(own),
-            note=note,
-        )
-        self.logger.write(record)
-
-    def _ranks_apart(self, own: TrainingState) -> int:
-        """Parameters that are not the same on all ranks, to the last bit."""
-        names = sorted(dict(self.net.named_parameters()))
-        sums = [float(zlib.crc32(own.model[n].contiguous().numpy().tobytes())) for n in names]
-        return sum(len(set(of_ranks)) > 1 for of_ranks in zip(*_gather(sums), strict=True))
-
-
-def _gather(values: list[float]) -> list[list[float]]:
-    return process_group.gather_values(values)
 
 
 def make_reference(task: TaskConfig, num_shards: int) -> None:

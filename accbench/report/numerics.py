@@ -226,7 +226,8 @@ class Findings:
             return dataclasses.replace(
                 common, verdict=DIFFERS, reason=reason, first_step=step, first_tensor=name
             )
-        unknown = next((r.note for r in run.numerics if r.phase == "own dropout" and r.note), None)
+        untried = (r.note for r in run.numerics if r.phase in ("evaluation", "own dropout"))
+        unknown = next((note for note in untried if note), None)
         if unknown:
             return dataclasses.replace(common, verdict=NOT_CHECKED, reason=unknown)
         if not all(sharp) or not sharp:

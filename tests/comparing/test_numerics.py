@@ -25,7 +25,8 @@ class Passes:
         if setting not in self._made:
             self._made.add(setting)
             engines = ["ddp:again", *SETTINGS[setting].faults, *(["xla"] if HAS_XLA else [])]
-            engines += ["not_loaded", "crashes_when_loaded"] if setting == "tests" else []
+            engines += ["not_loaded"]
+            engines += ["crashes_when_loaded"] if setting == "tests" else []
             start_setting(self.base, setting, [0], engines, self.plugins)
         return judge(self.base, setting, 0, engine)
 
@@ -85,8 +86,9 @@ def test_dropout_of_its_own_is_looked_at(passes):
     assert "the same on several ranks" in on_ranks
 
 
-def test_engine_that_cannot_be_loaded_is_not_checked(passes):
-    found = passes.verdict("tests", "not_loaded")
+@pytest.mark.parametrize("setting", ["tests", "tests, two workers"])
+def test_engine_that_cannot_be_loaded_is_not_checked(passes, setting):
+    found = passes.verdict(setting, "not_loaded")
     assert (found.verdict, found.crashed) == ("not checked", False)
     assert "cannot be loaded" in found.reason
     assert "is not what was loaded" in found.reason
