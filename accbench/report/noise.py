@@ -28,18 +28,23 @@ class Bound:
     """In one step."""
     least_of_all: float
     """In the median over the steps."""
+    least_spacings: float = 0.0
+    """Likewise in both, in spacings of 16-bit numbers: a factor that one program rounds to 16
+    bits, of dropout or a mean, and another does not, is off by one in all steps."""
 
 
+# Of numbers around 1, half of what separates them: what rounding may do.
+_SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 # Where a norm over a whole tensor is measured, rounding to 16 bits adds up to much the same in
 # all programs; single numbers, and the rounding of sums in float32, differ by several times. A
 # gradient jumps where a value crosses a ReLU's zero, by rounding alone: hence the large least
 # distance in one step, and the small one in the median, for few steps have such a jump.
 BOUNDS = {
-    "loss": Bound(16, 8, 2e-5, 1e-5),
-    "gradient": Bound(16, 3, 0.05, 2e-4),
+    "loss": Bound(16, 8, 2e-5, 1e-5, 0.5),
+    "gradient": Bound(16, 3, 0.05, 2e-4, 8),
     "update": Bound(8, 8, 1e-3, 2e-4),
     "second moment": Bound(8, 8, 1e-3, 2e-4),
-    "buffer": Bound(16, 3, 1e-3, 2e-4),
+    "buffer": Bound(16, 3, 1e-3, 2e-4, 4),
 }
 _SCALE_TIMES, _SCALE_LEAST, _SCALE_LEAST_OF_ALL = 8, 0.005, 0.001
 # How many times the usual noise of float32 a step may have without being another program.
@@ -62,8 +67,9 @@ def kind_of(name: str) -> str:
 class Noise:
     """What right programs of a type are away from float64, from passes of plain ddp."""
 
-    def __init__(self, floors: Sequence[Steps], of_16_bit: bool) -> None:
-        self.floors, self.of_16_bit = floors, of_16_bit
+    def __init__(self, floors: Sequence[Steps], dtype: str | None) -> None:
+        self.floors, self.spacing = floors, _SPACING.get(dtype or "", 0.0)
+        self.of_16_bit = self.spacing > 0
         self.num_steps = min(len(floor) for floor in floors)
         names = floors[0][0].keys() if self.num_steps else ()
         self.medians = {
@@ -92,7 +98,8 @@ class Noise:
     def _limit(self, name: str, noise: float, of_all: bool) -> float:
         bound = BOUNDS[kind_of(name)]
         times = bound.times_of_16_bit if self.of_16_bit else bound.times
-        return max(times * noise, bound.least_of_all if of_all else bound.least)
+        least = max(bound.least_spacings * self.spacing, bound.least_of_all)
+        return max(times * noise, least if of_all else max(least, bound.least))
 
     def scales(self, step: int, name: str = "scale") -> tuple[float, float]:
         """Between which a gradient's size, as a part of the reference's, is right in a step.
@@ -118,7 +125,7 @@ class Noise:
             for steps in zip(*self.floors, strict=False)
         )
         bias = max(abs(value) for value in values)
-        margin = max(least, _SCALE_TIMES * apart, bias / 2)
+        margin = max(least, 3 * self.spacing, _SCALE_TIMES * apart, bias / 2)
         return 1 + min(0.0, *values) - margin, 1 + max(0.0, *values) + margin
 
     def sensitivity(self, step: int | None = None) -> float:

@@ -88,7 +88,7 @@ def judge_run(run: Run, reference: Run, floors: Sequence[Run]) -> Numerics:
     other = next((r.note for r in reference.numerics if r.note), None)
     if other:
         return Numerics(NOT_CHECKED, dtype, other)
-    noise = Noise([steps_of(floor) for floor in floors], dtype != "float32")
+    noise = Noise([steps_of(floor) for floor in floors], dtype)
     found = Findings(dtype)
     found.ranks(run.numerics)
     found.exact(run.numerics)
