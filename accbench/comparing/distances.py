@@ -9,7 +9,7 @@ import math
 import torch
 
 from accbench.comparing.adamw import AdamW
-from accbench.comparing.reference import Reference
+from accbench.comparing.reference import LOSS_SCALE, Reference
 from accbench.engines.state import Tensors, TrainingState
 
 GRADIENT, SCALE, UPDATE, SECOND_MOMENT = "gradient", "scale", "update", "second moment"
@@ -150,8 +150,6 @@ def _of_counts(own: TrainingState, against: Reference) -> dict[str, float]:
     wrong = [abs(n - against.weights_after.num_steps[name]) for name, n in steps.items()]
     counts = {"applied steps": max(wrong, default=0.0)}
     if own.scaler:
-        from accbench.comparing.reference import LOSS_SCALE
-
         counts["loss scale"] = abs(own.scaler["scale"] / LOSS_SCALE - 1)
         counts["growth tracker"] = abs(own.scaler["growth_tracker"] - 1)
     return counts

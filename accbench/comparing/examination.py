@@ -11,6 +11,7 @@ from torch import nn
 
 from accbench import models, plugins
 from accbench.comparing import distances, dropout, reference
+from accbench.comparing.own_dropout import own_dropout
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
 from accbench.engines import Batch, Engine
@@ -153,7 +154,7 @@ class Examination:
         with closing(batches):
             try:
                 # A new one, for the other may remember what it was given.
-                problem = dropout.own_dropout(
+                problem = own_dropout(
                     engine_of(self.task, self.topology), self.topology, train_step,
                     next(batches), probabilities, self.task.seed,
                 )  # fmt: skip
