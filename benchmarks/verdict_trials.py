@@ -5,17 +5,16 @@ a `ddp` that sleeps a tenth of what each step took, which should be called slowe
 
     python benchmarks/verdict_trials.py FOLDER
 
-Each try is a comparison of its own in FOLDER, on a core of its own, as many at once as
-there are cores; the same command goes on where it was stopped, and prints a line a try
-and at its end the counts. A quiet machine is needed.
+Each try is a comparison at the defaults that a user gets, but for the numerics pass and the
+round without input, which have no part in a verdict on speed; and one after the other, with
+all cores. The same command goes on where it was stopped, and prints a line a try and at its
+end the counts. A quiet machine is needed.
 """
 
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,11 +28,7 @@ TRIALS = {
     "same": ("ddp,ddp", "no difference shown"),
     "slowed": ("ddp,slowed", "slower"),
 }
-FLAGS = (
-    "--model=tests.nets:tiny", "--image_size=64", "--batch_size=32", "--amp_level=O0",
-    "--data=synthetic", "--device=cpu", "--threads=1", "--workers=0", "--max_steps=520",
-    "--warmup_steps=20", "--log_interval=50", "--repeats=10", "--numerics_steps=0",
-)  # fmt: skip
+FLAGS = ("--device=cpu", "--numerics_steps=0", "--no-input_round")
 
 
 def one_try(folder: Path, engines: str, plugins: Path) -> None:
@@ -49,41 +44,27 @@ def one_try(folder: Path, engines: str, plugins: Path) -> None:
 
 
 def main() -> int:
-    """Returns 0 if nine of ten tries of each kind are right."""
+    """Returns 0 if 19 of 20 tries are right."""
     folder = Path(sys.argv[1]).absolute()
     plugins = folder / "plugins"
     if not plugins.exists():
         planted.install(plugins)
-    cores: SimpleQueue[int] = SimpleQueue()
-    for core in os.sched_getaffinity(0):
-        cores.put(core)
-
-    def on_a_core(name: str, number: int) -> tuple[str, bool, str]:
-        engines, truth = TRIALS[name]
-        core = cores.get()
-        try:
-            os.sched_setaffinity(0, {core})  # of this thread, and of what it starts
+    right = dict.fromkeys(TRIALS, 0)
+    for number in range(1, NUM_TRIES + 1):
+        for name, (engines, truth) in TRIALS.items():
             at = folder / f"{name}-{number:02}"
             one_try(at, engines, plugins)
-        finally:
-            cores.put(core)
-        row = analysis.judge(comparison.read(at)).rows[1]
-        low, high = row.speedup_ci95 or (0.0, 0.0)
-        line = (
-            f"{name} {number}: {row.verdict}, {row.speedup or 0:.3f} ({low:.3f} to "
-            f"{high:.3f}) {' '.join(row.reasons)}"
-        )
-        return name, row.verdict == truth, line
-
-    right = dict.fromkeys(TRIALS, 0)
-    tries = [(name, number) for number in range(1, NUM_TRIES + 1) for name in TRIALS]
-    with ThreadPoolExecutor(cores.qsize()) as pool:
-        for name, is_right, line in pool.map(on_a_core, *zip(*tries, strict=True)):
-            right[name] += is_right
-            print(line, flush=True)
+            row = analysis.judge(comparison.read(at)).rows[1]
+            low, high = row.speedup_ci95 or (0.0, 0.0)
+            right[name] += row.verdict == truth
+            print(
+                f"{name} {number}: {row.verdict}, {row.speedup or 0:.3f} ({low:.3f} to "
+                f"{high:.3f}) {' '.join(row.reasons)}",
+                flush=True,
+            )
     for name, count in right.items():
         print(f"{name}: {count} of {NUM_TRIES} as they should be ({TRIALS[name][1]})")
-    return int(min(right.values()) < 0.9 * NUM_TRIES)
+    return int(sum(right.values()) < 0.95 * NUM_TRIES * len(TRIALS))
 
 
 if __name__ == "__main__":

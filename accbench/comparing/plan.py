@@ -27,7 +27,7 @@ class CompareFlags(TaskConfig):
     `ddp:channels_last=false,ddp,xla`."""
     baseline: str | None = None
     """The row that others are held against. Unset: the first."""
-    repeats: int = 5
+    repeats: int = 8
     """Rounds; each runs every engine once in a fresh process. At least 2."""
     min_effect: float = 0.02
     """Smallest difference in speed that matters, as a part: 0.02 is 2 %."""
@@ -54,11 +54,11 @@ class CompareFlags(TaskConfig):
     lr: float | None = None  # type: ignore[assignment]
     """AdamW's learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
     max_steps: int | None = None
-    """Steps of a run, warm-up included. Unset: 40 on a CPU, else 220."""
+    """Steps of a run, warm-up included. Unset: 120 on a CPU, else 220."""
     warmup_steps: int | None = None  # type: ignore[assignment]
-    """Steps of the first window. Unset: 5 on a CPU, else 20."""
+    """Steps of the first window. Unset: 20."""
     log_interval: int | None = None  # type: ignore[assignment]
-    """Steps of every other window. Unset: 5 on a CPU, else 20."""
+    """Steps of every other window. Unset: 10 on a CPU, else 20."""
     eval_interval: int = 0
     """Epochs between evaluations; 0 never evaluates."""
     workers: int | None = None
@@ -75,9 +75,9 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "batch_size": (4, 128),
     "amp_level": ("O0", "O1"),
     "lr": (1e-4, 1e-3),
-    "max_steps": (40, 220),
-    "warmup_steps": (5, 20),
-    "log_interval": (5, 20),
+    "max_steps": (120, 220),
+    "warmup_steps": (20, 20),
+    "log_interval": (10, 20),
     "workers": (0, None),
     "epochs": (sys.maxsize, sys.maxsize),
 }
