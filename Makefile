@@ -5,14 +5,17 @@ ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)
 PYTHON := $(ENV)/bin/python
 
 BENCH_DIR := runs/bench-$(shell date +%Y%m%d-%H%M%S)
+TRAIN_DIR := runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # Small enough for two cores: a ResNet-18, 25 steps.
 BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O0 \
-	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5
+	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5 \
+	--save_interval=0
 
-.PHONY: help bench test check dist prepare prepare-dev
+.PHONY: help bench train test check dist prepare prepare-dev
 
 help:
 	@echo "make bench   train the baseline and the compiled engine on mock images, and compare"
+	@echo "make train   train a small ResNet on scanned digits to its end, and show the curves"
 	@echo "make test    run the tests"
 	@echo "make check   ruff and mypy"
 	@echo "make dist    a wheel and a source distribution in dist/"
@@ -27,6 +30,14 @@ bench: prepare
 	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/ddp
 	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/xla --compiler-opt
 	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla
+
+train:
+	@bash prepare.sh --extras xla,digits --no-data
+	$(PYTHON) -m accbench data digits
+	$(PYTHON) launch_single_task.py --config=recipes/digits.yaml --output_dir=$(TRAIN_DIR)
+	@$(PYTHON) -m accbench report $(TRAIN_DIR)
+	@$(PYTHON) -m accbench report $(TRAIN_DIR) --format html >$(TRAIN_DIR)/report.html
+	@echo "curves in $(TRAIN_DIR)/report.html"
 
 test: prepare-dev
 	$(PYTHON) -m pytest -n 2 --dist loadfile

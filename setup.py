@@ -44,6 +44,7 @@ setup(
             "jax-cuda12-pjrt==0.6.2",
             "nvidia-cuda-nvcc-cu12==12.8.93",
         ],
+        "digits": ["scikit-learn>=1.4"],  # which has the scans in its package
         "s3": ["s3fs>=2024.6"],
         "nvidia": ["nvidia-ml-py>=12"],  # clocks, throttling and power in `accbench compare`
         "notebook": [
@@ -55,6 +56,7 @@ setup(
             "build>=1.2",
             "hypothesis>=6.100",
             "s3fs>=2024.6",
+            "scikit-learn>=1.4",
             "moto[server,s3]>=5.1",
             "ipykernel>=6",
             "jsonschema>=4.20",

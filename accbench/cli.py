@@ -1,4 +1,4 @@
-"""`accbench run | compare | report | data | doctor`."""
+"""`accbench run | compare | report | export | data | doctor`."""
 
 import dataclasses
 import sys
@@ -102,9 +102,19 @@ class ConvertFlags:
     """The file to write, OUT.rec; OUT.idx and OUT.classes.txt come beside it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class DigitsFlags:
+    """Write scikit-learn's 1,797 scanned digits as image folders and as RecordIO files."""
+
+    folder: Annotated[Path, tyro.conf.Positional] = Path("data/digits")
+    """Where to: DIR/train and DIR/val, DIR/train.rec and DIR/val.rec."""
+
+
 def data(argv: Sequence[str]) -> int:
-    """Make data: `data mock [DIR]`, or convert it: `data convert FOLDER OUT.rec`."""
-    made: dict[str, Callable[[Sequence[str], str], None]] = {"mock": _mock, "convert": _convert}
+    """Make data: `data mock [DIR]`, `data digits [DIR]`; `data convert FOLDER OUT.rec`."""
+    made: dict[str, Callable[[Sequence[str], str], None]] = {
+        "mock": _mock, "digits": _digits, "convert": _convert,
+    }  # fmt: skip
     if not argv or argv[0] not in made:
         what = f"what to make is missing; there are: {', '.join(made)}"
         return refused(f"{PROG} data", RequestError(what))
@@ -126,6 +136,13 @@ def _mock(argv: Sequence[str], prog: str) -> None:
     flags = config.parse_flags(MockFlags, argv, prog)
     plan = mock_images.Plan(flags.classes, flags.train_images, flags.val_images, flags.seed)
     mock_images.make(flags.folder, plan)
+
+
+def _digits(argv: Sequence[str], prog: str) -> None:
+    from accbench.data import digits
+
+    flags = config.parse_flags(DigitsFlags, argv, prog)
+    print(f"{digits.make(flags.folder)} digits in {flags.folder}")
 
 
 def _convert(argv: Sequence[str], prog: str) -> None:
@@ -164,10 +181,37 @@ def doctor(argv: Sequence[str]) -> int:
     return int(any(result["error"] is not None for result in facts.get("self_test", [])))
 
 
+@dataclasses.dataclass(frozen=True)
+class ExportFlags:
+    """Write the weights of a run's newest checkpoint for other tools."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run's folder, or a checkpoint's."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """The file to write."""
+    format: Literal["state_dict", "safetensors"] = "state_dict"
+    """state_dict: what torch.load gives to load_state_dict. safetensors: likewise, no pickle."""
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write the weights of a run's newest checkpoint for other tools."""
+    prog = f"{PROG} export"
+    try:
+        flags = config.parse_flags(ExportFlags, argv, prog)
+        from accbench.training import export as exporting
+
+        step = exporting.export(flags.run, flags.out, flags.format)
+    except RequestError as error:
+        return refused(prog, error)
+    print(f"weights after step {step} in {flags.out}")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "compare": compare,
     "report": report,
+    "export": export,
     "data": data,
     "doctor": doctor,
 }

@@ -63,6 +63,16 @@ class TaskConfig:
     """Epochs between evaluations; 0 never evaluates."""
     lr: float = 1e-3
     """AdamW's learning rate."""
+    lr_schedule: Literal["constant", "cosine", "step"] = "constant"
+    """How the learning rate changes after its warm-up, a step at a time."""
+    lr_warmup_epochs: float = 0.0
+    """Epochs in which it grows from next to nothing to --lr."""
+    lr_final: float = 0.0
+    """Of cosine: the part of --lr at the end."""
+    lr_step_epochs: float = 30.0
+    """Of step: epochs between two cuts."""
+    lr_step_factor: float = 0.1
+    """Of step: what each cut multiplies the rate by."""
     weight_decay: float = 1e-2
     """AdamW's decoupled weight decay."""
     seed: int = 0
@@ -75,6 +85,20 @@ class TaskConfig:
     """Samples a worker may fail to read and skip before the run ends with an error."""
     timeout_s: float = 600.0
     """Seconds a worker waits in a collective for the others before the run ends."""
+    save_interval: int = 1
+    """Epochs between checkpoints; one more is made at the end, and when the run is stopped by
+    SIGTERM or Ctrl-C. 0 makes none."""
+    save_steps: int | None = None
+    """Also a checkpoint every so many optimizer steps."""
+    keep_checkpoints: int = 2
+    """The newest that stay; the one with the best top-1 stays as well."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What to do when a checkpoint cannot be written, the disk being full for one."""
+    resume: str | None = None
+    """Go on from a checkpoint: auto is the newest whole one in --output_dir; or the folder of
+    a run or of a checkpoint."""
+    max_restarts: int = 0
+    """How often workers are started again, from the newest checkpoint, after one failed."""
     output_dir: str | None = None
     """The run's folder. Unset: runs/<time>-<engine>-<model>."""
     config: str | None = None
@@ -96,11 +120,14 @@ class TaskConfig:
 _MINIMUM: Mapping[str, float] = {
     "nproc_per_node": 1, "batch_size": 1, "image_size": 1, "epochs": 1, "max_steps": 1,
     "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0, "weight_decay": 0,
+    "lr_warmup_epochs": 0, "lr_final": 0, "lr_step_epochs": 1e-6, "lr_step_factor": 0,
     "workers": 0, "threads": 1, "max_bad_samples": 0, "timeout_s": 1,
+    "save_interval": 0, "save_steps": 1, "keep_checkpoints": 1, "max_restarts": 0,
 }  # fmt: skip
 # field -> largest. Timeouts reach C++ as milliseconds in 32 bits.
 _MAXIMUM: Mapping[str, float] = {
     "lr": sys.float_info.max, "weight_decay": sys.float_info.max, "timeout_s": 1e6,
+    "lr_warmup_epochs": 1e9, "lr_final": 1, "lr_step_epochs": 1e9, "lr_step_factor": 1,
 }  # fmt: skip
 
 
@@ -255,6 +282,8 @@ def resolve(task: TaskConfig) -> TaskConfig:
         workers=min(8, cores_per_worker) if task.workers is None else task.workers,
         threads=task.threads or cores_per_worker,
     )
+    if task.resume == "auto" and task.output_dir is None:
+        raise RequestError("--resume auto looks for checkpoints in --output_dir; name that too")
     reason = engine.unavailable_reason(task)
     if reason is not None:
         raise RequestError(reason)
@@ -278,15 +307,34 @@ def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
                 folder = Path(task.output_dir)
                 folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(folders.held(folder))
-            if (folder / RECORDS_FILE).exists():
-                raise RequestError(f"{folder} already holds a run; choose another --output_dir")
+            if (folder / RECORDS_FILE).exists() and not _goes_on(task, folder):
+                raise RequestError(
+                    f"{folder} already holds a run; choose another --output_dir, or go on with it "
+                    "by --resume auto"
+                )
             (folder / "logs").mkdir(exist_ok=True)
             task = dataclasses.replace(task, output_dir=str(folder.absolute()))
-            (folder / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
+            write(task)
         except OSError as error:
             where = task.output_dir or "runs"
             raise RequestError(f"cannot write to --output_dir {where}: {error.strerror}") from None
         yield task
+
+
+def _goes_on(task: TaskConfig, folder: Path) -> bool:
+    """Whether `--resume` means what is in this folder."""
+    if task.resume is None or task.resume == "auto":
+        return task.resume == "auto"
+    return folder.resolve() in (Path(task.resume).resolve(), *Path(task.resume).resolve().parents)
+
+
+def write(task: TaskConfig) -> None:
+    """Write the task into its run's folder, which `--config` reads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (task.run_dir / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
 
 
 def as_mapping(task: TaskConfig) -> dict[str, Any]:

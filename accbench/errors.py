@@ -25,6 +25,14 @@ class NonFiniteLossError(Exception):
     """The loss became infinite or NaN; the run's record ends with status `nan`."""
 
 
+# Exit status of a run that was stopped and can go on: EX_TEMPFAIL of sysexits.h.
+STOPPED_STATUS = 75
+
+
+class StoppedError(Exception):
+    """The run ends because it was asked to, with a checkpoint to go on from."""
+
+
 class ReductionError(Exception):
     """Gradients are not averaged over the ranks, so the run would train something else."""
 
@@ -36,6 +44,7 @@ _END_STATUS = {
     "MemoryError": "oom",
     "NonFiniteLossError": "nan",
     "KeyboardInterrupt": "interrupted",
+    "StoppedError": "interrupted",
 }
 
 

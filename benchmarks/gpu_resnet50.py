@@ -79,7 +79,7 @@ def command(run: Run, out: Path) -> list[str]:
         python, "launch_single_task.py", f"--engine={engine}", f"--device={DEVICE}", *flags,
         f"--model={model}", f"--image_size={32 if REHEARSAL else 224}", "--data=synthetic",
         f"--amp_dtype={run.amp_dtype}", f"--batch_size={run.batch_size}", "--lr=1e-4", *steps,
-        "--eval_interval=0", "--workers=0", f"--output_dir={out / run.name}",
+        "--eval_interval=0", "--save_interval=0", "--workers=0", f"--output_dir={out / run.name}",
     ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from accbench.report.statistics import mean_with_interval  # noqa: E402
 FLAGS = (
     "--model=resnet18", "--image_size=96", "--batch_size=8", "--amp_level=O0", "--device=cpu",
     "--data=synthetic", "--max_steps=45", "--warmup_steps=5", "--nproc_per_node=2",
+    "--save_interval=0",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -178,3 +179,35 @@ class _Tied(nn.Module):
 
 def tied(num_classes: int) -> nn.Module:
     return _Tied(num_classes)
+
+
+class _KilledOnce(nn.Module):
+    """`dropping`, killed in rank 1's (or the only rank's) n-th forward pass, once.
+
+    KILLED_ONCE is a file that says n, and is gone afterwards.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net, self.calls = dropping(num_classes), 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        order = Path(os.environ.get("KILLED_ONCE", "/nowhere"))
+        last = int(os.environ.get("WORLD_SIZE", 1)) - 1
+        is_last = int(os.environ.get("RANK", 0)) == last
+        if is_last and order.exists() and self.calls == int(order.read_text()):
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.net(images)
+
+
+def killed_once(num_classes: int) -> nn.Module:
+    return _KilledOnce(num_classes)
+
+
+def slow_killed_once(num_classes: int) -> nn.Module:
+    """The same net, that takes its time as `slow` does."""
+    net = _KilledOnce(num_classes)
+    net.register_forward_pre_hook(lambda *_: time.sleep(float(os.environ["SLOW_NET_S"])))
+    return net

@@ -59,6 +59,8 @@ class CompareFlags(TaskConfig):
     """Steps of the first window. Unset: 20."""
     log_interval: int | None = None  # type: ignore[assignment]
     """Steps of every other window. Unset: 10 on a CPU, else 20."""
+    save_interval: int = 0
+    """Epochs between checkpoints; 0 makes none."""
     eval_interval: int = 0
     """Epochs between evaluations; 0 never evaluates."""
     workers: int | None = None
@@ -121,6 +123,11 @@ def _check(flags: Any) -> None:
         raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
     if flags.compiler_opt or flags.engine != TaskConfig.engine:
         raise RequestError("compare takes --engines A,B,... in place of --engine or --compiler-opt")
+    if flags.resume is not None or flags.max_restarts or flags.save_interval or flags.save_steps:
+        raise RequestError(
+            "compare measures from the start and keeps no checkpoints: leave out "
+            "--resume, --max_restarts, --save_interval and --save_steps"
+        )
 
 
 def _named(specs: list[str]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from accbench.config import TaskConfig
 from accbench.data.loader import naming_dead_workers
@@ -56,6 +56,36 @@ class Source(abc.ABC):
         return None
 
 
+class _InEpoch(Dataset[Sample]):
+    """Samples by `epoch * size + index`, augmented by that and the seed alone.
+
+    So a sample is the same whichever process reads it, and whatever was read before: what a
+    resumed run, or one with another number of ranks or loaders, has to see.
+    """
+
+    def __init__(self, dataset: Dataset[Sample], chance: Any) -> None:
+        self.dataset, self.chance = dataset, chance
+
+    def __getitem__(self, key: int) -> Sample:
+        if self.chance is not None:
+            self.chance.restart(key)
+        return self.dataset[key % len(self.dataset)]  # type: ignore[arg-type]
+
+
+class _Keys(Sampler[int]):
+    """What `_InEpoch` takes, of the indices that a sampler gives."""
+
+    def __init__(self, sampler: DistributedSampler, size: int) -> None:
+        self.sampler, self.size = sampler, size
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        begin = self.sampler.epoch * self.size
+        return (begin + index for index in self.sampler)
+
+
 def seed_of_rank(task: TaskConfig, topology: Topology) -> int:
     """A seed that no other rank has."""
     return task.seed * 100_003 + topology.rank
@@ -96,18 +126,23 @@ class Loader:
 
     Samples that could not be read arrive replaced and described, see `Sample`;
     here they are counted, and beyond `--max_bad_samples` they are an error.
+
+    Args:
+        chance: the `decode.Chance` that the dataset augments by, if it does.
     """
 
     resident = False
     """True where the batches are few and fixed and may stay on the device."""
 
     def __init__(
-        self, dataset: Dataset[Sample], task: TaskConfig, topology: Topology, train: bool
-    ) -> None:
+        self, dataset: Dataset[Sample], task: TaskConfig, topology: Topology, train: bool,
+        chance: Any = None,
+    ) -> None:  # fmt: skip
         assert task.batch_size is not None
         assert task.workers is not None
         size = len(dataset)  # type: ignore[arg-type]
         sampler: DistributedSampler | None = None
+        keys: _Keys | None = None
         if train:
             sampler = DistributedSampler(
                 dataset, topology.world_size, topology.rank, seed=task.seed, drop_last=False
@@ -117,6 +152,7 @@ class Loader:
                     f"{size} images make {len(sampler)} a worker, fewer than one batch; "
                     f"lower --batch_size {task.batch_size} or --nproc_per_node"
                 )
+            dataset, keys = _InEpoch(dataset, chance), _Keys(sampler, size)
         else:  # strided like the sampler's shards, but nothing twice
             dataset = Subset(dataset, range(topology.rank, size, topology.world_size))
         self.num_bad_samples = 0
@@ -126,7 +162,7 @@ class Loader:
         self._loader = DataLoader(
             dataset,
             batch_size=task.batch_size,
-            sampler=sampler,
+            sampler=keys,
             drop_last=train,
             num_workers=task.workers,
             collate_fn=Collate(0 if train else task.batch_size),

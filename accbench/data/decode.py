@@ -33,8 +33,9 @@ Viewer = Callable[[int, int], View]
 class Chance:
     """Random numbers of augmentation, apart from those that training draws.
 
-    In a loader's worker process they follow from the seed that torch gave it, so
-    that no two are alike; elsewhere from `seed`. A copy in another process begins anew.
+    After `restart` they follow from `seed` and its key. Before that, in a loader's worker
+    process from the seed that torch gave it, so that no two are alike, and elsewhere from
+    `seed`. A copy in another process begins anew.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -47,6 +48,10 @@ class Chance:
             worker = get_worker_info()
             self._random = random.Random(self.seed if worker is None else worker.seed)
         return self._random.random()
+
+    def restart(self, key: int) -> None:
+        """Begin where `seed` and `key` say, whatever was drawn before, in whatever process."""
+        self._random = random.Random(f"{self.seed} {key}")
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
         return Chance, (self.seed,)

@@ -1,8 +1,9 @@
 """`--data imagefolder:DIR`: DIR/train and DIR/val with one folder a class, as ImageNet is kept."""
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,14 @@ from accbench.training.process_group import Topology
 class Source(data.Source):
     """A folder of image files."""
 
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the data source imagefolder."""
+
+        augment: Literal["crop", "flip", "none"] = "crop"
+        """crop: a random part, mirrored or not. flip: the whole image, mirrored or not. none: the
+        whole image, as digits and text want it."""
+
     @classmethod
     def check(cls, location: str | None) -> None:
         if location is None:
@@ -34,22 +43,27 @@ class Source(data.Source):
         if not any(any(os.scandir(folder)) for folder in classes):
             raise RequestError(f"--data: the class folders of {train} are empty")
 
-    def __init__(self, location: str, task: TaskConfig, options: Any, topology: Topology) -> None:
+    def __init__(
+        self, location: str, task: TaskConfig, options: Options, topology: Topology
+    ) -> None:
         self.task, self.topology = task, topology
-        chance = decode.Chance(data.seed_of_rank(task, topology))
-        self.train_set = ReadableImages(
-            Path(location) / "train", decode.RandomView(task.image_size, chance)
-        )
+        options = options or self.Options()
+        self.chance, self.is_whole = decode.Chance(task.seed), options.augment != "crop"
+        viewer: decode.Viewer = decode.RandomView(task.image_size, self.chance)
+        if self.is_whole:
+            viewer = decode.WholeView(
+                task.image_size, self.chance if options.augment == "flip" else None
+            )
+        self.train_set = ReadableImages(Path(location) / "train", viewer)
         self.num_classes = len(self.train_set.classes)
         val = Path(location) / "val"
-        self.eval_set = (
-            ReadableImages(val, decode.CentreView(task.image_size)) if val.is_dir() else None
-        )
+        view = decode.WholeView if self.is_whole else decode.CentreView
+        self.eval_set = ReadableImages(val, view(task.image_size)) if val.is_dir() else None
         if self.eval_set is not None and self.eval_set.classes != self.train_set.classes:
             raise RequestError(f"--data: train and val of {location} have different classes")
 
     def train_loader(self) -> data.Loader:
-        return data.Loader(self.train_set, self.task, self.topology, train=True)
+        return data.Loader(self.train_set, self.task, self.topology, train=True, chance=self.chance)
 
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -59,12 +59,31 @@ class FixedBatches:
 
     def __init__(self, batches: list[data.Batch], num_steps: int) -> None:
         self.batches, self.num_steps = batches, num_steps
+        self.epoch = 0
+        self.num_done = 0
+        """Steps of this epoch that another process has done."""
 
     def __len__(self) -> int:
-        return self.num_steps
+        return self.num_steps - self.num_done
 
     def __iter__(self) -> Iterator[data.Batch]:
         return iter(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing changes between epochs."""
+        """Nothing but where it begins differs between epochs."""
+        if epoch != self.epoch:
+            self.epoch, self.num_done = epoch, 0
+
+    def state_dict(self, num_batches: int) -> dict[str, Any]:
+        """As `data.Loader` has it."""
+        return {"epoch": self.epoch, "num_done": self.num_done + num_batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `data.Loader` has it.
+
+        Raises:
+            ValueError: the state is not of synthetic data.
+        """
+        if "num_done" not in state:
+            raise ValueError("the loader's state is not of synthetic data")
+        self.epoch, self.num_done = state["epoch"], min(state["num_done"], self.num_steps)

@@ -16,9 +16,9 @@ from torch import nn
 
 from accbench.config import TaskConfig
 from accbench.engines import state
-from accbench.engines.state import TrainingState
+from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import ReductionError
-from accbench.training.process_group import Topology, gather_values
+from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
 
 Batch = tuple[torch.Tensor, ...]
 
@@ -161,6 +161,15 @@ class Engine(abc.ABC):
         """Where the model's own random numbers begin, dropout's for one; another on each rank."""
         torch.manual_seed(seed)
 
+    def rng_state(self) -> Tensors:
+        """Where the model's own random numbers are: name -> (n,) uint8 on the host."""
+        return {"torch": torch.get_rng_state()}
+
+    def load_rng_state(self, states: Tensors) -> None:
+        """Go on from there; a generator without a state in it stays where it is."""
+        if "torch" in states:
+            torch.set_rng_state(states["torch"])
+
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """All that training changes, on the host; `net` is what `prepare` was given."""
         return state.read(net, optimizer, self.scaler)
@@ -196,7 +205,21 @@ class Engine(abc.ABC):
             return
         if not self._resident:
             self._resident = [self.to_device(batch) for batch in loader]
-        yield from islice(cycle(self._resident), len(loader))
+        begin = loader.num_done
+        yield from islice(cycle(self._resident), begin, begin + len(loader))
+
+    def share_buffers(self, net: nn.Module) -> None:
+        """Give all ranks rank 0's buffers, so that all evaluate one model, the one that is saved.
+
+        While training, BatchNorm's statistics are those of each rank's shard.
+        """
+        saved = net.state_dict()
+        names = [name for name, _ in net.named_buffers() if name in saved]
+        if self.topology.world_size == 1 or not names:
+            return
+        shared = {name: from_rank0_tensor(saved[name].cpu()) for name in names}
+        net.load_state_dict(shared, strict=False)
+        self.end_step()
 
     def prove_reduction(self) -> None:
         """Average known values, a different one on each rank, and look at the result.

@@ -26,6 +26,11 @@ class Failure:
     traceback: str = ""
     exit_status: int = 1
 
+    @property
+    def may_be_tried_again(self) -> bool:
+        """Whether workers started again, from the newest checkpoint, may end otherwise."""
+        return self.exit_status == 1 and self.status == "error"
+
 
 class Launcher(abc.ABC):
     """Starts one worker a device with the environment that the engine asks for."""
@@ -50,13 +55,18 @@ def common_env(task: TaskConfig) -> dict[str, str]:
     return env
 
 
+def tell(run_dir: Path, failure: Failure) -> None:
+    """Say to a person why a run did not end well."""
+    if failure.traceback:
+        print(failure.traceback.rstrip(), file=sys.stderr)
+    print(f"accbench: {failure.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
+
+
 def conclude(run_dir: Path, failure: Failure | None) -> int:
     """Tell the person and the record how a run ended; returns the exit status."""
     if failure is None:
         return 0
-    if failure.traceback:
-        print(failure.traceback.rstrip(), file=sys.stderr)
-    print(f"accbench: {failure.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
+    tell(run_dir, failure)
     path = run_dir / config.RECORDS_FILE
     try:
         found = records.read(path)

@@ -29,7 +29,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accbench import config, launchers, plugins
 from accbench.config import TaskConfig
-from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, end_status
+from accbench.errors import (
+    ERROR_FILE_VARIABLE,
+    LAUNCHER_PID_VARIABLE,
+    STOPPED_STATUS,
+    end_status,
+)
 from accbench.launchers import Failure
 
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
@@ -69,7 +74,7 @@ class Launcher(launchers.Launcher):
             assert context is not None
             # It closes itself on a failure, with thirty seconds unless told otherwise.
             context.close = partial(context.close, timeout=GRACE_S)  # type: ignore[method-assign]
-            return _wait(context, error_files)
+            return _wait(context, error_files, stops_by_itself=task.save_interval > 0)
 
 
 def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict[str, str]:
@@ -108,15 +113,30 @@ def _signals_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(context: PContext, error_files: dict[int, Path]) -> Failure | None:
+def _wait(context: PContext, error_files: dict[int, Path], stops_by_itself: bool) -> Failure | None:
+    """Wait for the workers' end.
+
+    Args:
+        stops_by_itself: whether a worker takes the first SIGTERM as a wish, saves and ends.
+    """
     pids = context.pids()
+    stopped_by = ""
     try:
-        result = context.wait(period=0.1)
+        try:
+            result = context.wait(period=0.1)
+        except SignalException as caught:
+            stopped_by = caught.sigval.name
+            if not stops_by_itself:
+                raise
+            for pid in pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            result = context.wait(period=0.1)
     except SignalException as caught:
-        # A second Ctrl-C must not keep workers alive.
+        # Another Ctrl-C must not keep workers alive.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        context.close(death_sig=signal.SIGTERM)
+        context.close(death_sig=signal.SIGKILL if stops_by_itself else signal.SIGTERM)
         return Failure("interrupted", f"stopped by {caught.sigval.name}", exit_status=130)
     finally:
         _end_groups(list(pids.values()))
@@ -125,7 +145,10 @@ def _wait(context: PContext, error_files: dict[int, Path]) -> Failure | None:
             console.show_cursor()  # rank 0's progress bar may have died with it hidden
     if result is None or not result.failures:
         return None
-    return _first_failure(result.failures, error_files)
+    failure = _first_failure(result.failures, error_files)
+    if stopped_by and failure.status == "error":  # before there was anything to save
+        return Failure("interrupted", f"stopped by {stopped_by}", exit_status=130)
+    return failure
 
 
 def _end_groups(pids: list[int]) -> None:
@@ -156,6 +179,8 @@ def _first_failure(failures: dict[int, ProcessFailure], error_files: dict[int, P
     rank, error = min(known.items(), key=lambda item: item[1]["time"])
     if error["name"] == "RequestError":
         return Failure("error", error["message"], exit_status=2)
+    if error["name"] == "StoppedError":
+        return Failure("interrupted", error["message"], exit_status=STOPPED_STATUS)
     line = f"rank {rank} failed: {error['name']}: {' '.join(error['message'].split())}"
     return Failure(end_status(error["name"]), line, f"rank {rank}: {error['traceback']}")
 

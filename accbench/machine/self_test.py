@@ -21,7 +21,8 @@ _STEPS = 3
 _FLAGS = (
     "--model=accbench.machine.self_test:net", "--data=synthetic", "--image_size=32",
     "--batch_size=4", f"--max_steps={_STEPS}", "--warmup_steps=1", "--log_interval=1",
-    "--eval_interval=0", "--workers=0", "--amp_level=O0", "--seed=1", "--synthetic.num_classes=10",
+    "--eval_interval=0", "--save_interval=0", "--workers=0", "--amp_level=O0", "--seed=1",
+    "--synthetic.num_classes=10",
 )  # fmt: skip
 
 

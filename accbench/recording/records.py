@@ -126,6 +126,36 @@ class EndRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint that is on the disk."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    """Optimizer steps that it holds."""
+    epoch: int
+    """The epoch to go on with."""
+    path: str
+    num_bytes: int
+    stall_s: float
+    """Seconds for which training stood still."""
+    write_s: float
+    """Seconds of the thread that wrote it, while training went on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeRecord:
+    """A process that goes on from a checkpoint. What was done after that is void."""
+
+    kind: ClassVar[str] = "resume"
+    step: int
+    """Optimizer steps done."""
+    epoch: int
+    """The epoch that it goes on with."""
+    checkpoint: str | None
+    """Its folder; None where there was none yet, and training begins anew."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ParamsRecord:
     """What a user's script noted with `log_params`."""
 
@@ -186,6 +216,8 @@ Record = (
     | WindowRecord
     | EvalRecord
     | EndRecord
+    | CheckpointRecord
+    | ResumeRecord
     | ParamsRecord
     | MetricsRecord
     | NumericsRecord
@@ -197,6 +229,17 @@ _CLASSES: dict[str, Any] = {c.kind: c for c in Record.__args__}
 def finite_or_none(value: float) -> float | None:
     """`value`, or None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
+
+
+def _void(record: Record, resumed: ResumeRecord) -> bool:
+    """Whether a record is of something that a resumed run does again."""
+    if isinstance(record, WindowRecord):
+        return record.first_step + record.num_steps > resumed.step
+    if isinstance(record, EvalRecord):
+        return record.epoch >= resumed.epoch
+    if isinstance(record, CheckpointRecord | ResumeRecord):
+        return record.step > resumed.step
+    return isinstance(record, EndRecord)
 
 
 def append(path: Path, record: Record) -> None:
@@ -222,9 +265,10 @@ def append(path: Path, record: Record) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file, in order.
+    """All records of a file that count, in order.
 
-    A line cut off by a kill is passed over. Fields of a newer schema are too.
+    A line cut off by a kill is passed over. Fields of a newer schema are too. Where a run was
+    resumed, what it did before and then did again is left out.
 
     Raises:
         RequestError: no such file, or it does not hold accbench's records.
@@ -244,9 +288,12 @@ def read(path: Path) -> list[Record]:
             continue
         names = {f.name for f in dataclasses.fields(record_class)}
         try:
-            found.append(record_class(**{k: v for k, v in values.items() if k in names}))
+            record = record_class(**{k: v for k, v in values.items() if k in names})
         except TypeError:
             continue
+        if isinstance(record, ResumeRecord):
+            found = [other for other in found if not _void(other, record)]
+        found.append(record)
     if not found:
         raise RequestError(f"{path} holds no record of a run")
     return found

@@ -126,6 +126,22 @@ def loss_points(run: Run) -> tuple[Point, ...]:
     )
 
 
+def evaluated(comparison: Comparison) -> bool:
+    """Whether any run was evaluated."""
+    return any(run.evaluations for row in comparison.rows for run in row.rounds)
+
+
+def accuracy(comparison: Comparison) -> str:
+    """Top-1 in per cent over epochs, a line a round."""
+    series = [
+        Series(row.name, _color(number), points)
+        for number, row in enumerate(comparison.rows)
+        for run in row.rounds
+        if (points := tuple((float(e.epoch + 1), 100 * e.top1) for e in run.evaluations))
+    ]
+    return svg.lines(series, "epochs", "top-1 in per cent", height=240, from_zero=False)
+
+
 def memory(result: Result) -> str:
     """MiB a row."""
     rows = [

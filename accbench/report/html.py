@@ -42,6 +42,8 @@ def _body(comparison: Comparison, result: Result) -> str:
         _card("Compile cost and break-even", "Time since the start of a run over the steps done, "
               "with cold caches.", charts.break_even(comparison, result)),
         _card("Loss", *charts.losses(comparison), wide=True),
+        *([_card("Evaluation", "Top-1 over the whole validation set, after an epoch.",
+                 charts.accuracy(comparison), wide=True)] if charts.evaluated(comparison) else []),
         _card("Peak memory", "The allocator's peak; on a CPU the process's. Largest of any worker.",
               charts.memory(result)),
         _card("Input", "What the speed would be if data cost nothing.",

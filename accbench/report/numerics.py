@@ -2,17 +2,16 @@
 
 The noise of a type is what plain ddp in both memory layouts is away from float64, whatever
 row is called the baseline. A distance counts as a difference where it is several times that
-noise: in one step, or, far more sharply, in the median over the steps. A step in which the
+noise: in one step, or, far more sharply, in three of four steps. A step in which the
 noise is so high that a gradient of 0.9 times its size would pass is no test.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Iterable, Sequence
 
 from accbench.recording.records import NumericsRecord
 from accbench.report.comparison import Comparison, Row
-from accbench.report.noise import BOUNDS, Bound, Noise, Steps, kind_of, steps_of
+from accbench.report.noise import BOUNDS, Bound, Noise, Steps, in_most, kind_of, steps_of
 from accbench.report.run import Run
 
 SAME, DIFFERS, NOT_CHECKED = "trains the same", "differs", "not checked"
@@ -45,8 +44,8 @@ class Numerics:
     """What was looked at beside the steps."""
 
 
-# A difference in a step is told before one that only the median shows, and that before others.
-_MEDIAN, _LATE, _MOST = 1 << 20, 1 << 21, 1e9
+# A difference in a step is told before one that only many steps show, and that before others.
+_SHARED, _LATE, _MOST = 1 << 20, 1 << 21, 1e9
 # What has no noise.
 _EXACT = {
     "applied steps": 0.5, "dropout calls": 0.5, "loss scale": 0.01, "growth tracker": 0.5,
@@ -153,7 +152,7 @@ class Findings:
                 self._note(record.step, in_limits, name, what, late)
 
     def steps(self, steps: Steps, noise: Noise) -> None:
-        """One by one, and by their medians."""
+        """One by one, and what most of them share."""
         steps = steps[: noise.num_steps]
         if not steps:  # it could not be loaded
             return
@@ -164,27 +163,27 @@ class Findings:
                 self._distance(number + 1, name, step.get(name, 1e30), noise.limit(number, name))
             self._scale(number + 1, "scale", step.get("scale", 1e30), noise.scales(number))
         for name in names:
-            median = statistics.median(step.get(name, 1e30) for step in steps)
-            self._distance(None, name, median, noise.limit_of_all(name))
+            shared = in_most(step.get(name, 1e30) for step in steps)
+            self._distance(None, name, shared, noise.limit_of_all(name))
         for name in scales:
-            median = statistics.median(step.get(name, 1e30) for step in steps)
-            self._scale(None, name, median, noise.scales_of_all(name))
+            shared = in_most(step.get(name, 1e30) for step in steps)
+            self._scale(None, name, shared, noise.scales_of_all(name))
 
     def _distance(self, step: int | None, name: str, distance: float, limit: float) -> None:
-        where = "in the median over the steps" if step is None else f"at step {step}"
+        where = "in three of four steps" if step is None else f"at step {step}"
         reason = f"{name} {where} is {distance:.2g} off, more than {limit:.2g}"
-        self._note(step or 1, distance / limit, name, reason, _MEDIAN if step is None else None)
+        self._note(step or 1, distance / limit, name, reason, _SHARED if step is None else None)
 
     def _scale(
         self, step: int | None, name: str, scale: float, between: tuple[float, float]
     ) -> None:
         low, high = between
         off = max(scale / (high - 1), scale / (low - 1))
-        where = "in the median over the steps" if step is None else f"at step {step}"
+        where = "in three of four steps" if step is None else f"at step {step}"
         what = "the gradient" if name == "scale" else f"the gradient of {name.split(' of ')[1]}"
         reason = f"{what} {where} is {1 + scale:.4f} times what it should be"
         reason += f", right is {low:.4f} to {high:.4f}"
-        self._note(step or 1, off, what, reason, _MEDIAN if step is None else None)
+        self._note(step or 1, off, what, reason, _SHARED if step is None else None)
 
     def free_run(self, run: Run, floors: Sequence[Run]) -> None:
         """Losses that part, and weights that end elsewhere, though nothing was loaded."""

@@ -18,9 +18,13 @@ class Run:
     name: str
     header: records.RunRecord | None = None
     windows: tuple[records.WindowRecord, ...] = ()
+    """Of all processes of a run that was resumed."""
+    evaluations: tuple[records.EvalRecord, ...] = ()
     end: records.EndRecord | None = None
     device: records.DeviceRecord | None = None
     numerics: tuple[records.NumericsRecord, ...] = ()
+    timed: tuple[records.WindowRecord, ...] | None = None
+    """Those of `windows` that tell the speed of `header`'s setting; None: all."""
 
     @property
     def status(self) -> str:
@@ -32,7 +36,8 @@ class Run:
     @property
     def steady(self) -> tuple[records.WindowRecord, ...]:
         """Windows after the warm-up."""
-        return tuple(window for window in self.windows if not window.warmup)
+        timed = self.windows if self.timed is None else self.timed
+        return tuple(window for window in timed if not window.warmup)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -110,12 +115,27 @@ def of_records(name: str, found: list[records.Record]) -> Run:
 
     return Run(
         name=name,
-        header=next(iter(of_kind(records.RunRecord)), None),
+        header=last(records.RunRecord),
         windows=of_kind(records.WindowRecord),
+        evaluations=of_kind(records.EvalRecord),
+        timed=_timed(found),
         end=last(records.EndRecord),
         device=last(records.DeviceRecord),
         numerics=of_kind(records.NumericsRecord),
     )
+
+
+def _timed(found: list[records.Record]) -> tuple[records.WindowRecord, ...]:
+    """Windows of the processes that ran as the last one did: a resumed run may have changed."""
+    timed: list[records.WindowRecord] = []
+    setting = None
+    for record in found:
+        if isinstance(record, records.RunRecord):
+            its_own = (record.engine, *Run("", record).setting().values())
+            timed, setting = timed if its_own == setting else [], its_own
+        elif isinstance(record, records.WindowRecord):
+            timed.append(record)
+    return tuple(timed)
 
 
 def read(path: Path) -> Run:

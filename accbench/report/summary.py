@@ -6,6 +6,7 @@ from pathlib import Path
 from accbench import config
 from accbench.errors import RequestError
 from accbench.recording import records
+from accbench.report import run as runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +52,12 @@ def of_records(name: str, found: list[records.Record]) -> RunSummary:
     Raises:
         RequestError: there is no run among them.
     """
-    run = next((r for r in found if isinstance(r, records.RunRecord)), None)
-    end = next((r for r in reversed(found) if isinstance(r, records.EndRecord)), None)
+    whole = runs.of_records(name, found)
+    run, end = whole.header, whole.end
     if run is None:
         why = f" ({end.error})" if end and end.error else ""
         raise RequestError(f"{name} ended before it began to train{why}")
-    windows = [r for r in found if isinstance(r, records.WindowRecord)]
-    steady = [window for window in windows if not window.warmup]
+    windows, steady = whole.windows, whole.steady
     wall_s = sum(window.wall_s for window in steady)
     return RunSummary(
         name=name,

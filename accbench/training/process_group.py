@@ -69,10 +69,7 @@ def gather_values(values: list[float]) -> list[list[float]]:
     """Every rank's `values`, by rank; all ranks give equally many."""
     if not dist.is_initialized():
         return [values]
-    own = torch.tensor(values, dtype=torch.float64)
-    of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, own)
-    return [tensor.tolist() for tensor in of_all]
+    return [t.tolist() for t in gather_tensor(torch.tensor(values, dtype=torch.float64))]
 
 
 def from_rank0(value: Any) -> Any:
@@ -82,6 +79,24 @@ def from_rank0(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def from_rank0_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's tensor on every rank; on the host, of one shape and type."""
+    if not dist.is_initialized():
+        return tensor
+    tensor = tensor.clone()
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def gather_tensor(own: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's tensor on the host, by rank; all have one shape and type."""
+    if not dist.is_initialized():
+        return [own]
+    of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, own)
+    return of_all
 
 
 def broadcast_module(module: nn.Module) -> None:

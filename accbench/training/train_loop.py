@@ -1,5 +1,6 @@
 """The one training loop, for training and for measuring. It knows `Engine` and nothing below."""
 
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -27,21 +28,27 @@ def train_step(
 
 def train_epoch(
     engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
-    loader: Any, timer: StepTimer, epoch: int,
+    loader: Any, timer: StepTimer, epoch: int, after_step: Callable[[int], None],
 ) -> bool:  # fmt: skip
-    """Train over the loader once, or until `--max_steps`; returns whether the epoch was whole."""
+    """Train over the loader once, or until `--max_steps`; returns whether the epoch was whole.
+
+    Args:
+        after_step: called with the number of batches done, while the device is at work.
+    """
     model.train()
     loader.set_epoch(epoch)
+    num_batches = len(loader)
     timer.start(epoch)
     with closing(engine.device_batches(loader)) as batches:
         num_done = 0
         for batch in timer.batches(batches):
             timer.step_done(engine.run_step(train_step, model, spec, optimizer, batch))
             num_done += 1
+            after_step(num_done)
             if timer.num_steps == engine.task.max_steps:
                 break
     timer.close_window()
-    return num_done == len(loader)
+    return num_done == num_batches
 
 
 @torch.no_grad()

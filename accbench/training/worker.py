@@ -21,14 +21,21 @@ import torch
 from accbench import config, models, plugins, standard_streams
 from accbench.config import TaskConfig
 from accbench.engines import Engine
-from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError, end_status
+from accbench.errors import (
+    ERROR_FILE_VARIABLE,
+    LAUNCHER_PID_VARIABLE,
+    STOPPED_STATUS,
+    RequestError,
+    StoppedError,
+    end_status,
+)
 from accbench.logger import RunLogger
 from accbench.recording import provenance, records, terminal
 from accbench.recording.terminal import TrainingDisplay, log
-from accbench.training import process_group
+from accbench.training import checkpoints, process_group, resume
+from accbench.training.epochs import Epochs
 from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
-from accbench.training.train_loop import evaluate, train_epoch
 
 
 def main(
@@ -48,7 +55,7 @@ def main(
     standard_streams.take_any_text()
     topology = Topology.from_env()
     launched = ERROR_FILE_VARIABLE in os.environ
-    if launched:
+    if launched or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is a launcher, too
         _die_with_launcher()
     with contextlib.ExitStack() as stack:
         try:
@@ -67,6 +74,10 @@ def main(
                 with terminal.descriptors_to(terminal.log_file(task.run_dir, topology.rank)):
                     process_group.start(topology, task.device, task.timeout_s)
             (job or run)(task, topology, started, console)
+        except StoppedError as stopped:
+            status = _failed(stopped, topology, task.run_dir)
+            process_group.close()  # all ranks are well, and a crash at the end would look otherwise
+            return status
         except (Exception, KeyboardInterrupt) as error:
             return _failed(error, topology, task.run_dir)
     process_group.close()
@@ -90,12 +101,17 @@ def shared_output_dir(
     if topology.rank == 0:
         try:
             task = stack.enter_context(config.claim_output_dir(task))
+            task = resume.claimed(task, lambda line: print(line, flush=True))
         except RequestError as caught:
             error = str(caught)
     error = process_group.from_rank0(error)
     if error is not None:
         raise RequestError(error)
-    return replace(task, output_dir=process_group.from_rank0(task.output_dir))
+    return replace(
+        task,
+        output_dir=process_group.from_rank0(task.output_dir),
+        resume=process_group.from_rank0(task.resume),
+    )
 
 
 def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> None:
@@ -119,7 +135,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     torch.manual_seed(task.seed)
     model = spec.build(source.num_classes)
     process_group.broadcast_module(model)
-    model = engine.prepare(model)
+    net, model = model, engine.prepare(model)
     optimizer = engine.build_optimizer(model)
     engine.seed(task.seed + topology.rank)  # dropout and the like differ by rank
 
@@ -127,28 +143,32 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     for loader in (train_loader, eval_loader):
         if loader is not None:
             loader.problems = log.warning
-    num_steps = min(task.max_steps or sys.maxsize, task.epochs * len(train_loader))
+    steps_per_epoch = len(train_loader)
+    num_steps = min(task.max_steps or sys.maxsize, task.epochs * steps_per_epoch)
+    keeper = resume.Keeper(
+        engine, net, optimizer, train_loader, source.num_classes, topology, _writer(task, topology)
+    )
     with TrainingDisplay(console, num_steps) as display:
         timer = StepTimer(engine, started, Reporter(logger, display, task))
-        for epoch in range(task.epochs):
-            whole = train_epoch(engine, model, spec, optimizer, train_loader, timer, epoch)
-            if (
-                whole
-                and eval_loader
-                and task.eval_interval
-                and (epoch + 1) % task.eval_interval == 0
-            ):
-                scores = evaluate(engine, model, spec, eval_loader, epoch)
-                logger.write(scores)
-                display.evaluation(scores)
-            if timer.num_steps == task.max_steps:
-                break
+        epochs = Epochs(
+            engine, model, spec, optimizer, train_loader, eval_loader, timer,
+            keeper, logger, display, steps_per_epoch,
+        )  # fmt: skip
+        epochs.restore()
+        epochs.run()
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
     num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
-    end = end_record(engine, optimizer, timer, num_bad, len(train_loader))
+    end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
     logger.write(end)
     engine.close()
     log.info(f"done: {end.num_steps} steps, {end.num_samples} samples, records in {task.run_dir}")
+
+
+def _writer(task: TaskConfig, topology: Topology) -> checkpoints.Writer | None:
+    if topology.rank != 0 or not task.save_interval:
+        return None
+    stop = task.on_save_error == "stop"
+    return checkpoints.Writer(task.run_dir, task.keep_checkpoints, stop, log.warning)
 
 
 class Reporter:
@@ -236,7 +256,7 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
     name, text = type(error).__name__, "".join(traceback.format_exception(error))
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None:  # the launcher tells the person, and ends the record
-        details = {"time": time.time(), "name": name, "message": str(error), "traceback": text}
+        details = {"time": time.monotonic(), "name": name, "message": str(error), "traceback": text}
         with Path(error_file).open("r+") as file:  # over blanks that hold the place
             file.write(json.dumps(details))
         if run_dir is not None:
@@ -249,11 +269,17 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
         if topology.rank == 0:
             print(f"main.py: {error}", file=sys.stderr)
     else:
-        print(text, file=sys.stderr)
+        if not isinstance(error, StoppedError):
+            print(text, file=sys.stderr)
+        elif topology.rank == 0:
+            print(f"main.py: {error}", file=sys.stderr)
         if run_dir is not None and topology.rank == 0:
-            end = records.EndRecord(end_status(name), f"rank 0: {name}: {error}")
+            why = str(error) if isinstance(error, StoppedError) else f"rank 0: {name}: {error}"
+            end = records.EndRecord(end_status(name), why)
             with contextlib.suppress(RequestError):
                 records.append(run_dir / config.RECORDS_FILE, end)
     if isinstance(error, RequestError):
         return 2
+    if isinstance(error, StoppedError):
+        return STOPPED_STATUS
     return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -135,9 +135,9 @@ def test_worker_that_hangs(tmp_path, model):
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")]
 )
-def test_interruption(tmp_path, number, name):
+def test_interruption_where_nothing_is_saved(tmp_path, number, name):
     run_dir = tmp_path / "run"
-    flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}")
+    flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}", "--save_interval=0")
     process = subprocess.Popen(
         command(*flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -156,6 +156,7 @@ def test_interruption(tmp_path, number, name):
     end = end_of(run_dir)
     assert end.status == "interrupted"
     assert end.num_steps >= 2
+    assert not (run_dir / "checkpoints").exists()
     assert not processes_of(run_dir)
 
 

@@ -35,9 +35,9 @@ class Source(data.Source):
         minimum: ClassVar = {"num_classes": 1}
         num_classes: int | None = None
         """Classes. Unset: the largest label counts, for which all headers are read once."""
-        augment: Literal["crop", "flip"] = "crop"
+        augment: Literal["crop", "flip", "none"] = "crop"
         """crop: a random part, mirrored or not. flip: the whole image, mirrored or not, as
-        aligned faces want it."""
+        aligned faces want it. none: the whole image, as digits want it."""
 
     @classmethod
     def check(cls, location: str | None) -> None:
@@ -55,15 +55,17 @@ class Source(data.Source):
         sets = [dataset for dataset in (self.train_set, self.eval_set) if dataset is not None]
         self.num_classes = options.num_classes or max(s.count_classes() for s in sets)
         size = task.image_size
-        self._whole = options.augment == "flip"
-        chance = decode.Chance(data.seed_of_rank(task, topology))
+        self._whole = options.augment != "crop"
+        self.chance = decode.Chance(task.seed)
         self._train_viewer: decode.Viewer = (
-            decode.WholeView(size, chance) if self._whole else decode.RandomView(size, chance)
+            decode.WholeView(size, self.chance if options.augment == "flip" else None)
+            if self._whole
+            else decode.RandomView(size, self.chance)
         )
 
     def train_loader(self) -> data.Loader:
         samples = Samples(self.train_set, self._train_viewer, self.num_classes)
-        return data.Loader(samples, self.task, self.topology, train=True)
+        return data.Loader(samples, self.task, self.topology, train=True, chance=self.chance)
 
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:

@@ -77,9 +77,9 @@ class Source(data.Source):
         self.num_classes = len(self.train_set.classes)
 
     def train_loader(self) -> data.Loader:
-        chance = decode.Chance(data.seed_of_rank(self.task, self.topology))
+        chance = decode.Chance(self.task.seed)
         samples = Samples(self.train_set, decode.RandomView(self.task.image_size, chance))
-        return data.Loader(samples, self.task, self.topology, train=True)
+        return data.Loader(samples, self.task, self.topology, train=True, chance=chance)
 
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:

@@ -25,6 +25,7 @@ from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines.ddp import peak_resident_bytes
+from accbench.engines.state import Tensors
 from accbench.engines.xla import batchnorm, cuda, host_reduction
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
@@ -221,6 +222,17 @@ class Engine(engines.Engine):
         super().seed(seed)
         # XLA's own generator begins alike in every process, whatever torch's is set to.
         self.xm.set_rng_state(seed, str(self.device))
+
+    def rng_state(self) -> Tensors:
+        seed = int(self.xm.get_rng_state(str(self.device)))
+        of_xla = torch.tensor([*(seed % 2**64).to_bytes(8, "little")], dtype=torch.uint8)
+        return {**super().rng_state(), "xla": of_xla}
+
+    def load_rng_state(self, states: Tensors) -> None:
+        super().load_rng_state(states)
+        if "xla" in states:
+            seed = int.from_bytes(bytes(states["xla"].tolist()), "little")
+            self.xm.set_rng_state(seed, str(self.device))
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync

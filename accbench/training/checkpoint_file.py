@@ -1,0 +1,213 @@
+"""One checkpoint on disk: a folder of tensors.safetensors and checkpoint.json.
+
+Tensors are `model/NAME`, `optimizer/KEY/NAME` and `rng/RANK/KEY`, where NAME is the parameter's
+or buffer's. The JSON has the rest, the size and SHA-256 of the tensors' file, and its own
+SHA-256. Nothing in it is code: reading one runs none.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from accbench.engines.state import Tensors, TrainingState
+
+FORMAT = 1
+JSON_FILE, TENSORS_FILE = "checkpoint.json", "tensors.safetensors"
+_CHUNK_BYTES = 1 << 22
+
+
+class DamagedError(Exception):
+    """What is there is no whole checkpoint; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a checkpoint holds beside tensors. Counts are of the whole run."""
+
+    step: int
+    """Optimizer steps done."""
+    epoch: int
+    """The epoch to go on with, from 0."""
+    loader: dict[str, Any] | None
+    """Where that epoch is, as the loader has it; None: at its beginning."""
+    world_size: int
+    engine: str
+    model: str
+    seed: int
+    num_classes: int
+    scaler: dict[str, float]
+    top1: float | None = None
+    """Of the evaluation at this point, 0..1."""
+    format: int = FORMAT
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """All that a run needs to go on; tensors on the host."""
+
+    facts: Facts
+    state: TrainingState
+    rng: tuple[Tensors, ...]
+    """By rank: states of random number generators by name."""
+
+
+def write(folder: Path, checkpoint: Checkpoint) -> int:
+    """Write `folder`, whole or not at all; it is durable when this returns. Returns its bytes.
+
+    Raises:
+        OSError: it cannot be written; what was begun is removed.
+    """
+    begun = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(begun, ignore_errors=True)
+    try:
+        begun.mkdir(parents=True)
+        num_bytes = _write_files(begun, checkpoint)
+        remove(folder)  # one of the same step, from before a restart
+        begun.rename(folder)
+        _flush(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(begun, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # its way to tell of a full disk
+            raise OSError(0, str(error), str(folder)) from None
+        raise
+    return num_bytes
+
+
+def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
+    tensors = folder / TENSORS_FILE
+    save_file(_flat(checkpoint), tensors)
+    _flush(tensors)
+    content = {
+        **dataclasses.asdict(checkpoint.facts),
+        "tensors": {"bytes": tensors.stat().st_size, "sha256": _sha256_of_file(tensors)},
+    }
+    text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=1)
+    path = folder / JSON_FILE
+    path.write_text(text, encoding="utf-8")
+    _flush(path)
+    _flush(folder)
+    return int(content["tensors"]["bytes"]) + len(text)
+
+
+def _flat(checkpoint: Checkpoint) -> Tensors:
+    found = {f"model/{name}": tensor for name, tensor in checkpoint.state.model.items()}
+    for name, kept in checkpoint.state.optimizer.items():
+        found.update({f"optimizer/{key}/{name}": tensor for key, tensor in kept.items()})
+    for rank, states in enumerate(checkpoint.rng):
+        found.update({f"rng/{rank}/{key}": tensor for key, tensor in states.items()})
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _flush(path: Path) -> None:
+    """Have the disk itself hold a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_facts(folder: Path) -> Facts:
+    """What the JSON says; the tensors are not looked at.
+
+    Raises:
+        DamagedError: it is missing, damaged or of a newer format.
+    """
+    return _facts(_read_json(folder))
+
+
+def verify(folder: Path) -> Facts:
+    """Read all of a checkpoint once, and hold it against its checksums.
+
+    Raises:
+        DamagedError: something is missing, damaged or of a newer format.
+    """
+    content = _read_json(folder)
+    facts, tensors = _facts(content), folder / TENSORS_FILE
+    try:
+        num_bytes, expected = tensors.stat().st_size, content["tensors"]
+        if num_bytes != expected["bytes"]:
+            raise DamagedError(f"{tensors} has {num_bytes} bytes of {expected['bytes']}")
+        if _sha256_of_file(tensors) != expected["sha256"]:
+            raise DamagedError(f"{tensors} is damaged: its checksum is another")
+    except OSError as error:
+        raise DamagedError(f"cannot read {tensors}: {error.strerror}") from None
+    return facts
+
+
+def read(folder: Path) -> Checkpoint:
+    """A checkpoint that `verify` found whole.
+
+    Raises:
+        DamagedError: it is not, or no longer.
+    """
+    facts = read_facts(folder)
+    model: Tensors = {}
+    optimizer: dict[str, Tensors] = {}
+    rng: dict[int, Tensors] = {}
+    try:
+        for key, tensor in load_file(folder / TENSORS_FILE).items():
+            kind, rest = key.split("/", 1)
+            if kind == "model":
+                model[rest] = tensor
+                continue
+            group, name = rest.split("/", 1)
+            if kind == "optimizer":
+                optimizer.setdefault(name, {})[group] = tensor
+            else:
+                rng.setdefault(int(group), {})[name] = tensor
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedError(f"cannot read {folder / TENSORS_FILE}: {error}") from None
+    state = TrainingState(model, optimizer, facts.scaler)
+    return Checkpoint(facts, state, tuple(rng[rank] for rank in sorted(rng)))
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / JSON_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        expected = content.pop("sha256")
+    except OSError as error:
+        raise DamagedError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        raise DamagedError(f"{path} is damaged") from None
+    if _sha256_of(content) != expected:
+        raise DamagedError(f"{path} is damaged: its checksum is another")
+    if content.get("format") != FORMAT:
+        raise DamagedError(f"{path} has format {content.get('format')}, this version {FORMAT}")
+    return dict(content)
+
+
+def _facts(content: dict[str, Any]) -> Facts:
+    names = {field.name for field in dataclasses.fields(Facts)}
+    return Facts(**{name: value for name, value in content.items() if name in names})
+
+
+def _sha256_of(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sha256_of_file(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(view[:size])
+    return digest.hexdigest()
+
+
+def remove(folder: Path) -> None:
+    """Take a checkpoint away; one that is half gone has no valid name any more."""
+    going = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    with contextlib.suppress(OSError):
+        folder.rename(going)
+        shutil.rmtree(going, ignore_errors=True)

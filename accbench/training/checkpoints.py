@@ -1,0 +1,168 @@
+"""A run's checkpoints: written in the background, the newest few and the best kept, found again."""
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from accbench import config
+from accbench.errors import RequestError
+from accbench.recording import records
+from accbench.recording.records import CheckpointRecord
+from accbench.training import checkpoint_file
+from accbench.training.checkpoint_file import Checkpoint, DamagedError
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d{9,})")
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps lies."""
+    return run_dir / FOLDER / f"step-{step:09}"
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints that are there, whole or damaged, the newest first."""
+    folder = run_dir / FOLDER
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def find(resume: str, run_dir: Path | None, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint that `--resume` means, verified; None: auto, and there is none yet.
+
+    Args:
+        resume: auto, a run's folder, or a checkpoint's.
+        run_dir: the run's own folder, which auto looks into; None where it is a new one.
+        warn: told of each damaged one that is passed over.
+
+    Raises:
+        RequestError: there is none where one was named, or all there are are damaged.
+    """
+    if resume == "auto":
+        return None if run_dir is None else _newest(run_dir, warn)
+    path = Path(resume)
+    if (path / checkpoint_file.JSON_FILE).exists() or _NAME.fullmatch(path.name):
+        try:
+            checkpoint_file.verify(path)
+        except DamagedError as error:
+            raise RequestError(f"--resume {resume}: {error}") from None
+        return path.absolute()
+    if not path.is_dir():
+        raise RequestError(f"--resume {resume}: there is no such folder")
+    found = _newest(path, warn)
+    if found is None:
+        raise RequestError(f"--resume {resume}: no checkpoint is in it")
+    return found.absolute()
+
+
+def _newest(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
+    damaged = []
+    for step in steps_of(run_dir):
+        try:
+            checkpoint_file.verify(folder_of(run_dir, step))
+        except DamagedError as error:
+            damaged.append(str(error))
+            continue
+        for problem in damaged:
+            warn(f"passed over a damaged checkpoint: {problem}; going on from step {step}")
+        return folder_of(run_dir, step)
+    if damaged:
+        raise RequestError(
+            f"no checkpoint in {run_dir / FOLDER} is whole ({damaged[0]}); to begin anew choose "
+            "another --output_dir"
+        )
+    return None
+
+
+def clean(run_dir: Path) -> None:
+    """Remove what a killed writer left; only for who holds the run's folder."""
+    for leftover in (run_dir / FOLDER).glob(".*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+class Writer:
+    """Writes one checkpoint at a time in a thread, on rank 0; training goes on meanwhile.
+
+    Args:
+        keep: how many of the newest stay. The one with the best top-1 stays as well.
+        stop_on_error: whether a checkpoint that cannot be written ends the run.
+        warn: told of what does not.
+    """
+
+    def __init__(
+        self, run_dir: Path, keep: int, stop_on_error: bool, warn: Callable[[str], None]
+    ) -> None:
+        self.run_dir, self.keep = run_dir, keep
+        self._stop_on_error, self._warn = stop_on_error, warn
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def save(self, checkpoint: Checkpoint, stall_s: float) -> None:
+        """Begin to write; waits for the one before.
+
+        Args:
+            stall_s: seconds for which training stood still to read the state.
+
+        Raises:
+            RequestError: the one before could not be written, and that is to end the run.
+        """
+        asked = time.perf_counter()
+        self.finish()
+        stall_s += time.perf_counter() - asked
+        self._thread = threading.Thread(
+            target=self._write, args=(checkpoint, stall_s), name="checkpoint"
+        )
+        self._thread.start()
+
+    def _write(self, checkpoint: Checkpoint, stall_s: float) -> None:
+        folder = folder_of(self.run_dir, checkpoint.facts.step)
+        began = time.perf_counter()
+        try:
+            num_bytes = checkpoint_file.write(folder, checkpoint)
+            self._remove_old()
+        except OSError as error:
+            self._error = error
+            return
+        record = CheckpointRecord(
+            step=checkpoint.facts.step, epoch=checkpoint.facts.epoch, path=str(folder),
+            num_bytes=num_bytes, stall_s=stall_s, write_s=time.perf_counter() - began,
+        )  # fmt: skip
+        try:
+            records.append(self.run_dir / config.RECORDS_FILE, record)
+        except RequestError as error:
+            self._error = OSError(0, str(error))
+
+    def _remove_old(self) -> None:
+        """Only now, for the new one is on the disk."""
+        facts = {}
+        for step in steps_of(self.run_dir):
+            try:
+                facts[step] = checkpoint_file.read_facts(folder_of(self.run_dir, step))
+            except DamagedError:
+                continue  # not ours to remove: perhaps a newer version's
+        scores = {step: fact.top1 for step, fact in facts.items() if fact.top1 is not None}
+        best = max(scores, key=lambda step: (scores[step], step), default=None)
+        for step in list(facts)[self.keep :]:
+            if step != best:
+                checkpoint_file.remove(folder_of(self.run_dir, step))
+
+    def finish(self) -> None:
+        """Wait until what was begun is on the disk.
+
+        Raises:
+            RequestError: it could not be written, and that is to end the run.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            why = f"cannot write a checkpoint to {self.run_dir / FOLDER}: {error.strerror}"
+            if self._stop_on_error:
+                raise RequestError(f"{why}; the ones before are whole, go on with --resume auto")
+            self._warn(f"{why}; training goes on")

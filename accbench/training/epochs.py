@@ -1,0 +1,133 @@
+"""Epoch after epoch: train, evaluate, save; stop when asked to, and go on from where one was."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench.engines import Engine
+from accbench.errors import StoppedError
+from accbench.logger import RunLogger
+from accbench.recording.records import ResumeRecord
+from accbench.recording.terminal import TrainingDisplay
+from accbench.training import checkpoints, process_group
+from accbench.training.resume import Keeper
+from accbench.training.schedule import Schedule
+from accbench.training.step_timer import StepTimer
+from accbench.training.stopping import StopRequests
+from accbench.training.train_loop import evaluate, train_epoch
+
+
+@dataclasses.dataclass
+class Epochs:
+    """One run's way through its epochs."""
+
+    engine: Engine
+    model: nn.Module
+    spec: Any
+    optimizer: torch.optim.Optimizer
+    train_loader: Any
+    eval_loader: Any | None
+    timer: StepTimer
+    keeper: Keeper
+    logger: RunLogger
+    display: TrainingDisplay
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        self.task = self.engine.task
+        self.first_epoch = 0
+        # The epoch to go on with, and how many of its batches this process has done.
+        self._at: tuple[int, int | None] = (0, None)
+        self._saved_step: int | None = None
+        self._stops: StopRequests | None = None
+
+    def restore(self) -> None:
+        """Go on from the checkpoint of `--resume`, if there is one.
+
+        Raises:
+            RequestError: it does not fit.
+        """
+        if self.task.resume is None:
+            return
+        facts = self.keeper.restore(Path(self.task.resume))
+        self.first_epoch, self.timer.num_steps = facts.epoch, facts.step
+        self._at = facts.epoch, None if facts.loader is None else 0
+        if Path(self.task.resume) == checkpoints.folder_of(self.task.run_dir, facts.step):
+            self._saved_step = facts.step
+        self.logger.write(ResumeRecord(facts.step, facts.epoch, self.task.resume))
+
+    def run(self) -> None:
+        """Train until `--epochs` or `--max_steps`.
+
+        Raises:
+            StoppedError: on all ranks, when one of them was asked to stop; all is saved.
+        """
+        self._schedule = Schedule(
+            self.optimizer, self.task, self.steps_per_epoch, self.display.num_steps,
+            self.timer.num_steps,
+        )  # fmt: skip
+        # Where nothing is to be saved, a signal ends the process as ever.
+        stops = StopRequests() if self.task.save_interval else contextlib.nullcontext()
+        with stops as self._stops:
+            for epoch in range(self.first_epoch, self.task.epochs):
+                if self._is_done():
+                    break
+                self._one(epoch)
+            self._save()
+        self.keeper.finish()
+
+    def _is_done(self) -> bool:
+        return self.task.max_steps is not None and self.timer.num_steps >= self.task.max_steps
+
+    def _one(self, epoch: int) -> None:
+        whole = train_epoch(
+            self.engine, self.model, self.spec, self.optimizer, self.train_loader, self.timer,
+            epoch, self._after_step,
+        )  # fmt: skip
+        if not whole:
+            return
+        top1, number = None, epoch + 1
+        self._at = number, None
+        if self.eval_loader and self.task.eval_interval and number % self.task.eval_interval == 0:
+            self.engine.share_buffers(self.keeper.net)
+            scores = evaluate(self.engine, self.model, self.spec, self.eval_loader, epoch)
+            self.logger.write(scores)
+            self.display.evaluation(scores)
+            top1 = scores.top1
+        if self.task.save_interval and number % self.task.save_interval == 0:
+            self._save(top1)
+
+    def _after_step(self, num_batches: int) -> None:
+        self._at = self.timer.epoch, num_batches
+        self._schedule.step()
+        if self._stops is not None and self._stops.agreed():
+            self._stop(self._stops)
+        every = self.task.save_steps
+        if every is not None and self.timer.num_steps % every == 0:
+            self.timer.close_window()
+            self._save()
+            self.timer.start(self.timer.epoch)
+
+    def _save(self, top1: float | None = None) -> None:
+        """Save, unless this very step is saved already without knowing less."""
+        again = self._saved_step == self.timer.num_steps and top1 is None
+        if again or not self.task.save_interval:
+            return
+        self.keeper.save(self.timer.num_steps, *self._at, top1)
+        self._saved_step = self.timer.num_steps
+
+    def _stop(self, stops: StopRequests) -> None:
+        self.timer.close_window()
+        self._save()
+        self.keeper.finish()
+        # Also so that no rank leaves, and its launcher ends the others, before all is on the disk.
+        asked = process_group.gather_values([float(stops.received is not None)])
+        ranks = ", ".join(str(rank) for rank, (was_asked,) in enumerate(asked) if was_asked)
+        raise StoppedError(
+            f"stopped after step {self.timer.num_steps}, as rank {ranks} was asked to; all is "
+            "saved, go on with --resume auto"
+        )

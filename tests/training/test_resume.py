@@ -1,0 +1,261 @@
+"""Runs that are stopped or killed, and go on: the same losses, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import load_file
+
+from accbench.recording import records
+from accbench.training import checkpoint_file, checkpoints
+from tests.conftest import (
+    HANG_S,
+    ROOT,
+    TINY,
+    command,
+    end_of,
+    of_kind,
+    processes_of,
+    read,
+    run,
+    wait_until,
+)  # fmt: skip
+
+# 3 classes of 16 images, augmented; 2 workers of batch 4 make 6 steps an epoch, one of them 12.
+STEPS = 16
+LEARNING = (
+    *TINY, "--model=tests.nets:killed_once", f"--max_steps={STEPS}", "--warmup_steps=1",
+    "--log_interval=1", "--epochs=9", "--save_steps=5", "--lr=0.01",
+)  # fmt: skip
+
+
+def losses(run_dir) -> list[float]:
+    """By step; fails where a step is missing or counted twice."""
+    windows = of_kind(run_dir, records.WindowRecord)
+    assert [window.first_step for window in windows] == list(range(len(windows)))
+    return [window.loss for window in windows]
+
+
+def evaluations(run_dir) -> list[records.EvalRecord]:
+    return of_kind(run_dir, records.EvalRecord)
+
+
+SETTINGS = {
+    "ddp-2": ("--engine=ddp", "--nproc_per_node=2"),
+    "xla-1": ("--engine=xla", "--nproc_per_node=1"),
+    "xla-2": ("--engine=xla", "--nproc_per_node=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(images, tmp_path_factory):
+    """Setting -> the folder of a run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for name, flags in SETTINGS.items():
+        data = f"--data=imagefolder:{images}"
+        result = run(*LEARNING, *flags, data, f"--output_dir={folder / name}")
+        assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_killed_and_started_again(images, undisturbed, tmp_path, monkeypatch, name):
+    order = tmp_path / "killed_once"
+    order.write_text("11")  # in the middle of an epoch, and perhaps of saving step 10
+    monkeypatch.setenv("KILLED_ONCE", str(order))
+    run_dir = tmp_path / "run"
+    result = run(*LEARNING, *SETTINGS[name], f"--data=imagefolder:{images}",
+                 f"--output_dir={run_dir}", "--max_restarts=1", "--workers=1",
+                 "--xla.replay=off")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert not order.exists()
+    assert "was killed by SIGKILL" in result.stderr
+    assert "going on from" in result.stdout
+    assert "starting again, 1 of 1" in result.stdout
+    assert losses(run_dir) == losses(undisturbed / name)
+    assert [e.top1 for e in evaluations(run_dir)] == [
+        e.top1 for e in evaluations(undisturbed / name)
+    ]
+    (resumed,) = of_kind(run_dir, records.ResumeRecord)
+    assert resumed.step in (5, 6, 10)
+    assert end_of(run_dir).num_steps == STEPS
+    assert end_of(run_dir).skipped_steps == 0
+    assert not processes_of(run_dir)
+
+
+def test_restarts_come_to_an_end(tmp_path):
+    result = run(*TINY, "--data=synthetic", "--model=tests.nets:raises_on_rank1",
+                 "--max_restarts=2", "--nproc_per_node=2",
+                 f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.count("ValueError: planted fault; logs in") == 3
+    assert result.stdout.count("no checkpoint in") == 2
+    end = end_of(tmp_path / "run")
+    assert end.status == "error"
+    assert end.num_steps == 2  # not those of the tries before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop(images, undisturbed, tmp_path, monkeypatch, number):
+    """The first signal ends the step and saves; the run then goes on as if nothing had been."""
+    monkeypatch.setenv("SLOW_NET_S", "0.3")
+    run_dir = tmp_path / "run"
+    flags = (*LEARNING, "--data=imagefolder:" + str(images), *SETTINGS["ddp-2"],
+             f"--output_dir={run_dir}", "--save_steps=1000")  # fmt: skip
+    process = subprocess.Popen(
+        command(*flags, "--model=tests.nets:slow_killed_once"), cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(losses(run_dir)) > 2)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 75, stderr
+    assert "Traceback" not in stderr
+    assert "all is saved, go on with --resume auto" in stderr
+    end = end_of(run_dir)
+    assert end.status == "interrupted"
+    (saved,) = of_kind(run_dir, records.CheckpointRecord)
+    assert saved.step == end.num_steps == len(losses(run_dir)) < STEPS
+    assert not processes_of(run_dir)
+    monkeypatch.setenv("SLOW_NET_S", "0")
+    result = run(*flags, "--model=tests.nets:slow_killed_once", "--resume=auto")
+    assert result.returncode == 0, result.stderr
+    assert losses(run_dir) == losses(undisturbed / "ddp-2")
+
+
+def test_second_signal_ends_it_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOW_NET_S", "20")
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(*TINY, "--data=synthetic", "--model=tests.nets:slow", "--warmup_steps=1",
+                f"--output_dir={run_dir}"),
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        # Its second step has begun.
+        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(read(run_dir)) == 2)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=3)  # it means to finish its step
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert "stopped by SIGTERM" in stderr
+    assert end_of(run_dir).status == "interrupted"
+    assert not processes_of(run_dir)
+
+
+def test_other_engine_other_number_of_workers(images, undisturbed, tmp_path):
+    """Saved under one, resumed under another: the same losses but for rounding."""
+    model = ("--model=tests.nets:tiny", f"--data=imagefolder:{images}")
+    first = tmp_path / "first"
+    result = run(*LEARNING, *model, *SETTINGS["ddp-2"], f"--output_dir={first}",
+                 "--keep_checkpoints=9")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    whole, at_10 = losses(first), checkpoints.folder_of(first, 10)
+    for engine, num_workers in (("xla", 2), ("inductor", 2), ("xla", 1)):
+        run_dir = tmp_path / f"{engine}-{num_workers}"
+        result = run(*LEARNING, *model, f"--engine={engine}", f"--nproc_per_node={num_workers}",
+                     f"--output_dir={run_dir}", f"--resume={at_10}")  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        windows = of_kind(run_dir, records.WindowRecord)
+        assert windows[0].first_step == 10
+        if num_workers == 2:
+            assert [w.loss for w in windows] == pytest.approx(whole[10:], rel=1e-3)
+        else:  # half of each batch, of the same samples
+            assert "saved by 2 workers, now 1" in result.stdout
+            assert windows[0].loss == pytest.approx(whole[10], rel=0.5)
+        (resumed,) = of_kind(run_dir, records.ResumeRecord)
+        assert resumed.checkpoint == str(at_10)
+
+
+def test_what_cannot_be_resumed(undisturbed, images, tmp_path):
+    run_dir = undisturbed / "ddp-2"
+    synthetic = (*TINY, "--data=synthetic", f"--output_dir={tmp_path / 'new'}")
+    for flags, cause in {
+        ("--resume=auto", *TINY, "--data=synthetic"): "looks for checkpoints in --output_dir",
+        (*synthetic, f"--resume={tmp_path}"): "no checkpoint is in it",
+        (*synthetic, f"--resume={run_dir}"): "is of --model tests.nets:killed_once",
+        (*LEARNING, "--data=synthetic", f"--output_dir={tmp_path / 'second'}", "--resume",
+         str(run_dir)): "it is of classes 3, and this is 1000",
+        (*LEARNING, "--data=synthetic", "--synthetic.num_classes=3", "--resume", str(run_dir),
+         f"--output_dir={tmp_path / 'other'}"): "not of synthetic data",
+        (*LEARNING, f"--data=imagefolder:{images}", "--seed=3", "--resume", str(run_dir),
+         f"--output_dir={tmp_path / 'third'}"): "the sampler's state has seed 0",
+        (*synthetic, f"--output_dir={run_dir}"): "or go on with it by --resume auto",
+    }.items():  # fmt: skip
+        result = run(*flags)
+        assert result.returncode == 2, (flags, result.stderr)
+        assert cause in result.stderr
+        assert "Traceback" not in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_replayed_steps_go_on(images, undisturbed, tmp_path):
+    """XLA's recorded steps, with dropout, stopped in the middle of an epoch."""
+    flags = (*LEARNING, *SETTINGS["xla-1"], f"--data=imagefolder:{images}",
+             f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    for more in (("--max_steps=14",), ("--resume=auto",)):
+        done = run(*flags, *more)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(undisturbed / "xla-1")
+
+
+def test_done_already(images, undisturbed, tmp_path):
+    flags = (*LEARNING, *SETTINGS["ddp-2"], f"--data=imagefolder:{images}", "--max_steps=6",
+             "--save_steps=1000", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    first = run(*flags)
+    assert first.returncode == 0, first.stderr
+    again = run(*flags, "--resume=auto")
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "run") == losses(undisturbed / "ddp-2")[:6]
+    assert end_of(tmp_path / "run").num_steps == 6
+
+
+def test_under_torchrun(images, undisturbed, tmp_path):
+    """main.py itself finds the checkpoint, and is stopped by torchrun's own SIGTERM."""
+    run_dir = tmp_path / "run"
+    flags = (*LEARNING, f"--data=imagefolder:{images}", f"--output_dir={run_dir}")
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "main.py")
+    for more in (("--max_steps=8",), ("--resume=auto",)):
+        done = subprocess.run(
+            [*command(*torchrun, *flags, *more, script="-u")], cwd=ROOT, text=True,
+            capture_output=True, timeout=HANG_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert losses(run_dir) == losses(undisturbed / "ddp-2")
+    assert json.loads((run_dir / "config.json").read_text())["resume"].endswith("step-000000008")
+
+
+def test_export_is_what_torchvision_loads(images, tmp_path):
+    run_dir = tmp_path / "run"
+    done = run(*TINY, "--model=resnet18", f"--data=imagefolder:{images}", "--max_steps=2",
+               f"--output_dir={run_dir}")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = checkpoint_file.read(checkpoints.folder_of(run_dir, 2)).state.model
+    for format, load in (
+        ("state_dict", lambda path: torch.load(path, weights_only=True)),
+        ("safetensors", load_file),
+    ):
+        out = tmp_path / "out" / format
+        done = run("accbench", "export", run_dir, out, f"--format={format}", script="-m")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"weights after step 2 in {out}\n"
+        net = torchvision.models.resnet18(num_classes=3)
+        net.load_state_dict(load(out))  # all names, and no other
+        for name, tensor in net.state_dict().items():
+            assert torch.equal(tensor, expected[f"net.{name}"])
+    done = run("accbench", "export", tmp_path, tmp_path / "more", script="-m")
+    assert done.returncode == 2
+    assert "no checkpoint is in it" in done.stderr
