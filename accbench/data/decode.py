@@ -59,7 +59,7 @@ class Chance:
 
 @dataclasses.dataclass(frozen=True)
 class RandomView:
-    """A random part of 8 to 100 % of the image, mirrored or not: the usual training crop.
+    """A random part of 8 % or more of the image, mirrored or not: the usual training crop.
 
     As in Szegedy et al., Going Deeper with Convolutions, 2014: the area is
     uniform, the ratio of width to height log-uniform between 3/4 and 4/3.
@@ -67,12 +67,14 @@ class RandomView:
 
     size: int
     chance: Chance = dataclasses.field(default_factory=Chance)
+    min_area: float = 0.08
+    may_mirror: bool = True
 
     def __call__(self, height: int, width: int) -> View:
         chance = self.chance
-        mirrored = chance() < 0.5
+        mirrored = chance() < 0.5 and self.may_mirror
         for _ in range(10):
-            area = (0.08 + 0.92 * chance()) * height * width
+            area = (self.min_area + (1 - self.min_area) * chance()) * height * width
             aspect = math.exp(math.log(4 / 3) * (2 * chance() - 1))
             part_width = round(math.sqrt(area * aspect))
             part_height = round(math.sqrt(area / aspect))
@@ -108,6 +110,15 @@ class WholeView:
     def __call__(self, height: int, width: int) -> View:
         mirrored = self.chance is not None and self.chance() < 0.5
         return View(0, 0, height, width, self.size, mirrored)
+
+
+def train_viewer(augment: str, size: int, chance: Chance) -> Viewer:
+    """What sources call crop, flip, part and none, see their options."""
+    if augment == "crop":
+        return RandomView(size, chance)
+    if augment == "part":
+        return RandomView(size, chance, min_area=0.7, may_mirror=False)
+    return WholeView(size, chance if augment == "flip" else None)
 
 
 def size_of(encoded: bytes | memoryview) -> tuple[int, int]:

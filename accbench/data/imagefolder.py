@@ -24,9 +24,9 @@ class Source(data.Source):
     class Options:
         """Options of the data source imagefolder."""
 
-        augment: Literal["crop", "flip", "none"] = "crop"
-        """crop: a random part, mirrored or not. flip: the whole image, mirrored or not. none: the
-        whole image, as digits and text want it."""
+        augment: Literal["crop", "flip", "part", "none"] = "crop"
+        """crop: a random part, mirrored or not. flip: the whole image, mirrored or not. part: 70 %
+        or more of it, not mirrored, as digits and text want it. none: the whole image."""
 
     @classmethod
     def check(cls, location: str | None) -> None:
@@ -49,11 +49,7 @@ class Source(data.Source):
         self.task, self.topology = task, topology
         options = options or self.Options()
         self.chance, self.is_whole = decode.Chance(task.seed), options.augment != "crop"
-        viewer: decode.Viewer = decode.RandomView(task.image_size, self.chance)
-        if self.is_whole:
-            viewer = decode.WholeView(
-                task.image_size, self.chance if options.augment == "flip" else None
-            )
+        viewer = decode.train_viewer(options.augment, task.image_size, self.chance)
         self.train_set = ReadableImages(Path(location) / "train", viewer)
         self.num_classes = len(self.train_set.classes)
         val = Path(location) / "val"

@@ -29,7 +29,8 @@ from tests.conftest import (
 STEPS = 16
 LEARNING = (
     *TINY, "--model=tests.nets:killed_once", f"--max_steps={STEPS}", "--warmup_steps=1",
-    "--log_interval=1", "--epochs=9", "--save_steps=5", "--lr=0.01",
+    "--log_interval=1", "--epochs=9", "--save_steps=5", "--lr=0.01", "--lr_schedule=step",
+    "--lr_step_epochs=0.7", "--lr_step_factor=0.5", "--lr_warmup_epochs=0.4",
 )  # fmt: skip
 
 

@@ -35,9 +35,10 @@ class Source(data.Source):
         minimum: ClassVar = {"num_classes": 1}
         num_classes: int | None = None
         """Classes. Unset: the largest label counts, for which all headers are read once."""
-        augment: Literal["crop", "flip", "none"] = "crop"
+        augment: Literal["crop", "flip", "part", "none"] = "crop"
         """crop: a random part, mirrored or not. flip: the whole image, mirrored or not, as
-        aligned faces want it. none: the whole image, as digits want it."""
+        aligned faces want it. part: 70 % or more of it, not mirrored, as digits want it. none: the
+        whole image."""
 
     @classmethod
     def check(cls, location: str | None) -> None:
@@ -57,11 +58,7 @@ class Source(data.Source):
         size = task.image_size
         self._whole = options.augment != "crop"
         self.chance = decode.Chance(task.seed)
-        self._train_viewer: decode.Viewer = (
-            decode.WholeView(size, self.chance if options.augment == "flip" else None)
-            if self._whole
-            else decode.RandomView(size, self.chance)
-        )
+        self._train_viewer = decode.train_viewer(options.augment, size, self.chance)
 
     def train_loader(self) -> data.Loader:
         samples = Samples(self.train_set, self._train_viewer, self.num_classes)
