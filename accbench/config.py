@@ -127,7 +127,7 @@ _MINIMUM: Mapping[str, float] = {
 # field -> largest. Timeouts reach C++ as milliseconds in 32 bits.
 _MAXIMUM: Mapping[str, float] = {
     "lr": sys.float_info.max, "weight_decay": sys.float_info.max, "timeout_s": 1e6,
-    "lr_warmup_epochs": 1e9, "lr_final": 1, "lr_step_epochs": 1e9, "lr_step_factor": 1,
+    "lr_warmup_epochs": 1e9, "lr_final": 1e9, "lr_step_epochs": 1e9, "lr_step_factor": 1e9,
 }  # fmt: skip
 
 
