@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from accbench import config
-from accbench.errors import RequestError, refused
+from accbench.errors import RequestError, interrupted, refused
 from accbench.standard_streams import quiet_when_closed
 
 PROG = "accbench"
@@ -125,8 +125,7 @@ def data(argv: Sequence[str]) -> int:
         return refused(prog, error)
     except KeyboardInterrupt:
         how = "goes on from here" if argv[0] == "mock" else "begins anew"
-        print(f"{prog}: interrupted; the same command {how}", file=sys.stderr)
-        return 130
+        return interrupted(f"{prog}: interrupted; the same command {how}")
     return 0
 
 

@@ -48,9 +48,25 @@ _END_STATUS = {
 }
 
 
-def end_status(exception_name: str) -> str:
+# What torch's allocator for CPUs and XLA say, in exceptions of no class of their own.
+_OUT_OF_MEMORY = ("can't allocate memory", "RESOURCE_EXHAUSTED", "Out of memory")
+
+
+def end_status(exception_name: str, message: str = "") -> str:
     """`status` of the end record for a run that an exception of this class ended."""
+    if any(words in message for words in _OUT_OF_MEMORY):
+        return "oom"
     return _END_STATUS.get(exception_name, "error")
+
+
+def interrupted(line: str) -> int:
+    """One line on a Ctrl-C that was caught; returns the exit status."""
+    print(line, file=sys.stderr)
+    # Where it came while Python ran code from a string (dataclasses are made so), CPython notes
+    # it as unhandled and at its very end kills itself by SIGINT, caught or not. Running another
+    # string takes the note away (run_eval_code_obj in CPython's pythonrun.c).
+    exec("")
+    return 130
 
 
 def refused(prog: str, error: RequestError) -> int:

@@ -211,3 +211,64 @@ def slow_killed_once(num_classes: int) -> nn.Module:
     net = _KilledOnce(num_classes)
     net.register_forward_pre_hook(lambda *_: time.sleep(float(os.environ["SLOW_NET_S"])))
     return net
+
+
+class _WrongAt(nn.Module):
+    """`tiny`, whose logits on the last rank are not finite in the forward passes WRONG_AT names."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net, self.calls = tiny(num_classes), 0
+        is_last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
+        self.wrong = os.environ["WRONG_AT"].split(",") if is_last else []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        is_wrong = self.training and ("all" in self.wrong or str(self.calls) in self.wrong)
+        return self.net(images) * (float("inf") if is_wrong else 1.0)
+
+
+def wrong_at(num_classes: int) -> nn.Module:
+    return _WrongAt(num_classes)
+
+
+class _Infinite(torch.autograd.Function):
+    """The values as they are, gradients beyond every type."""
+
+    @staticmethod
+    def forward(context, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf")
+
+
+class _Overflowing(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return _Infinite.apply(values)
+
+
+def overflowing(num_classes: int) -> nn.Module:
+    """Its loss is fine, and its gradients never are."""
+    net = tiny(num_classes)
+    net.append(_Overflowing())
+    return net
+
+
+class _Hungry(nn.Module):
+    """Wants 32 TiB for a batch of more than two, which no machine has to give."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net, self.calls = tiny(num_classes), 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if len(images) > 2 and self.calls == 3:
+            torch.empty(1 << 45, dtype=torch.uint8)
+        return self.net(images)
+
+
+def hungry(num_classes: int) -> nn.Module:
+    return _Hungry(num_classes)

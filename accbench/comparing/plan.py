@@ -123,6 +123,8 @@ def _check(flags: Any) -> None:
         raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
     if flags.compiler_opt or flags.engine != TaskConfig.engine:
         raise RequestError("compare takes --engines A,B,... in place of --engine or --compiler-opt")
+    if flags.on_oom != "stop":
+        raise RequestError("compare measures what was asked for; --on_oom halve is for training")
     if flags.resume is not None or flags.max_restarts or flags.save_interval or flags.save_steps:
         raise RequestError(
             "compare measures from the start and keeps no checkpoints: leave out "

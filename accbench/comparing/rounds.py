@@ -16,7 +16,7 @@ from accbench import config, folders
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
-from accbench.errors import RequestError, refused
+from accbench.errors import RequestError, interrupted, refused
 from accbench.recording import records
 from accbench.report import comparison, publish
 from accbench.report import run as runs
@@ -59,8 +59,7 @@ def _compare(plan: Plan, folder: Path, prog: str) -> int:
     try:
         measure(plan, folder, console)
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted; go on with --output_dir {folder}", file=sys.stderr)
-        return 130
+        return interrupted(f"{prog}: interrupted; go on with --output_dir {folder}")
     except (RequestError, OSError) as error:
         return _stopped(prog, error, folder)
     found = comparison.read(folder, allow_mixed=True)

@@ -170,6 +170,12 @@ class Engine(abc.ABC):
         if "torch" in states:
             torch.set_rng_state(states["torch"])
 
+    def loss_scale(self) -> float | None:
+        """The GradScaler's factor; None without one. Waits for the device."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        return float(self.scaler.get_scale())
+
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """All that training changes, on the host; `net` is what `prepare` was given."""
         return state.read(net, optimizer, self.scaler)

@@ -182,7 +182,8 @@ def _first_failure(failures: dict[int, ProcessFailure], error_files: dict[int, P
     if error["name"] == "StoppedError":
         return Failure("interrupted", error["message"], exit_status=STOPPED_STATUS)
     line = f"rank {rank} failed: {error['name']}: {' '.join(error['message'].split())}"
-    return Failure(end_status(error["name"]), line, f"rank {rank}: {error['traceback']}")
+    status = end_status(error["name"], error["message"])
+    return Failure(status, line, f"rank {rank}: {error['traceback']}")
 
 
 def _read_error(path: Path) -> Any | None:

@@ -2,9 +2,12 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from accbench import config, launchers, plugins
+from accbench.config import TaskConfig
 from accbench.errors import RequestError, refused
+from accbench.report import run as runs
 from accbench.training import resume
 
 
@@ -27,18 +30,35 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
         # The workers' imports take seconds in which nothing else is said.
         _say(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
         arguments = list(worker) or ["-m", "accbench.training.worker_process"]
-        failure = launcher.launch(task, arguments)
-        for number in range(1, task.max_restarts + 1):
-            if failure is None or not failure.may_be_tried_again:
+        num_restarts = 0
+        while (failure := launcher.launch(task, arguments)) is not None:
+            if failure.status == "oom":
+                failure = replace(failure, error=_of_memory(task, failure.error))
+            if failure.status == "oom" and task.on_oom == "halve" and (task.batch_size or 1) > 1:
+                task = replace(task, batch_size=(task.batch_size or 1) // 2)
+                why = f"starting again with --batch_size {task.batch_size}"
+            elif failure.may_be_tried_again and num_restarts < task.max_restarts:
+                num_restarts += 1
+                why = f"starting again, {num_restarts} of {task.max_restarts}"
+            else:
                 break
             launchers.tell(task.run_dir, failure)
             try:
                 task = resume.restarted(task, _say)
             except RequestError as error:
                 return refused(prog, error)
-            _say(f"starting again, {number} of {task.max_restarts}")
-            failure = launcher.launch(task, arguments)
+            _say(why)
         return launchers.conclude(task.run_dir, failure)
+
+
+def _of_memory(task: TaskConfig, error: str) -> str:
+    """What ran out of memory, with its size and what may help."""
+    peak = runs.read_if_there(task.run_dir).peak_memory_bytes
+    before = f", {peak / 2**30:.2f} GiB at most until then" if peak else ""
+    return (
+        f"{error}; out of memory with --batch_size {task.batch_size} a worker{before}: lower it, "
+        "or use --on_oom halve"
+    )
 
 
 def _say(line: str) -> None:

@@ -153,6 +153,8 @@ class ResumeRecord:
     """The epoch that it goes on with."""
     checkpoint: str | None
     """Its folder; None where there was none yet, and training begins anew."""
+    rolled_back: bool = False
+    """Whether the same process went back to it, as the loss was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ from accbench.engines.state import Tensors, TrainingState
 
 FORMAT = 1
 JSON_FILE, TENSORS_FILE = "checkpoint.json", "tensors.safetensors"
+# Behind the hidden name of one that a newer one of the same step is taking the place of.
+REPLACED = ".old"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -70,9 +72,12 @@ def write(folder: Path, checkpoint: Checkpoint) -> int:
     try:
         begun.mkdir(parents=True)
         num_bytes = _write_files(begun, checkpoint)
-        remove(folder)  # one of the same step, from before a restart
+        replaced = folder.with_name(f".{folder.name}.{os.getpid()}{REPLACED}")
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(replaced)  # one of the same step
         begun.rename(folder)
         _flush(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(begun, ignore_errors=True)
         if isinstance(error, SafetensorError):  # its way to tell of a full disk
@@ -207,7 +212,7 @@ def _sha256_of_file(path: Path) -> str:
 
 def remove(folder: Path) -> None:
     """Take a checkpoint away; one that is half gone has no valid name any more."""
-    going = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    going = folder.with_name(f".{folder.name}.{os.getpid()}.gone")
     with contextlib.suppress(OSError):
         folder.rename(going)
         shutil.rmtree(going, ignore_errors=True)

@@ -1,5 +1,6 @@
 """A run's checkpoints: written in the background, the newest few and the best kept, found again."""
 
+import contextlib
 import re
 import shutil
 import threading
@@ -80,8 +81,15 @@ def _newest(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what a killed writer left; only for who holds the run's folder."""
+    """Tidy up after a killed writer; only for who holds the run's folder.
+
+    A checkpoint that was just being replaced gets its name back.
+    """
     for leftover in (run_dir / FOLDER).glob(".*"):
+        name = _NAME.match(leftover.name[1:])
+        if name and leftover.name.endswith(checkpoint_file.REPLACED):
+            with contextlib.suppress(OSError):  # the newer one has the name
+                leftover.rename(leftover.with_name(name[0]))
         shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from accbench.engines import Engine
-from accbench.errors import StoppedError
+from accbench.errors import NonFiniteLossError, StoppedError
 from accbench.logger import RunLogger
 from accbench.recording.records import ResumeRecord
-from accbench.recording.terminal import TrainingDisplay
+from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints, process_group
 from accbench.training.resume import Keeper
 from accbench.training.schedule import Schedule
@@ -42,6 +42,7 @@ class Epochs:
         self.first_epoch = 0
         # The epoch to go on with, and how many of its batches this process has done.
         self._at: tuple[int, int | None] = (0, None)
+        self._at_step = 0
         self._saved_step: int | None = None
         self._stops: StopRequests | None = None
 
@@ -54,7 +55,8 @@ class Epochs:
         if self.task.resume is None:
             return
         facts = self.keeper.restore(Path(self.task.resume))
-        self.first_epoch, self.timer.num_steps = facts.epoch, facts.step
+        self.first_epoch = facts.epoch
+        self.timer.num_steps = self._at_step = facts.step
         self._at = facts.epoch, None if facts.loader is None else 0
         if Path(self.task.resume) == checkpoints.folder_of(self.task.run_dir, facts.step):
             self._saved_step = facts.step
@@ -66,17 +68,24 @@ class Epochs:
         Raises:
             StoppedError: on all ranks, when one of them was asked to stop; all is saved.
         """
-        self._schedule = Schedule(
-            self.optimizer, self.task, self.steps_per_epoch, self.display.num_steps,
-            self.timer.num_steps,
-        )  # fmt: skip
+        self._start_schedule()
         # Where nothing is to be saved, a signal ends the process as ever.
-        stops = StopRequests() if self.task.save_interval else contextlib.nullcontext()
+        stops = (
+            StopRequests(self.task.timeout_s)
+            if self.task.save_interval
+            else contextlib.nullcontext()
+        )
         with stops as self._stops:
-            for epoch in range(self.first_epoch, self.task.epochs):
-                if self._is_done():
-                    break
-                self._one(epoch)
+            num_rollbacks, epoch = 0, self.first_epoch
+            while epoch < self.task.epochs and not self._is_done():
+                try:
+                    self._one(epoch)
+                    epoch += 1
+                except NonFiniteLossError as error:
+                    if self.task.on_nan == "stop" or num_rollbacks == self.task.max_rollbacks:
+                        raise
+                    num_rollbacks += 1
+                    self._roll_back(error)
             self._save()
         self.keeper.finish()
 
@@ -102,7 +111,7 @@ class Epochs:
             self._save(top1)
 
     def _after_step(self, num_batches: int) -> None:
-        self._at = self.timer.epoch, num_batches
+        self._at, self._at_step = (self.timer.epoch, num_batches), self.timer.num_steps
         self._schedule.step()
         if self._stops is not None and self._stops.agreed():
             self._stop(self._stops)
@@ -111,6 +120,37 @@ class Epochs:
             self.timer.close_window()
             self._save()
             self.timer.start(self.timer.epoch)
+
+    def _roll_back(self, error: NonFiniteLossError) -> None:
+        """Take the newest checkpoint's weights, and go on behind the data that did it.
+
+        Raises:
+            NonFiniteLossError: `error`, where there is no checkpoint.
+        """
+        epoch, num_batches = self._at
+        bad_step = self.timer.num_steps
+        # A step whose window ended badly was not told to `_after_step`.
+        behind = self.train_loader.state_dict((num_batches or 0) + bad_step - self._at_step)
+        self.keeper.finish()
+        folder = self.keeper.newest()
+        if folder is None:
+            raise error
+        facts = self.keeper.restore(folder)
+        self.train_loader.load_state_dict(behind)
+        self._at = epoch, 0
+        self.timer.num_steps = self._at_step = self._saved_step = facts.step
+        self._start_schedule()
+        log.warning(
+            f"{error}; back to the weights after step {facts.step}, and on behind the "
+            f"{bad_step - facts.step} steps' data since then"
+        )
+        self.logger.write(ResumeRecord(facts.step, epoch, str(folder), rolled_back=True))
+
+    def _start_schedule(self) -> None:
+        self._schedule = Schedule(
+            self.optimizer, self.task, self.steps_per_epoch, self.display.num_steps,
+            self.timer.num_steps,
+        )  # fmt: skip
 
     def _save(self, top1: float | None = None) -> None:
         """Save, unless this very step is saved already without knowing less."""

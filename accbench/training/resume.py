@@ -1,5 +1,6 @@
 """Going on from a checkpoint: which one, what it means for a run, and back into the engine."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from accbench.recording import records
 from accbench.recording.terminal import log
 from accbench.training import checkpoint_file, checkpoints
 from accbench.training.checkpoint_file import Checkpoint, DamagedError, Facts
-from accbench.training.process_group import Topology, gather_tensor
+from accbench.training.process_group import Topology, from_rank0, gather_tensor
 
 
 def claimed(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
@@ -98,6 +99,15 @@ class Keeper:
             )
             self.writer.save(Checkpoint(facts, state, of_ranks), time.perf_counter() - began)
         self.engine.load_rng_state(rng)  # reading may have drawn, and a run that is not saved not
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint of this run, on every rank."""
+        found = None
+        if self.topology.rank == 0:
+            with contextlib.suppress(RequestError):
+                found = checkpoints.find("auto", self.engine.task.run_dir, log.warning)
+        path = from_rank0(None if found is None else str(found))
+        return None if path is None else Path(path)
 
     def finish(self) -> None:
         """Wait until the last one is on the disk.

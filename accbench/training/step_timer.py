@@ -15,6 +15,10 @@ from accbench.errors import NonFiniteLossError
 from accbench.recording.records import WindowRecord, finite_or_none
 from accbench.training.process_group import gather_values
 
+# Below this a GradScaler has halved in thirty steps on end: gradients are infinite, not large.
+# fairseq's --min-loss-scale has the same default.
+MIN_LOSS_SCALE = 1e-4
+
 
 class Listener(Protocol):
     """Is told how training goes on."""
@@ -86,7 +90,8 @@ class StepTimer:
         """Wait for the device and report the window, if it has any steps.
 
         Raises:
-            NonFiniteLossError: on all ranks, if the loss of any is not finite.
+            NonFiniteLossError: on all ranks, if the loss of any is not finite, or the loss scale
+                has fallen to nothing.
         """
         if not self._losses:
             return
@@ -134,4 +139,11 @@ class StepTimer:
             raise NonFiniteLossError(
                 f"the loss is not finite at step {self.num_steps - 1}: {list(losses)} by rank; "
                 "lower --lr, or use --amp_dtype bfloat16 or --amp_level O0"
+            )
+        scale = self.engine.loss_scale()
+        if scale is not None and scale < MIN_LOSS_SCALE:
+            raise NonFiniteLossError(
+                f"gradients overflow in step after step, the loss scale is down to {scale:.2g} at "
+                f"step {self.num_steps - 1}; lower --lr, or use --amp_dtype bfloat16 or "
+                "--amp_level O0"
             )

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from datetime import timedelta
 from types import FrameType, TracebackType
 
 import torch
@@ -16,11 +17,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopRequests:
     """Catches the signals while its block runs; `agreed` tells when to stop.
 
+    Args:
+        timeout_s: seconds to wait for another rank.
+
     The second signal ends the process at once. Does nothing outside the main thread, where
     Python gives no signals.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self.received: str | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -28,7 +33,7 @@ class StopRequests:
     def __enter__(self) -> "StopRequests":
         if dist.is_initialized():
             # Of its own, so that no collective of training comes in between.
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         self._before = {}
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._catch) for number in _SIGNALS}

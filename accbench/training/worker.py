@@ -275,7 +275,7 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
             print(f"main.py: {error}", file=sys.stderr)
         if run_dir is not None and topology.rank == 0:
             why = str(error) if isinstance(error, StoppedError) else f"rank 0: {name}: {error}"
-            end = records.EndRecord(end_status(name), why)
+            end = records.EndRecord(end_status(name, str(error)), why)
             with contextlib.suppress(RequestError):
                 records.append(run_dir / config.RECORDS_FILE, end)
     if isinstance(error, RequestError):

@@ -76,14 +76,23 @@ def test_epochs_are_shuffled_anew_and_alike_on_all_ranks(numbered):
     assert orders[0] == orders[2] != orders[1]
 
 
-def test_augmentation_follows_from_the_seed_and_the_rank(images):
-    def views(rank: int, seed: int) -> list[int]:
-        shard = Topology(rank=rank, world_size=2)
-        train_set = source(images, shard, f"--seed={seed}").train_set
-        return [int(train_set[0][0].long().sum()) for _ in range(4)]  # in no worker process
+def test_augmentation_follows_from_seed_epoch_and_sample_alone(images):
+    """Whichever rank or process reads a sample, and whatever it has read before."""
 
-    assert views(0, 1) == views(0, 1)
-    assert len({tuple(views(rank, seed)) for rank in (0, 1) for seed in (1, 2)}) == 4
+    def views(num_ranks: int, seed: int, epoch: int, *flags: str) -> list[int]:
+        found = []
+        for rank in range(num_ranks):
+            shard = Topology(rank=rank, world_size=num_ranks)
+            loader = source(images, shard, f"--seed={seed}", *flags).train_loader()
+            loader.set_epoch(epoch)
+            found += [int(image.long().sum()) for batch, _ in loader for image in batch]
+        return sorted(found)
+
+    alone = views(1, 1, 0)
+    assert len(alone) == 48
+    assert views(2, 1, 0) == views(1, 1, 0, "--workers=2") == alone
+    assert len(set(alone) & set(views(1, 1, 1))) < 5
+    assert len(set(alone) & set(views(1, 2, 0))) < 5
 
 
 def test_last_short_batch_is_dropped_in_training_alone(numbered):

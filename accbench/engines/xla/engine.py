@@ -25,7 +25,7 @@ from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines.ddp import peak_resident_bytes
-from accbench.engines.state import Tensors
+from accbench.engines.state import Tensors, TrainingState
 from accbench.engines.xla import batchnorm, cuda, host_reduction
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
@@ -222,6 +222,23 @@ class Engine(engines.Engine):
         super().seed(seed)
         # XLA's own generator begins alike in every process, whatever torch's is set to.
         self.xm.set_rng_state(seed, str(self.device))
+
+    def share_buffers(self, net: nn.Module) -> None:
+        super().share_buffers(net)
+        self._make_anew(net.buffers())
+
+    def load_training_state(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
+    ) -> None:
+        super().load_training_state(net, optimizer, saved)
+        self._make_anew((*net.parameters(), *net.buffers()))
+
+    def _make_anew(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give tensors that were copied into new buffers: the next step would be another graph,
+        of which the copied ones cannot be donated, and compiled beside the one after it."""
+        for tensor in tensors:
+            fresh = self.to_device((tensor.detach().cpu(),))[0]
+            self.xla._XLAC._replace_xla_tensor(tensor, fresh)
 
     def rng_state(self) -> Tensors:
         seed = int(self.xm.get_rng_state(str(self.device)))
