@@ -70,3 +70,14 @@ def test_a_run_goes_on_without_its_reader(tmp_path):
     assert end_of(tmp_path).status == "ok"
     assert len(of_kind(tmp_path, records.WindowRecord)) == 3
     assert "step 6/6" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+def test_interruption_within_generated_code_is_told_by_the_status():
+    """CPython would kill itself at its end, though the Ctrl-C was caught."""
+    code = (
+        "import sys\nfrom accbench.errors import interrupted\n"
+        "try:\n    exec('raise KeyboardInterrupt')\n"
+        "except KeyboardInterrupt:\n    sys.exit(interrupted('interrupted'))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")

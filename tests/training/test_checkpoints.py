@@ -153,9 +153,14 @@ def test_full_disk_leaves_the_one_before_whole(tmp_path):
 
 def test_what_a_killed_writer_left_is_removed(tmp_path):
     checkpoint_file.write(checkpoints.folder_of(tmp_path, 1), checkpoint(1))
-    for name in (".step-000000002.77.part", ".step-000000000.77.old"):
+    for name in (".step-000000002.77.part", ".step-000000000.77.gone", ".step-000000001.77.old"):
         (tmp_path / "checkpoints" / name).mkdir()
         (tmp_path / "checkpoints" / name / "tensors.safetensors").write_bytes(b"begun")
     assert checkpoints.steps_of(tmp_path) == [1]
+    # Killed between giving up the old name and taking the new one.
+    checkpoint_file.write(checkpoints.folder_of(tmp_path, 3), checkpoint(3))
+    checkpoints.folder_of(tmp_path, 3).rename(tmp_path / "checkpoints" / ".step-000000003.77.old")
     checkpoints.clean(tmp_path)
-    assert os.listdir(tmp_path / "checkpoints") == ["step-000000001"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000000001", "step-000000003"]
+    for step in (1, 3):
+        checkpoint_file.verify(checkpoints.folder_of(tmp_path, step))

@@ -25,7 +25,7 @@ from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines.ddp import peak_resident_bytes
-from accbench.engines.state import Tensors, TrainingState
+from accbench.engines.state import Tensors
 from accbench.engines.xla import batchnorm, cuda, host_reduction
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
@@ -225,20 +225,20 @@ class Engine(engines.Engine):
 
     def share_buffers(self, net: nn.Module) -> None:
         super().share_buffers(net)
-        self._make_anew(net.buffers())
+        if self.topology.world_size == 1:
+            return
+        # The step after a copy into a buffer would be another graph, for the copied one cannot
+        # be donated, and be compiled beside the one after it. A new buffer is as at the start.
+        for module in net.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self.to_device((buffer.detach().cpu(),))[0]
 
-    def load_training_state(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
-    ) -> None:
-        super().load_training_state(net, optimizer, saved)
-        self._make_anew((*net.parameters(), *net.buffers()))
-
-    def _make_anew(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give tensors that were copied into new buffers: the next step would be another graph,
-        of which the copied ones cannot be donated, and compiled beside the one after it."""
-        for tensor in tensors:
-            fresh = self.to_device((tensor.detach().cpu(),))[0]
-            self.xla._XLAC._replace_xla_tensor(tensor, fresh)
+    def loss_scale(self) -> float | None:
+        # Not `get_scale()`, which counts as an operation that left the compiler.
+        if self.scaler is None or self.scaler._scale is None:
+            return None
+        return float(self.scaler._scale.cpu().item())
 
     def rng_state(self) -> Tensors:
         seed = int(self.xm.get_rng_state(str(self.device)))
