@@ -179,6 +179,23 @@ def test_workers_die_with_a_killed_launcher(images, tmp_path):
     assert not of_kind(run_dir, records.EndRecord)
 
 
+def test_workers_die_with_a_killed_agent(tmp_path):
+    run_dir = tmp_path / "run"
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "main.py")
+    process = subprocess.Popen(
+        [sys.executable, *torchrun, *SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(read(run_dir)) > 2)
+    finally:
+        process.kill()
+        process.communicate()
+    _, alive = psutil.wait_procs(processes_of(run_dir), timeout=HANG_S)
+    assert not alive
+
+
 def test_worker_whose_launcher_was_killed_before_it_began(tmp_path):
     file = tmp_path / "error.json"
     file.touch()
