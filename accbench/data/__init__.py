@@ -6,6 +6,7 @@
 
 import abc
 import dataclasses
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,11 @@ class _Keys(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         begin = self.sampler.epoch * self.size
         return (begin + index for index in self.sampler)
+
+
+def _ignore_ctrl_c(_worker: int) -> None:
+    """Leave it to the process that trains, which finishes its step and still needs batches."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def seed_of_rank(task: TaskConfig, topology: Topology) -> int:
@@ -171,6 +177,7 @@ class Loader:
             # children outlive a parent that is killed, for they watch the server alone.
             multiprocessing_context="spawn" if task.workers else None,
             persistent_workers=train and task.workers > 0,
+            worker_init_fn=_ignore_ctrl_c,
             generator=torch.Generator().manual_seed(task.seed + topology.rank),
         )
 

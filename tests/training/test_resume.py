@@ -132,6 +132,28 @@ def test_asked_to_stop(images, undisturbed, tmp_path, monkeypatch, number):
     assert losses(run_dir) == losses(undisturbed / "ddp-2")
 
 
+def test_ctrl_c_in_a_terminal_reaches_loading_processes_too(images, tmp_path, monkeypatch):
+    """A terminal sends it to all of them; those that load go on until training has ended."""
+    monkeypatch.setenv("SLOW_NET_S", "0.5")
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(*LEARNING, "--model=tests.nets:slow", f"--data=imagefolder:{images}",
+                "--workers=2", f"--output_dir={run_dir}", script="main.py"),
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(losses(run_dir)) > 1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 75, stderr
+    assert "Traceback" not in stderr
+    assert not processes_of(run_dir)
+
+
 def test_second_signal_ends_it_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW_NET_S", "20")
     run_dir = tmp_path / "run"
