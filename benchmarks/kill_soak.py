@@ -27,16 +27,18 @@ from accbench.data import mock_images  # noqa: E402
 from accbench.recording import records  # noqa: E402
 
 FLAGS = (
-    "--model=tests.nets:dropping", "--image_size=32", "--batch_size=4", "--amp_level=O0",
+    "--model=tests.nets:slow_killed_once", "--image_size=32", "--batch_size=4", "--amp_level=O0",
     "--workers=0", "--threads=1", "--nproc_per_node=2", "--warmup_steps=1", "--log_interval=1",
     "--lr=0.01", "--save_steps=3", "--epochs=100000",
 )  # fmt: skip
+# The net sleeps so long a step, or the run would be over before it is killed.
+STEP_S = 0.2
 # Of each kill: what is killed, and how.
 WAYS = (("launcher", signal.SIGKILL), ("rank", signal.SIGKILL), ("launcher", signal.SIGTERM))
 
 
-def start(folder: Path, images: Path, num_steps: int) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def start(folder: Path, images: Path, num_steps: int, step_s: float) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLOW_NET_S": str(step_s)}
     return subprocess.Popen(
         [sys.executable, "launch_single_task.py", *FLAGS, f"--max_steps={num_steps}",
          f"--data=imagefolder:{images}", f"--output_dir={folder}", "--resume=auto"],
@@ -78,7 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--steps_per_kill", type=float, default=1.5)
+    parser.add_argument("--steps_per_kill", type=float, default=40)
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
     folder, chance = flags.folder.absolute(), random.Random(flags.seed)
@@ -90,7 +92,7 @@ def main() -> int:
     start_s = 6.0
     while num_kills < flags.kills:
         before = len(losses(killed))
-        process = start(killed, images, num_steps)
+        process = start(killed, images, num_steps, STEP_S)
         target, number = chance.choice(WAYS)
         wait_s = chance.uniform(0.0, 2.0 * start_s)
         began_try = time.monotonic()
@@ -121,7 +123,7 @@ def main() -> int:
             print(f"{num_kills} kills, {len(losses(killed))} of {num_steps} steps, "
                   f"{time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
     for run_dir in (killed, folder / "undisturbed"):
-        process = start(run_dir, images, num_steps)
+        process = start(run_dir, images, num_steps, 0.0)
         _, stderr = process.communicate()
         if process.returncode != 0:
             errors.append(f"{run_dir.name}: {stderr.strip()[-400:]}")
