@@ -292,6 +292,9 @@ def resolve(task: TaskConfig) -> TaskConfig:
     )
     if task.resume == "auto" and task.output_dir is None:
         raise RequestError("--resume auto looks for checkpoints in --output_dir; name that too")
+    if not task.save_interval and (task.save_steps is not None or task.on_nan == "rollback"):
+        asked = "--save_steps" if task.save_steps is not None else "--on_nan rollback"
+        raise RequestError(f"{asked} needs checkpoints, and --save_interval 0 makes none")
     reason = engine.unavailable_reason(task)
     if reason is not None:
         raise RequestError(reason)
@@ -332,8 +335,9 @@ def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
 def _goes_on(task: TaskConfig, folder: Path) -> bool:
     """Whether `--resume` means what is in this folder."""
     if task.resume is None or task.resume == "auto":
-        return task.resume == "auto"
-    return folder.resolve() in (Path(task.resume).resolve(), *Path(task.resume).resolve().parents)
+        return task.resume is not None
+    meant = Path(task.resume).resolve()
+    return folder.resolve() in (meant, *meant.parents)
 
 
 def write(task: TaskConfig) -> None:

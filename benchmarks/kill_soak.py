@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.data import mock_images  # noqa: E402
+from accbench.errors import RequestError  # noqa: E402
 from accbench.recording import records  # noqa: E402
 
 FLAGS = (
@@ -56,7 +57,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
 def losses(folder: Path) -> list[float]:
     try:
         found = records.read(folder / "records.jsonl")
-    except Exception:  # nothing was written yet
+    except RequestError:  # nothing was written yet
         return []
     windows = [record for record in found if isinstance(record, records.WindowRecord)]
     assert [window.first_step for window in windows] == list(range(len(windows))), "steps lost"

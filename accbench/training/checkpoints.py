@@ -108,7 +108,7 @@ class Writer:
         self.run_dir, self.keep = run_dir, keep
         self._stop_on_error, self._warn = stop_on_error, warn
         self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def save(self, checkpoint: Checkpoint, stall_s: float) -> None:
         """Begin to write; waits for the one before.
@@ -133,7 +133,7 @@ class Writer:
         try:
             num_bytes = checkpoint_file.write(folder, checkpoint)
             self._remove_old()
-        except OSError as error:
+        except Exception as error:  # raised by `finish`: else "all is saved" would not be true
             self._error = error
             return
         record = CheckpointRecord(
@@ -170,6 +170,8 @@ class Writer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
+            if not isinstance(error, OSError):
+                raise error
             why = f"cannot write a checkpoint to {self.run_dir / FOLDER}: {error.strerror}"
             if self._stop_on_error:
                 raise RequestError(f"{why}; the ones before are whole, go on with --resume auto")

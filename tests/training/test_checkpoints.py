@@ -164,3 +164,15 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000000001", "step-000000003"]
     for step in (1, 3):
         checkpoint_file.verify(checkpoints.folder_of(tmp_path, step))
+
+
+def test_what_cannot_be_written_at_all_is_not_called_saved(tmp_path):
+    """Two names for one memory, which the format refuses: a fault of ours, whatever the policy."""
+    saving, _ = writer(tmp_path, stop=False)
+    broken = checkpoint()
+    broken.state.model["twin"] = broken.state.model["count"]
+    saving.save(broken, 0.0)
+    with pytest.raises(RuntimeError, match="share memory"):
+        saving.finish()
+    assert not checkpoints.steps_of(tmp_path)
+    assert not os.listdir(tmp_path / "checkpoints")

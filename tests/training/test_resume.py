@@ -208,6 +208,8 @@ def test_what_cannot_be_resumed(undisturbed, images, tmp_path):
     synthetic = (*TINY, "--data=synthetic", f"--output_dir={tmp_path / 'new'}")
     for flags, cause in {
         ("--resume=auto", *TINY, "--data=synthetic"): "looks for checkpoints in --output_dir",
+        (*synthetic, "--save_interval=0", "--save_steps=5"): "--save_steps needs checkpoints",
+        (*synthetic, "--save_interval=0", "--on_nan=rollback"): "--on_nan rollback needs",
         (*synthetic, f"--resume={tmp_path}"): "no checkpoint is in it",
         (*synthetic, f"--resume={run_dir}"): "is of --model tests.nets:killed_once",
         (*LEARNING, "--data=synthetic", f"--output_dir={tmp_path / 'second'}", "--resume",
