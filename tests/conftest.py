@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -133,6 +133,32 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def under_way(
+    run_dir: Path, arguments: Sequence[str], num_windows: int, **options
+) -> Iterator[subprocess.Popen[str]]:
+    """A run that has done so many windows; if it still goes on at the block's end it is killed.
+
+    Args:
+        arguments: the command, as `command` gives it.
+        options: of `subprocess.Popen`.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
+    try:
+        file = run_dir / "records.jsonl"
+        wait_until(
+            lambda: (
+                process.poll() is not None
+                or (file.exists() and len(of_kind(run_dir, records.WindowRecord)) >= num_windows)
+            )
+        )
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=HANG_S)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     PContext,
-    SignalException,
     start_processes,
 )  # fmt: skip
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -36,12 +36,15 @@ from accbench.errors import (
     end_status,
 )
 from accbench.launchers import Failure
+from accbench.stop_signals import StopSignals
 
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
 # also kills one that is stopped.
 GRACE_S = 5
 # Taken on the disk before the workers start, for what a worker says when it is full.
 _ERROR_BYTES = 16384
+# Seconds between two looks at the workers.
+_POLL_S = 0.1
 _HOST = "127.0.0.1"
 
 
@@ -54,7 +57,7 @@ class Launcher(launchers.Launcher):
         arguments = (*worker, f"--config={task.run_dir / config.CONFIG_FILE}")
         ranks = range(task.nproc_per_node)
         # Not in the run's folder, whose disk may be full: the errors go here as well.
-        with tempfile.TemporaryDirectory() as elastic_dir, _signals_restored():
+        with tempfile.TemporaryDirectory() as elastic_dir, _silenced(), StopSignals() as signals:
             error_files = {rank: Path(elastic_dir) / f"rank{rank}.error.json" for rank in ranks}
             try:
                 for path in error_files.values():
@@ -72,9 +75,10 @@ class Launcher(launchers.Launcher):
                 logs_specs=DefaultLogsSpecs(log_dir=elastic_dir),
             )
             assert context is not None
+            signals.take()  # from elastic, which raises them in the midst of its own work
             # It closes itself on a failure, with thirty seconds unless told otherwise.
             context.close = partial(context.close, timeout=GRACE_S)  # type: ignore[method-assign]
-            return _wait(context, error_files, stops_by_itself=task.save_interval > 0)
+            return _wait(context, error_files, signals, saves=task.save_interval > 0)
 
 
 def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict[str, str]:
@@ -98,10 +102,8 @@ def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict
 
 
 @contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Undo the handlers that torch elastic sets, and silence its own account of failures."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    kept = {number: signal.getsignal(number) for number in numbers}
+def _silenced() -> Iterator[None]:
+    """Keep torch elastic from giving its own account of failures."""
     elastic_log = logging.getLogger("torch.distributed.elastic")
     level = elastic_log.level
     elastic_log.setLevel(logging.CRITICAL)
@@ -109,46 +111,52 @@ def _signals_restored() -> Iterator[None]:
         yield
     finally:
         elastic_log.setLevel(level)
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
-def _wait(context: PContext, error_files: dict[int, Path], stops_by_itself: bool) -> Failure | None:
+def _wait(
+    context: PContext, error_files: dict[int, Path], signals: StopSignals, saves: bool
+) -> Failure | None:
     """Wait for the workers' end.
 
     Args:
-        stops_by_itself: whether a worker takes the first SIGTERM as a wish, saves and ends.
+        saves: whether a worker takes the first SIGTERM as a wish, saves and ends.
     """
-    pids = context.pids()
-    stopped_by = ""
+    pids = list(context.pids().values())
+    passed_on = False
+    result = None
     try:
-        try:
-            result = context.wait(period=0.1)
-        except SignalException as caught:
-            stopped_by = caught.sigval.name
-            if not stops_by_itself:
-                raise
-            for pid in pids.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            result = context.wait(period=0.1)
-    except SignalException as caught:
-        # Another Ctrl-C must not keep workers alive.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        context.close(death_sig=signal.SIGKILL if stops_by_itself else signal.SIGTERM)
-        return Failure("interrupted", f"stopped by {caught.sigval.name}", exit_status=130)
+        while result is None:
+            # The order is looked at before the workers, which a Ctrl-C may reach as well.
+            if signals.order or (signals.wish and not saves):
+                context.close(death_sig=signal.SIGKILL if saves else signal.SIGTERM)
+                break
+            if signals.wish and not passed_on:
+                _send(signal.SIGTERM, pids)
+                passed_on = True
+            result = context.wait(timeout=0)
+            if result is None:
+                time.sleep(_POLL_S)
     finally:
-        _end_groups(list(pids.values()))
+        _end_groups(pids)
         console = Console()
         if console.is_terminal:
             console.show_cursor()  # rank 0's progress bar may have died with it hidden
-    if result is None or not result.failures:
+    stopped = None
+    if number := signals.order or signals.wish:
+        stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
+    if result is None:
+        return stopped
+    if not result.failures:
         return None
     failure = _first_failure(result.failures, error_files)
-    if stopped_by and failure.status == "error":  # before there was anything to save
-        return Failure("interrupted", f"stopped by {stopped_by}", exit_status=130)
-    return failure
+    # As "error" it ended before there was anything to save.
+    return stopped if stopped and failure.status == "error" else failure
+
+
+def _send(number: signal.Signals, pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _end_groups(pids: list[int]) -> None:

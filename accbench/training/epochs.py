@@ -165,7 +165,7 @@ class Epochs:
         self._save()
         self.keeper.finish()
         # Also so that no rank leaves, and its launcher ends the others, before all is on the disk.
-        asked = process_group.gather_values([float(stops.received is not None)])
+        asked = process_group.gather_values([float(stops.received)])
         ranks = ", ".join(str(rank) for rank, (was_asked,) in enumerate(asked) if was_asked)
         raise StoppedError(
             f"stopped after step {self.timer.num_steps}, as rank {ranks} was asked to; all is "

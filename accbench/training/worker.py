@@ -50,7 +50,17 @@ def main(
         started: `time.perf_counter()` when the process began.
         job: what to do instead of training, with what `run` takes.
     """
-    started = time.perf_counter() if started is None else started
+    status = _worker(argv, time.perf_counter() if started is None else started, job or run)
+    if status and status != STOPPED_STATUS:
+        process_group.leave_at_once(status)
+    process_group.close()
+    return status
+
+
+def _worker(
+    argv: Sequence[str] | None, started: float,
+    job: Callable[[TaskConfig, Topology, float, Any], None],
+) -> int:  # fmt: skip
     faulthandler.enable()  # a crash in C++ then shows where Python was
     standard_streams.take_any_text()
     topology = Topology.from_env()
@@ -73,14 +83,9 @@ def main(
             if launched:  # gloo greets on stdout, which is no news for a terminal
                 with terminal.descriptors_to(terminal.log_file(task.run_dir, topology.rank)):
                     process_group.start(topology, task.device, task.timeout_s)
-            (job or run)(task, topology, started, console)
-        except StoppedError as stopped:
-            status = _failed(stopped, topology, task.run_dir)
-            process_group.close()  # all ranks are well, and a crash at the end would look otherwise
-            return status
+            job(task, topology, started, console)
         except (Exception, KeyboardInterrupt) as error:
             return _failed(error, topology, task.run_dir)
-    process_group.close()
     return 0
 
 

@@ -18,10 +18,9 @@ from tests.conftest import (
     end_of,
     of_kind,
     processes_of,
-    read,
     run,
     small_disk,
-    wait_until,
+    under_way,
 )  # fmt: skip
 
 # Trains for hours: only what the test does can end it before HANG_S.
@@ -110,7 +109,7 @@ def test_disk_that_gets_full_and_is_the_temporary_folders_too(tmp_path, monkeypa
                      "--synthetic.steps_per_epoch=900", f"--output_dir={disk / 'run'}")  # fmt: skip
         assert result.returncode == 2
         lines = result.stderr.splitlines()
-        assert all(line.startswith("accbench: ") for line in lines)
+        assert all(line.startswith("accbench: ") for line in lines), result.stderr
         assert "accbench: cannot write" in lines[0]
         assert cannot.format(disk=disk) in lines[0]
         assert "No space left on device" in lines[0]
@@ -132,26 +131,17 @@ def test_worker_that_hangs(tmp_path, model):
     assert first_window.num_steps == 2
 
 
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")]
-)
-def test_interruption_where_nothing_is_saved(tmp_path, number, name):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interruption_where_nothing_is_saved(tmp_path, number):
     run_dir = tmp_path / "run"
     flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}", "--save_interval=0")
-    process = subprocess.Popen(
-        command(*flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(read(run_dir)) > 2)
+    with under_way(run_dir, command(*flags), 2) as process:
         sent = time.monotonic()
         process.send_signal(number)
         _, stderr = process.communicate(timeout=HANG_S)
-    finally:
-        process.kill()
-        process.communicate()
     assert time.monotonic() - sent < 120  # a second or two where nothing else runs
     assert process.returncode == 130
-    assert f"stopped by {name}" in stderr
+    assert f"stopped by {number.name}" in stderr
     assert "Traceback" not in stderr
     end = end_of(run_dir)
     assert end.status == "interrupted"
@@ -164,14 +154,8 @@ def test_workers_die_with_a_killed_launcher(images, tmp_path):
     run_dir = tmp_path / "run"
     flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}")
     loading = ("--workers=1", f"--data=mock:{images}")
-    process = subprocess.Popen(
-        command(*flags, *loading), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(read(run_dir)) > 2)
-    finally:
-        process.kill()
-        process.communicate()
+    with under_way(run_dir, command(*flags, *loading), 2):
+        pass
     _, alive = psutil.wait_procs(processes_of(run_dir), timeout=HANG_S)
     assert not alive
     # Nobody was left to write how it ended; what was done stands there all the same.
@@ -182,16 +166,9 @@ def test_workers_die_with_a_killed_launcher(images, tmp_path):
 def test_workers_die_with_a_killed_agent(tmp_path):
     run_dir = tmp_path / "run"
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "main.py")
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, *SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}"],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(read(run_dir)) > 2)
-    finally:
-        process.kill()
-        process.communicate()
+    arguments = [sys.executable, *torchrun, *SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}"]
+    with under_way(run_dir, arguments, 2, env={**os.environ, "OMP_NUM_THREADS": "1"}):
+        pass
     _, alive = psutil.wait_procs(processes_of(run_dir), timeout=HANG_S)
     assert not alive
 

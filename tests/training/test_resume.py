@@ -20,9 +20,8 @@ from tests.conftest import (
     end_of,
     of_kind,
     processes_of,
-    read,
     run,
-    wait_until,
+    under_way,
 )  # fmt: skip
 
 # 3 classes of 16 images, augmented; 2 workers of batch 4 make 6 steps an epoch, one of them 12.
@@ -39,6 +38,11 @@ def losses(run_dir) -> list[float]:
     windows = of_kind(run_dir, records.WindowRecord)
     assert [window.first_step for window in windows] == list(range(len(windows)))
     return [window.loss for window in windows]
+
+
+def pids_of_ranks(run_dir) -> list[int]:
+    found = [process for process in processes_of(run_dir) if "RANK" in process.environ()]
+    return [process.pid for process in found]
 
 
 def evaluations(run_dir) -> list[records.EvalRecord]:
@@ -107,17 +111,11 @@ def test_asked_to_stop(images, undisturbed, tmp_path, monkeypatch, number):
     run_dir = tmp_path / "run"
     flags = (*LEARNING, "--data=imagefolder:" + str(images), *SETTINGS["ddp-2"],
              f"--output_dir={run_dir}", "--save_steps=1000")  # fmt: skip
-    process = subprocess.Popen(
-        command(*flags, "--model=tests.nets:slow_killed_once"), cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(losses(run_dir)) > 2)
-        process.send_signal(number)
+    with under_way(run_dir, command(*flags, "--model=tests.nets:slow_killed_once"), 3) as process:
+        # As systemd does: to the launcher and its workers, and `timeout` to the launcher again.
+        for pid in (process.pid, *pids_of_ranks(run_dir), process.pid):
+            os.kill(pid, number)
         _, stderr = process.communicate(timeout=HANG_S)
-    finally:
-        process.kill()
-        process.communicate()
     assert process.returncode == 75, stderr
     assert "Traceback" not in stderr
     assert "all is saved, go on with --resume auto" in stderr
@@ -132,23 +130,27 @@ def test_asked_to_stop(images, undisturbed, tmp_path, monkeypatch, number):
     assert losses(run_dir) == losses(undisturbed / "ddp-2")
 
 
+def test_hangup_under_nohup_changes_nothing(images, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = (*LEARNING, *SETTINGS["ddp-2"], f"--data=imagefolder:{images}",
+             f"--output_dir={run_dir}")  # fmt: skip
+    with under_way(run_dir, ["nohup", *command(*flags)], 2) as process:
+        process.send_signal(signal.SIGHUP)
+        _, stderr = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, stderr
+    assert losses(run_dir) == losses(undisturbed / "ddp-2")
+
+
 def test_ctrl_c_in_a_terminal_reaches_loading_processes_too(images, tmp_path, monkeypatch):
     """A terminal sends it to all of them; those that load go on until training has ended."""
     monkeypatch.setenv("SLOW_NET_S", "0.5")
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command(*LEARNING, "--model=tests.nets:slow", f"--data=imagefolder:{images}",
-                "--workers=2", f"--output_dir={run_dir}", script="main.py"),
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(losses(run_dir)) > 1)
+    flags = (*LEARNING, "--model=tests.nets:slow", f"--data=imagefolder:{images}", "--workers=2",
+             f"--output_dir={run_dir}")  # fmt: skip
+    arguments = command(*flags, script="main.py")
+    with under_way(run_dir, arguments, 2, start_new_session=True) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=HANG_S)
-    finally:
-        process.kill()
-        process.communicate()
     assert process.returncode == 75, stderr
     assert "Traceback" not in stderr
     assert not processes_of(run_dir)
@@ -157,22 +159,14 @@ def test_ctrl_c_in_a_terminal_reaches_loading_processes_too(images, tmp_path, mo
 def test_second_signal_ends_it_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW_NET_S", "20")
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        command(*TINY, "--data=synthetic", "--model=tests.nets:slow", "--warmup_steps=1",
-                f"--output_dir={run_dir}"),
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        # Its second step has begun.
-        wait_until(lambda: (run_dir / "records.jsonl").exists() and len(read(run_dir)) == 2)
+    flags = (*TINY, "--data=synthetic", "--model=tests.nets:slow", "--warmup_steps=1",
+             f"--output_dir={run_dir}")  # fmt: skip
+    with under_way(run_dir, command(*flags), 1) as process:  # its second step has begun
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=3)  # it means to finish its step
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=HANG_S)
-    finally:
-        process.kill()
-        process.communicate()
     assert process.returncode == 130
     assert "stopped by SIGTERM" in stderr
     assert end_of(run_dir).status == "interrupted"
@@ -249,7 +243,7 @@ def test_done_already(images, undisturbed, tmp_path):
 
 
 def test_under_torchrun(images, undisturbed, tmp_path):
-    """main.py itself finds the checkpoint, and is stopped by torchrun's own SIGTERM."""
+    """main.py itself finds the checkpoint."""
     run_dir = tmp_path / "run"
     flags = (*LEARNING, f"--data=imagefolder:{images}", f"--output_dir={run_dir}")
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "main.py")

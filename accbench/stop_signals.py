@@ -1,0 +1,52 @@
+"""SIGTERM and Ctrl-C: the first is a wish to save and end, one more is an order to end at once."""
+
+import signal
+import threading
+import time
+from types import FrameType
+
+# systemd, `timeout` and Slurm reach a process directly and through its parent: signals
+# closer together than this are one wish.
+SAME_WISH_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class StopSignals:
+    """Notes the signals that come while its block runs; what to do is its owner's to ask.
+
+    A signal that the process ignores, as `nohup` has it ignore a hangup, stays ignored.
+    Outside the main thread, where Python gives no signals, it notes none.
+    """
+
+    def __init__(self) -> None:
+        self.wish: signal.Signals | None = None
+        self.order: signal.Signals | None = None
+        self._wished_at = 0.0
+
+    def __enter__(self) -> "StopSignals":
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.take()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def take(self) -> None:
+        """Handle the signals, whatever has taken them since the block began."""
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                ignored = handler is signal.SIG_IGN
+                signal.signal(number, signal.SIG_IGN if ignored else self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        passed_s = time.monotonic() - self._wished_at
+        if number == signal.SIGQUIT or (self.wish is not None and passed_s > SAME_WISH_S):
+            self.order = self.order or signal.Signals(number)
+            self.ordered()
+        elif self.wish is None:
+            self.wish, self._wished_at = signal.Signals(number), time.monotonic()
+
+    def ordered(self) -> None:
+        """Called at an order, from the handler."""
