@@ -190,6 +190,8 @@ class ExportFlags:
     """The file to write."""
     format: Literal["state_dict", "safetensors"] = "state_dict"
     """state_dict: what torch.load gives to load_state_dict. safetensors: likewise, no pickle."""
+    average: bool = True
+    """The moving average of the weights, where the run kept one."""
 
 
 def export(argv: Sequence[str]) -> int:
@@ -199,7 +201,7 @@ def export(argv: Sequence[str]) -> int:
         flags = config.parse_flags(ExportFlags, argv, prog)
         from accbench.training import export as exporting
 
-        step = exporting.export(flags.run, flags.out, flags.format)
+        step = exporting.export(flags.run, flags.out, flags.format, flags.average)
     except RequestError as error:
         return refused(prog, error)
     print(f"weights after step {step} in {flags.out}")

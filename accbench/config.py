@@ -61,20 +61,43 @@ class TaskConfig:
     """Steps of every other window; the host waits for the device only at a window's end."""
     eval_interval: int = 1
     """Epochs between evaluations; 0 never evaluates."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """torch's own, in its fused form, and under XLA in the one that never waits for the host."""
     lr: float = 1e-3
-    """AdamW's learning rate."""
-    lr_schedule: Literal["constant", "cosine", "step"] = "constant"
+    """The learning rate."""
+    lr_schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     """How the learning rate changes after its warm-up, a step at a time."""
     lr_warmup_epochs: float = 0.0
     """Epochs in which it grows from next to nothing to --lr."""
     lr_final: float = 0.0
-    """Of cosine: the part of --lr at the end."""
+    """Of cosine and linear: the part of --lr at the end."""
     lr_step_epochs: float = 30.0
     """Of step: epochs between two cuts."""
     lr_step_factor: float = 0.1
     """Of step: what each cut multiplies the rate by."""
     weight_decay: float = 1e-2
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled decay; SGD's L2 penalty."""
+    decay: Literal["all", "matrices"] = "all"
+    """Which parameters decay: matrices leaves out those of one dimension, norms and biases."""
+    momentum: float = 0.9
+    """Of --optimizer sgd."""
+    nesterov: bool = False
+    """Nesterov's momentum, of --optimizer sgd."""
+    clip_norm: float | None = None
+    """Scale gradients down to this L2 norm, all parameters together, where they exceed it."""
+    accumulate: int = 1
+    """Parts that a worker cuts each step's batch into, one after the other, which takes less
+    memory; their gradients are averaged."""
+    ema_decay: float = 0.0
+    """Keep an exponential moving average of the weights, evaluate and export it too: 0.999 moves
+    it by a thousandth of the way in each step. 0: none."""
+    label_smoothing: float = 0.0
+    """Part of each label that is spread over all classes."""
+    mixup: float = 0.0
+    """Mix pairs of images, by parts drawn from Beta(mixup, mixup). 0: no."""
+    cutmix: float = 0.0
+    """Paste a part of one image into another, its size drawn likewise; with --mixup each batch
+    gets one of the two. 0: no."""
     seed: int = 0
     """Seed of the weights, the order of the data and the augmentation."""
     workers: int | None = None
@@ -127,6 +150,8 @@ class TaskConfig:
 _MINIMUM: Mapping[str, float] = {
     "nproc_per_node": 1, "batch_size": 1, "image_size": 1, "epochs": 1, "max_steps": 1,
     "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0, "weight_decay": 0,
+    "momentum": 0, "clip_norm": 1e-12, "accumulate": 1, "ema_decay": 0, "label_smoothing": 0,
+    "mixup": 0, "cutmix": 0,
     "lr_warmup_epochs": 0, "lr_final": 0, "lr_step_epochs": 1e-6, "lr_step_factor": 0,
     "workers": 0, "threads": 1, "max_bad_samples": 0, "timeout_s": 1,
     "save_interval": 0, "save_steps": 1, "keep_checkpoints": 1, "max_restarts": 0,
@@ -136,6 +161,8 @@ _MINIMUM: Mapping[str, float] = {
 _MAXIMUM: Mapping[str, float] = {
     "lr": sys.float_info.max, "weight_decay": sys.float_info.max, "timeout_s": 1e6,
     "lr_warmup_epochs": 1e9, "lr_final": 1e9, "lr_step_epochs": 1e9, "lr_step_factor": 1e9,
+    "momentum": 1, "clip_norm": sys.float_info.max, "ema_decay": 1, "label_smoothing": 1,
+    "mixup": 1e6, "cutmix": 1e6,
 }  # fmt: skip
 
 
@@ -279,7 +306,7 @@ def resolve(task: TaskConfig) -> TaskConfig:
     plugins.load("launchers", task.launcher)
     source_name, location = data_name(task.data)
     source = plugins.load("data", source_name)
-    models.resolve(task.model)
+    models.of_task(task)
     device = engine.find_device(task.device)
     cores_per_worker = max(1, num_cores() // task.nproc_per_node)
     task = dataclasses.replace(
@@ -290,6 +317,14 @@ def resolve(task: TaskConfig) -> TaskConfig:
         workers=min(8, cores_per_worker) if task.workers is None else task.workers,
         threads=task.threads or cores_per_worker,
     )
+    assert task.batch_size is not None
+    if task.batch_size % task.accumulate:
+        raise RequestError(
+            f"--batch_size {task.batch_size} cannot be cut into --accumulate {task.accumulate} "
+            "equal parts"
+        )
+    if task.nesterov and not task.momentum:
+        raise RequestError("--nesterov needs a --momentum above 0")
     if task.resume == "auto" and task.output_dir is None:
         raise RequestError("--resume auto looks for checkpoints in --output_dir; name that too")
     if not task.save_interval and (task.save_steps is not None or task.on_nan == "rollback"):

@@ -194,7 +194,7 @@ def worker(flags: argparse.Namespace) -> None:
     process_group.start(topology, task.device, task.timeout_s)
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
     source = plugins.load("data", "synthetic")(None, task, task.options["synthetic"], topology)
-    spec = models.resolve(task.model)
+    spec = models.of_task(task)
 
     def build(bare: bool) -> Callable[[int], None]:
         if not bare:

@@ -68,7 +68,7 @@ class Trainer:
         )  # fmt: skip
         options = Engine.Options(replay="on" if mode == "replayed" else "off")
         self.engine = Engine(task, options, Topology())
-        self.spec = models.resolve(flags.model)
+        self.spec = models.resolve(flags.model, flags.image_size)
         torch.manual_seed(0)
         self.model = self.engine.prepare(self.spec.build(1000))
         self.optimizer = self.engine.build_optimizer(self.model)

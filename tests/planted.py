@@ -309,6 +309,33 @@ class FirstFrozen(Planted):
         return super().prepare(model)
 
 
+def of_another_task(**changes: Any) -> type:
+    """Trains as if other flags had been given."""
+
+    class OfAnotherTask(Planted):
+        def __init__(self, task, *others):
+            super().__init__(dataclasses.replace(task, **changes), *others)
+
+    return OfAnotherTask
+
+
+class AverageLeftOut(Planted):
+    def build_optimizer(self, model):
+        optimizer = super().build_optimizer(model)
+        optimizer._optimizer_step_post_hooks.clear()
+        return optimizer
+
+
+class FirstPartLeftOut(Planted):
+    """Gradients of a step's parts are overwritten and not added up."""
+
+    num_parts = 0
+
+    def backward(self, loss):
+        self.num_parts += 1
+        super().backward(loss * (self.num_parts % self.task.accumulate == 0))
+
+
 # Layers
 
 
@@ -469,11 +496,23 @@ OF_RANKS = {
     "bucket_of_rank0": BucketOfRank0, "only_rank0": OnlyRank0, "same_data": SameData,
     "statistics_shared": StatisticsShared, "drops_the_same_on_all": DropsTheSameOnAllRanks,
 }  # fmt: skip
+# With the flags of a whole recipe; optimizers' own beside them.
+OF_RECIPES = {
+    "not_clipped": of_another_task(clip_norm=None),
+    "clipped_lower": of_another_task(clip_norm=0.09),
+    "part_left_out": FirstPartLeftOut, "in_one_part": of_another_task(accumulate=1),
+    "all_decay": of_another_task(decay="all"), "average_left_out": AverageLeftOut,
+    "average_of_another_rate": of_another_task(ema_decay=0.89),
+}  # fmt: skip
+OF_SGD = {
+    "momentum_off": of_another_task(momentum=0.88),
+    "not_nesterovs": of_another_task(nesterov=False),
+}
 OTHERS = {
     "slowed": Slowed, "crashes": Crashes, "crashes_when_loaded": CrashesWhenLoaded,
     "not_loaded": NotLoaded, "frozen": Frozen,
 }  # fmt: skip
-NAMES = {**ALWAYS, **OF_CONVOLUTIONS, **OF_DROPOUT, **OF_RANKS, **OTHERS}
+NAMES = {**ALWAYS, **OF_CONVOLUTIONS, **OF_DROPOUT, **OF_RANKS, **OF_RECIPES, **OF_SGD, **OTHERS}
 # Entry points name attributes of this module.
 for _name, _class in NAMES.items():
     _class.__name__ = _class.__qualname__ = f"{_class.__name__}_{_name}"

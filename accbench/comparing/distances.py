@@ -8,11 +8,12 @@ import math
 
 import torch
 
-from accbench.comparing.adamw import AdamW
 from accbench.comparing.reference import LOSS_SCALE, Reference
+from accbench.engines import optimizers
 from accbench.engines.state import Tensors, TrainingState
 
 GRADIENT, SCALE, UPDATE, SECOND_MOMENT = "gradient", "scale", "update", "second moment"
+AVERAGE = "average"
 BUFFER, STATE = "buffer", "state"
 # In place of infinity, which JSON does not have, and of what cannot be compared.
 _FURTHEST = 1e30
@@ -21,6 +22,8 @@ _FURTHEST = 1e30
 _NEGLIGIBLE = 1e-4
 # What an engine that keeps a buffer in another form may be off by after loading it.
 _LOADED = 2.0**-16
+# A change by less than this part of a tensor is mostly rounding in float32.
+_HELD = 2.0**-14
 
 
 def bounded(distance: float) -> float:
@@ -79,7 +82,9 @@ def of_step(own: TrainingState, against: Reference) -> dict[str, float]:
 
 def _own_gradients(own: TrainingState, against: Reference) -> Tensors:
     return {
-        name: AdamW.gradient(own.optimizer[name]["exp_avg"], against.weights.exp_avg[name])
+        name: against.rule.gradient(
+            own.optimizer[name], against.weights.state[name], against.weights.parameters[name]
+        )
         for name in against.gradients
         if name in own.optimizer
     }
@@ -112,24 +117,27 @@ def _of_gradients(own: TrainingState, against: Reference) -> dict[str, float]:
 
 
 def _of_updates(own: TrainingState, against: Reference) -> dict[str, float]:
-    """From where AdamW should have put a parameter, given the gradients the engine used."""
+    """From where the optimizer should have put a parameter, given the gradients that it used."""
     found = {}
     gradients = _own_gradients(own, against)
-    before, lr = against.weights, against.rule.lr
+    before, lr = against.weights, against.rule.task.lr
     for name, parameter in before.parameters.items():
         if name not in gradients:  # it should not have moved; a step is about lr an element
             size = lr * math.sqrt(parameter.numel()) or 1.0
             found[f"{UPDATE} of {name}"] = _away(own.model.get(name), parameter) / size
             continue
-        expected, _, exp_avg_sq = against.rule.step(
-            parameter, before.exp_avg[name], before.exp_avg_sq[name], gradients[name],
-            before.num_steps[name] + 1,
-        )  # fmt: skip
+        expected, after = against.rule.step(
+            parameter, before.state[name], gradients[name], before.num_steps[name] + 1
+        )
         moved = _norm(expected - parameter.double()) or 1.0
         found[f"{UPDATE} of {name}"] = _away(own.model.get(name), expected) / moved
-        changed = _norm(exp_avg_sq - before.exp_avg_sq[name].double()) or 1.0
-        own_sq = own.optimizer[name].get("exp_avg_sq")
-        found[f"{SECOND_MOMENT} of {name}"] = _away(own_sq, exp_avg_sq) / changed
+        for kind, key in ((SECOND_MOMENT, "exp_avg_sq"), (AVERAGE, optimizers.AVERAGE)):
+            if key in after:
+                changed = _norm(after[key] - before.state[name][key].double())
+                if kind == AVERAGE:  # which moves by less than float32 may be able to hold
+                    changed += _HELD * _norm(after[key])
+                distance = _away(own.optimizer[name].get(key), after[key])
+                found[f"{kind} of {name}"] = distance / (changed or 1.0)
     return found
 
 

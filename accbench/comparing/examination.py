@@ -1,5 +1,6 @@
 """One engine's numerics pass, part by part; each writes what it found into the record."""
 
+import dataclasses
 import zlib
 from collections.abc import Generator
 from contextlib import closing
@@ -46,7 +47,7 @@ class Examination:
     ) -> None:  # fmt: skip
         self.task, self.topology, self.engine = task, topology, engine
         self.against, self.logger = against, logger
-        self.spec = models.resolve(task.model)
+        self.spec = models.of_task(task)
         self.draws = dropout.Draws(task.seed, [tuple(s) for s in against.facts.dropout_shapes])
         assert task.max_steps is not None
         self.num_steps = task.max_steps
@@ -153,9 +154,11 @@ class Examination:
         problem, unknown = None, None
         with closing(batches):
             try:
-                # A new one, for the other may remember what it was given.
+                # A new one, for the other may remember what it was given. The mask is read from
+                # a gradient, which must not be clipped.
+                plain = dataclasses.replace(self.task, clip_norm=None, accumulate=1)
                 problem = own_dropout(
-                    engine_of(self.task, self.topology), self.topology, train_step,
+                    engine_of(plain, self.topology), self.topology, train_step,
                     next(batches), probabilities, self.task.seed,
                 )  # fmt: skip
             except Exception as error:

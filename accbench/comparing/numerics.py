@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accbench.comparing import dropout, reference
-from accbench.comparing.adamw import AdamW
+from accbench.comparing import dropout, reference, update_rules
 from accbench.comparing.examination import Examination, engine_of
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
@@ -38,7 +37,7 @@ def check(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
     engine = engine_of(task, topology)
-    against = Reference(reference_dir, AdamW(task.lr, task.weight_decay), topology.rank)
+    against = Reference(reference_dir, update_rules.of_task(task), topology.rank)
     losses = against.facts.losses
     made_for = (against.facts.batch_size, len(losses), len(losses[0]))
     if made_for != (task.batch_size, task.max_steps, topology.world_size):

@@ -3,13 +3,14 @@
 It trains weights through nothing but dropout: their gradient is the mask that was drawn.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from accbench.comparing.adamw import AdamW
+from accbench.comparing import update_rules
 from accbench.engines import Batch, Engine
 from accbench.training.process_group import Topology, gather_values
 
@@ -58,13 +59,17 @@ def own_dropout(
     engine.seed(seed + topology.rank)  # as in training
     model.train()
     counts: list[list[torch.Tensor]] = []
-    before = [torch.zeros(PROBE_SIZE, dtype=torch.float64) for _ in probabilities]
+    rule = update_rules.of_task(engine.task)
+    start = {f"weights.{i}": torch.ones(PROBE_SIZE) for i in range(len(probabilities))}
+    before = update_rules.Weights.start(start, rule)
     for _ in range(PROBE_STEPS):
         engine.run_step(step, model, _ProbeSpec, optimizer, batch)
         engine.wait()
-        state = engine.training_state(net, optimizer).optimizer
-        moments = [state[f"weights.{i}"]["exp_avg"].double() for i in range(len(probabilities))]
-        gradients = [AdamW.gradient(m, b) for m, b in zip(moments, before, strict=True)]
+        own = engine.training_state(net, optimizer)
+        gradients = [
+            rule.gradient(own.optimizer[name], before.state[name], before.parameters[name])
+            for name in start
+        ]
         # How many ranks kept each weight, for the gradient is averaged over them.
         counts.append(
             [
@@ -72,7 +77,7 @@ def own_dropout(
                 for g, p in zip(gradients, probabilities, strict=True)
             ]
         )
-        before = moments
+        before = dataclasses.replace(before, parameters=own.model, state=own.optimizer)
     problems = [
         problem
         for index, p in enumerate(probabilities)

@@ -52,7 +52,7 @@ class CompareFlags(TaskConfig):
     amp_level: Literal["O0", "O1"] | None = None  # type: ignore[assignment]
     """O0: float32. O1: autocast. Unset: O0 on a CPU, else O1."""
     lr: float | None = None  # type: ignore[assignment]
-    """AdamW's learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
+    """The learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
     max_steps: int | None = None
     """Steps of a run, warm-up included. Unset: 120 on a CPU, else 220."""
     warmup_steps: int | None = None  # type: ignore[assignment]
@@ -123,6 +123,11 @@ def _check(flags: Any) -> None:
         raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
     if flags.compiler_opt or flags.engine != TaskConfig.engine:
         raise RequestError("compare takes --engines A,B,... in place of --engine or --compiler-opt")
+    if flags.optimizer == "sgd" and not flags.momentum and flags.numerics_steps:
+        raise RequestError(
+            "compare reads gradients from the optimizer's momentum, and --momentum 0 keeps none: "
+            "add --numerics_steps 0"
+        )
     if flags.on_oom != "stop":
         raise RequestError("compare measures what was asked for; --on_oom halve is for training")
     if flags.resume is not None or flags.max_restarts or flags.save_interval or flags.save_steps:

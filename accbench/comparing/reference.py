@@ -8,6 +8,7 @@ weights at the start, and of each step its gradients and the buffers after it.
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Generator, Iterator
 from itertools import islice
@@ -20,13 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accbench import config, models, plugins
-from accbench.comparing import dropout
-from accbench.comparing.adamw import AdamW, Weights
+from accbench.comparing import dropout, update_rules
+from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig
 from accbench.engines import Batch
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.training.process_group import Topology
+from accbench.training.train_loop import parts_of
 
 FOLDER = "reference"
 _FACTS, _START = "facts.json", "start.safetensors"
@@ -80,13 +82,13 @@ def _cycled(loader: Any) -> Iterator[Batch]:
 class _Plain:
     """The float64 model of all shards: one set of weights, a set of buffers each."""
 
-    def __init__(self, task: TaskConfig, num_classes: int, num_shards: int) -> None:
-        self.spec = models.resolve(task.model)
+    def __init__(self, task: TaskConfig, num_classes: int, num_shards: int, rule: Rule) -> None:
+        self.task, self.spec = task, models.of_task(task)
         torch.manual_seed(task.seed)
         net = self.spec.build(num_classes)
         self.parameters = dict(net.named_parameters())
         start = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
-        self.weights = Weights.start(start)
+        self.weights = Weights.start(start, rule)
         self.buffers: list[Tensors] = [
             {name: tensor.clone() for name, tensor in net.named_buffers()}
             for _ in range(num_shards)
@@ -116,10 +118,17 @@ class _Plain:
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Gradients of those that have any, on the host."""
         trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        loss = self.spec.loss(self.net, tuple(self.send(tensor) for tensor in batch))
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        gradients = zip(trained, found, strict=True)
-        return loss.item(), {name: g.cpu() for name, g in gradients if g is not None}
+        sums: dict[str, torch.Tensor] = {}
+        mean_loss = 0.0
+        parts = parts_of(tuple(self.send(tensor) for tensor in batch), self.task.accumulate)
+        for part in parts:
+            loss = self.spec.loss(self.net, part) / len(parts)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            mean_loss += loss.item()
+            for name, gradient in zip(trained, found, strict=True):
+                if gradient is not None:
+                    sums[name] = sums.get(name, 0) + gradient.cpu()
+        return mean_loss, sums
 
     @torch.no_grad()
     def score(self, batch: Batch) -> float:
@@ -133,8 +142,8 @@ def make(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> Fa
     """Train `num_steps` steps and leave the reference in `run_dir`."""
     shards = [Topology(rank, rank, num_shards, num_shards) for rank in range(num_shards)]
     of_shards = sources(task, shards)
-    plain = _Plain(task, of_shards[0].num_classes, num_shards)
-    rule = AdamW(task.lr, task.weight_decay)
+    rule = update_rules.of_task(task)
+    plain = _Plain(task, of_shards[0].num_classes, num_shards, rule)
     folder = run_dir / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -158,7 +167,9 @@ def make(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> Fa
                 losses[-1].append(loss)
                 for name, gradient in gradients.items():
                     sums[name] = sums[name] + gradient if name in sums else gradient
-            averaged = {name: (total / num_shards).float() for name, total in sums.items()}
+            averaged = _clipped(
+                {n: total / num_shards for n, total in sums.items()}, task.clip_norm
+            )
             _save(folder / _step_file(step), {_GRADIENT: averaged}, plain.buffers)
             plain.weights = plain.weights.after(rule, averaged)
         scores = []
@@ -172,6 +183,15 @@ def make(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> Fa
     )  # fmt: skip
     (folder / _FACTS).write_text(json.dumps(dataclasses.asdict(facts)) + "\n", encoding="utf-8")
     return facts
+
+
+def _clipped(gradients: Tensors, max_norm: float | None) -> Tensors:
+    """In float32, as `torch.nn.utils.clip_grad_norm_` leaves them."""
+    factor = 1.0
+    if max_norm is not None:
+        squares = sum(float(gradient.square().sum()) for gradient in gradients.values())
+        factor = min(1.0, max_norm / (math.sqrt(squares) + 1e-6))
+    return {name: (factor * gradient).float() for name, gradient in gradients.items()}
 
 
 def _learn_draws(task: TaskConfig, plain: _Plain, batch: Batch) -> tuple[dropout.Draws, bool]:
@@ -226,14 +246,14 @@ def _of(tensors: Tensors, prefix: str) -> Tensors:
 class Reference:
     """A reference as one rank reads it, step by step."""
 
-    def __init__(self, run_dir: Path, rule: AdamW, rank: int) -> None:
+    def __init__(self, run_dir: Path, rule: Rule, rank: int) -> None:
         self.folder, self.rule, self.rank = run_dir / FOLDER, rule, rank
         try:
             self.facts = Facts(**json.loads((self.folder / _FACTS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise RequestError(f"no reference in {self.folder}: {error}") from None
         start = load_file(self.folder / _START)
-        self.start = Weights.start(_of(start, _PARAMETER))
+        self.start = Weights.start(_of(start, _PARAMETER), rule)
         self.weights = self.start
         self.start_buffers = self.buffers = _of(start, f"{_BUFFER}{rank}/")
         self.gradients: Tensors = {}
@@ -268,8 +288,7 @@ def _state(weights: Weights, buffers: Tensors, trained: set[str]) -> TrainingSta
     of_optimizer = {
         name: {
             "step": torch.tensor(float(weights.num_steps[name])),
-            "exp_avg": weights.exp_avg[name],
-            "exp_avg_sq": weights.exp_avg_sq[name],
+            **weights.state[name],
         }
         for name in trained
     }

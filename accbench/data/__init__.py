@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_colla
 
 from accbench.config import TaskConfig
 from accbench.data.loader import naming_dead_workers
+from accbench.data.mixing import Mixing
 from accbench.data.samplers import DistributedSampler
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
@@ -71,6 +72,17 @@ class _InEpoch(Dataset[Sample]):
         if self.chance is not None:
             self.chance.restart(key)
         return self.dataset[key % len(self.dataset)]  # type: ignore[arg-type]
+
+    def __getitems__(self, keys: list[int]) -> "_KeyedSamples":
+        return _KeyedSamples(keys[0], [self[key] for key in keys])
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeyedSamples:
+    """A batch's samples, with what tells it from all others."""
+
+    key: int
+    samples: list[Sample]
 
 
 class _Keys(Sampler[int]):
@@ -135,6 +147,7 @@ class Loader:
 
     Args:
         chance: the `decode.Chance` that the dataset augments by, if it does.
+        mixing: what mixes training batches, if anything does.
     """
 
     resident = False
@@ -142,7 +155,7 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset[Sample], task: TaskConfig, topology: Topology, train: bool,
-        chance: Any = None,
+        chance: Any = None, mixing: Mixing | None = None,
     ) -> None:  # fmt: skip
         assert task.batch_size is not None
         assert task.workers is not None
@@ -165,13 +178,14 @@ class Loader:
         self.problems: Callable[[str], None] = lambda problem: None
         self._max_bad_samples = task.max_bad_samples
         self._sampler, self._batch_size = sampler, task.batch_size
+        collate: Any = _CollateInEpoch(mixing) if train else Collate(task.batch_size)
         self._loader = DataLoader(
             dataset,
             batch_size=task.batch_size,
             sampler=keys,
             drop_last=train,
             num_workers=task.workers,
-            collate_fn=Collate(0 if train else task.batch_size),
+            collate_fn=collate,
             pin_memory=task.device == "cuda",
             # Not fork: the parent has a device and threads by now. Not forkserver: its
             # children outlive a parent that is killed, for they watch the server alone.
@@ -246,3 +260,18 @@ class Collate:
             labels_N = torch.cat([labels_N, labels_N.new_full((missing,), PADDING_LABEL)])
         problems = [problem for _, _, problem in samples if problem is not None]
         return images_NHWC.permute(0, 3, 1, 2), labels_N, problems
+
+
+@dataclasses.dataclass(frozen=True)
+class _CollateInEpoch:
+    """Likewise, of samples that have a key, and mixed."""
+
+    mixing: Mixing | None
+
+    def __call__(self, batch: _KeyedSamples) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+        images_NCHW, labels_N, problems = Collate()(batch.samples)
+        if self.mixing is None:
+            return images_NCHW, labels_N, problems
+        images_NHWC = images_NCHW.permute(0, 2, 3, 1)
+        mixed_NHWC, weights_NC = self.mixing(images_NHWC, labels_N, batch.key)
+        return mixed_NHWC.permute(0, 3, 1, 2), weights_NC, problems

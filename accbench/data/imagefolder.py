@@ -9,7 +9,7 @@ import torch
 
 from accbench import data
 from accbench.config import TaskConfig
-from accbench.data import decode
+from accbench.data import decode, mixing
 from accbench.errors import RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
 
@@ -59,7 +59,10 @@ class Source(data.Source):
             raise RequestError(f"--data: train and val of {location} have different classes")
 
     def train_loader(self) -> data.Loader:
-        return data.Loader(self.train_set, self.task, self.topology, train=True, chance=self.chance)
+        return data.Loader(
+            self.train_set, self.task, self.topology, train=True, chance=self.chance,
+            mixing=mixing.of_task(self.task, self.num_classes),
+        )  # fmt: skip
 
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:

@@ -8,6 +8,7 @@ import torch
 
 from accbench import data
 from accbench.config import TaskConfig
+from accbench.data import mixing
 from accbench.training.process_group import Topology
 
 
@@ -46,6 +47,11 @@ class Source(data.Source):
             )
             for _ in range(options.num_batches)
         ]  # fmt: skip
+        mix = mixing.of_task(task, self.num_classes)
+        if mix is not None:
+            for index, (images_NCHW, labels_N) in enumerate(self.batches):
+                mixed, weights_NC = mix(images_NCHW.permute(0, 2, 3, 1), labels_N, index)
+                self.batches[index] = mixed.permute(0, 3, 1, 2), weights_NC
 
     def train_loader(self) -> "FixedBatches":
         return FixedBatches(self.batches, self.options.steps_per_epoch)

@@ -7,7 +7,7 @@ loop knows this contract and nothing below it.
 import abc
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice
 from typing import Any
 
@@ -108,7 +108,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW with its state made, so that the first step is like every other."""
+        """The task's, with its state made, so that the first step is like every other."""
 
     @abc.abstractmethod
     def to_device(self, batch: Batch) -> Batch:
@@ -129,6 +129,16 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients over ranks, unscale, step; nothing on overflow."""
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Backward passes in this average nothing yet: `apply_gradients` will."""
+        return nullcontext()
+
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""
+        if self.task.clip_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.task.clip_norm)
 
     def end_step(self) -> None:
         """Hand the step to the device; never waits."""

@@ -1,5 +1,6 @@
 """The baseline: eager PyTorch under DistributedDataParallel, as a careful user sets it up."""
 
+import contextlib
 import dataclasses
 import inspect
 import resource
@@ -16,6 +17,7 @@ from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
+from accbench.engines import optimizers
 from accbench.recording import provenance
 from accbench.training.process_group import Topology
 
@@ -34,7 +36,7 @@ def peak_resident_bytes() -> int:
 
 
 class Engine(engines.Engine):
-    """DDP over NCCL (CUDA) or gloo (CPU), autocast, fused AdamW."""
+    """DDP over NCCL (CUDA) or gloo (CPU), autocast, a fused optimizer."""
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -103,9 +105,14 @@ class Engine(engines.Engine):
         )
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            model.parameters(), lr=self.task.lr, weight_decay=self.task.weight_decay, fused=True
+        kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
+            optimizers.groups(self.task, model), **optimizers.arguments(self.task), fused=True
         )
+        optimizers.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
+        if self.task.optimizer == "sgd":
+            optimizers.count_steps(optimizer)
+        return optimizer
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         return tuple(
@@ -129,8 +136,16 @@ class Engine(engines.Engine):
     def backward(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss).backward()  # DDP averages the gradients in here
 
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        if isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return contextlib.nullcontext()
+
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # Fused AdamW unscales and skips on overflow by a tensor, so nothing waits.
+        if self.task.clip_norm is not None:
+            self.scaler.unscale_(optimizer)
+        self.clip(optimizer)
+        # A fused optimizer unscales and skips on overflow by a tensor, so nothing waits.
         self.scaler.step(optimizer)
         self.scaler.update()
 

@@ -9,13 +9,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from accbench import plugins
+from accbench.config import TaskConfig
 from accbench.errors import RequestError
 
 # Per channel, of images scaled to 0..1; the ImageNet values that torchvision documents.
@@ -49,24 +50,41 @@ class Classifier(nn.Module):
 class ImageClassification:
     """Images (N, 3, H, W) uint8 and labels (N,) int64; cross-entropy."""
 
+    mixes: ClassVar = True
+    """Whether the loss takes weights of several classes in place of labels."""
     name: str
     build_net: Callable[..., nn.Module]
     """Called with num_classes; its module maps normalised images to logits."""
+    label_smoothing: float = 0.0
+    """Part of each label that the loss spreads over all classes."""
 
     def build(self, num_classes: int) -> nn.Module:
         """The model on the host, weights drawn from torch's global generator."""
         return Classifier(self.build_net(num_classes=num_classes))
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Mean over the batch, in float32 or in the model's own type where that is wider."""
-        images_NCHW, labels_N = batch
-        logits_NC = model(images_NCHW)
+        """Mean over the batch, in float32 or in the model's own type where that is wider.
+
+        Labels may be weights of all classes as well, (N, num_classes).
+        """
+        images_NCHW, labels = batch
+        return self.loss_of_logits(model(images_NCHW), labels)
+
+    def loss_of_logits(self, logits_NC: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Likewise."""
         logits_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
-        return functional.cross_entropy(logits_NC, labels_N)
+        if labels.is_floating_point():
+            labels = labels.to(logits_NC.dtype)
+        return functional.cross_entropy(logits_NC, labels, label_smoothing=self.label_smoothing)
 
     def score(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Sums over the samples whose label is not negative: loss, top-1, top-5, samples; (4,)."""
+        """Sums over the samples whose label is not negative: loss, top-1, top-5, samples; (4,).
+
+        Of a sample with several classes the one of the largest weight counts.
+        """
         images_NCHW, labels_N = batch
+        if labels_N.is_floating_point():
+            labels_N = labels_N.argmax(dim=1)
         logits_NC = model(images_NCHW).float()
         valid_N = labels_N >= 0
         loss = functional.cross_entropy(logits_NC, labels_N, ignore_index=-1, reduction="sum")
@@ -82,8 +100,29 @@ def names() -> list[str]:
     return sorted(n for family in plugins.classes("models").values() for n in family.names)
 
 
-def resolve(name: str) -> Any:
+def of_task(task: TaskConfig) -> Any:
+    """The task's model with the loss that its flags ask for.
+
+    Raises:
+        RequestError: there is no such model, or its loss knows no such thing.
+    """
+    spec = resolve(task.model, task.image_size)
+    if task.label_smoothing and not hasattr(spec, "label_smoothing"):
+        raise RequestError(f"--label_smoothing: the loss of --model {task.model} has none")
+    if (task.mixup or task.cutmix) and not getattr(spec, "mixes", False):
+        raise RequestError(
+            f"--mixup and --cutmix mix labels, which the loss of --model {task.model} cannot take"
+        )
+    if task.label_smoothing:
+        spec = dataclasses.replace(spec, label_smoothing=task.label_smoothing)
+    return spec
+
+
+def resolve(name: str, image_size: int) -> Any:
     """The model `name`, or `package.module:callable`, as a spec.
+
+    Args:
+        image_size: height and width in pixels, for models whose weights depend on it.
 
     Raises:
         RequestError: there is no such model; the message lists the right ones.
@@ -92,7 +131,10 @@ def resolve(name: str) -> Any:
         return ImageClassification(name, _callable(name))
     for family in plugins.classes("models").values():
         if name in family.names:
-            return family.spec(name)
+            spec = family.spec(name)
+            if hasattr(spec, "image_size"):
+                spec = dataclasses.replace(spec, image_size=image_size)
+            return spec
     known = ", ".join(names())
     raise RequestError(f"unknown model {name!r}; there are: {known}, or package.module:callable")
 

@@ -91,6 +91,8 @@ class EvalRecord:
     """Fraction in 0..1."""
     top5: float
     num_samples: int
+    averaged: bool = False
+    """Of the moving average of the weights, and not of the weights themselves."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,6 +156,7 @@ class TrainingDisplay:
         """A line for an evaluation."""
         log.info(
             f"epoch {record.epoch}  evaluated {record.num_samples} samples  "
+            f"{'averaged weights  ' if record.averaged else ''}"
             f"loss {_number(record.loss)}  top-1 {record.top1:.1%}  top-5 {record.top5:.1%}"
         )
 

@@ -1,5 +1,7 @@
 """The charts of the page, from a comparison."""
 
+import itertools
+
 from accbench.report import comparison_table, svg
 from accbench.report.analysis import Result
 from accbench.report.comparison import Comparison, Row
@@ -134,10 +136,17 @@ def evaluated(comparison: Comparison) -> bool:
 def accuracy(comparison: Comparison) -> str:
     """Top-1 in per cent over epochs, a line a round."""
     series = [
-        Series(row.name, _color(number), points)
-        for number, row in enumerate(comparison.rows)
+        Series(name, _color(number), points)
+        for number, (averaged, row) in enumerate(itertools.product((False, True), comparison.rows))
+        for name in [f"{row.name}, averaged weights" if averaged else row.name]
         for run in row.rounds
-        if (points := tuple((float(e.epoch + 1), 100 * e.top1) for e in run.evaluations))
+        if (
+            points := tuple(
+                (float(e.epoch + 1), 100 * e.top1)
+                for e in run.evaluations
+                if e.averaged == averaged
+            )
+        )
     ]
     return svg.lines(series, "epochs", "top-1 in per cent", height=240, from_zero=False)
 

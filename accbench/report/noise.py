@@ -44,6 +44,7 @@ BOUNDS = {
     "gradient": Bound(16, 3, 0.05, 2e-4, 8),
     "update": Bound(8, 8, 1e-3, 2e-4),
     "second moment": Bound(8, 8, 1e-3, 2e-4),
+    "average": Bound(8, 8, 1e-3, 2e-4),
     "buffer": Bound(16, 3, 1e-3, 2e-4, 4),
 }
 _SCALE_TIMES, _SCALE_LEAST, _SCALE_LEAST_OF_ALL = 8, 0.005, 0.001
@@ -68,7 +69,7 @@ def in_most(values: Iterable[float]) -> float:
 
 def kind_of(name: str) -> str:
     """`gradient of net.fc.weight` -> gradient."""
-    for kind in ("second moment", "gradient", "scale", "update", "buffer", "state"):
+    for kind in ("second moment", "average", "gradient", "scale", "update", "buffer", "state"):
         if name == kind or name.startswith((f"{kind} of ", f"{kind} ")):
             return kind
     return name

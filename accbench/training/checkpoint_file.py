@@ -48,6 +48,8 @@ class Facts:
     scaler: dict[str, float]
     top1: float | None = None
     """Of the evaluation at this point, 0..1."""
+    optimizer: str = "adamw"
+    image_size: int = 224
     format: int = FORMAT
 
 

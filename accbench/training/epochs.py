@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines import Engine
+from accbench.engines import Engine, optimizers
 from accbench.errors import NonFiniteLossError, StoppedError
 from accbench.logger import RunLogger
 from accbench.recording.records import ResumeRecord
@@ -103,12 +103,21 @@ class Epochs:
         self._at = number, None
         if self.eval_loader and self.task.eval_interval and number % self.task.eval_interval == 0:
             self.engine.share_buffers(self.keeper.net)
-            scores = evaluate(self.engine, self.model, self.spec, self.eval_loader, epoch)
-            self.logger.write(scores)
-            self.display.evaluation(scores)
-            top1 = scores.top1
+            top1 = self._evaluate(self.eval_loader, epoch)
         if self.task.save_interval and number % self.task.save_interval == 0:
             self._save(top1)
+
+    def _evaluate(self, loader: Any, epoch: int) -> float:
+        """Top-1 in 0..1 of what is to be kept: of the averaged weights, if there are such."""
+        models = [self.model]
+        if self.task.ema_decay:
+            models.append(optimizers.Averaged(self.keeper.net, self.optimizer))
+        for model in models:
+            scores = evaluate(self.engine, model, self.spec, loader, epoch)
+            scores = dataclasses.replace(scores, averaged=model is not self.model)
+            self.logger.write(scores)
+            self.display.evaluation(scores)
+        return scores.top1
 
     def _after_step(self, num_batches: int) -> None:
         self._at, self._at_step = (self.timer.epoch, num_batches), self.timer.num_steps

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accbench import models
+from accbench.engines import optimizers
 from accbench.engines.state import Tensors
 from accbench.errors import RequestError
 from accbench.training import checkpoint_file, checkpoints
@@ -14,8 +15,11 @@ from accbench.training import checkpoint_file, checkpoints
 Format = Literal["state_dict", "safetensors"]
 
 
-def export(run: Path, out: Path, format: Format) -> int:
+def export(run: Path, out: Path, format: Format, average: bool = True) -> int:
     """Write the weights of a run's newest whole checkpoint, or of a checkpoint's own folder.
+
+    Args:
+        average: the moving average of the weights, where there is one.
 
     Names are the network's own, as torchvision's models load them.
 
@@ -27,7 +31,8 @@ def export(run: Path, out: Path, format: Format) -> int:
     found = checkpoints.find(str(run), None, print)
     assert found is not None
     saved = checkpoint_file.read(found)
-    model = _model_of(saved)
+    tensors = optimizers.of_averages(saved.state) if average else saved.state.model
+    model = _model_of(saved.facts, tensors)
     part = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -40,18 +45,18 @@ def export(run: Path, out: Path, format: Format) -> int:
     return saved.facts.step
 
 
-def _model_of(saved: checkpoint_file.Checkpoint) -> nn.Module:
-    model: nn.Module = models.resolve(saved.facts.model).build(saved.facts.num_classes)
+def _model_of(facts: checkpoint_file.Facts, tensors: Tensors) -> nn.Module:
+    model: nn.Module = models.resolve(facts.model, facts.image_size).build(facts.num_classes)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if own.keys() != saved.state.model.keys():
-        other = sorted(own.keys() ^ saved.state.model.keys())[0]
+    if own.keys() != tensors.keys():
+        other = sorted(own.keys() ^ tensors.keys())[0]
         raise RequestError(
-            f"--model {saved.facts.model} now builds another network than the one that was "
+            f"--model {facts.model} now builds another network than the one that was "
             f"saved: {other} is in one of them alone"
         )
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(saved.state.model[name])
+            tensor.copy_(tensors[name])
     return model.eval()
 
 

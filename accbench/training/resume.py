@@ -12,7 +12,7 @@ from torch import nn
 
 from accbench import config
 from accbench.config import TaskConfig
-from accbench.engines import Engine
+from accbench.engines import Engine, optimizers
 from accbench.engines.state import NotLoadableError
 from accbench.errors import RequestError
 from accbench.recording import records
@@ -92,6 +92,7 @@ class Keeper:
                 world_size=self.topology.world_size, engine=self.engine.task.engine,
                 model=self.engine.task.model, seed=self.engine.task.seed,
                 num_classes=self.num_classes, scaler=state.scaler, top1=top1,
+                optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
             )  # fmt: skip
             of_ranks = tuple(
                 {name: states[rank] for name, states in by_name.items()}
@@ -131,11 +132,14 @@ class Keeper:
         facts, task = saved.facts, self.engine.task
         for what, then, now in (
             ("--model", facts.model, task.model), ("classes", facts.num_classes, self.num_classes),
+            ("--optimizer", facts.optimizer, task.optimizer),
         ):  # fmt: skip
             if then != now:
                 raise RequestError(f"--resume {folder}: it is of {what} {then}, and this is {now}")
         try:
-            self.engine.load_training_state(self.net, self.optimizer, saved.state)
+            self.engine.load_training_state(
+                self.net, self.optimizer, optimizers.with_averages(task, saved.state)
+            )
             if facts.loader is not None:
                 self.loader.load_state_dict(facts.loader)
         except (NotLoadableError, ValueError, KeyError) as error:

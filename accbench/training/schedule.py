@@ -1,4 +1,4 @@
-"""The learning rate over a run: linear warm-up, then constant, cosine or steps."""
+"""The learning rate over a run: linear warm-up, then constant, cosine, linear or steps."""
 
 import math
 import warnings
@@ -18,9 +18,11 @@ def factor(task: TaskConfig, step: int, steps_per_epoch: int, num_steps: int) ->
     warmup = task.lr_warmup_epochs * steps_per_epoch
     if step < warmup:
         return (step + 1) / (warmup + 1)  # never 0, which XLA would write into another graph
+    part = min(1.0, (step - warmup) / max(1.0, num_steps - warmup))
     if task.lr_schedule == "cosine":
-        part = (step - warmup) / max(1.0, num_steps - warmup)
-        return task.lr_final + (1 - task.lr_final) * (1 + math.cos(math.pi * min(1.0, part))) / 2
+        return task.lr_final + (1 - task.lr_final) * (1 + math.cos(math.pi * part)) / 2
+    if task.lr_schedule == "linear":
+        return task.lr_final + (1 - task.lr_final) * (1 - part)
     if task.lr_schedule == "step":
         return float(task.lr_step_factor ** (step // (task.lr_step_epochs * steps_per_epoch)))
     return 1.0

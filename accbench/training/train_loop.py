@@ -18,12 +18,32 @@ def train_step(
 ) -> torch.Tensor:
     """One optimizer step; returns the loss on the device, for nobody to wait for."""
     optimizer.zero_grad(set_to_none=True)
-    with engine.autocast():
-        loss = spec.loss(model, batch)
-    engine.backward(loss)
+    *earlier, last = parts_of(batch, engine.task.accumulate)
+    total = None
+    for part in earlier:
+        with engine.without_reduction(model):
+            loss = _backward(engine, model, spec, part)
+        total = loss if total is None else total + loss
+    loss = _backward(engine, model, spec, last)
     engine.apply_gradients(optimizer)
     engine.end_step()
+    return loss if total is None else total + loss
+
+
+def _backward(engine: Engine, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
+    with engine.autocast():
+        loss: torch.Tensor = spec.loss(model, batch)
+    if engine.task.accumulate > 1:
+        loss = loss / engine.task.accumulate
+    engine.backward(loss)
     return loss.detach()
+
+
+def parts_of(batch: Batch, num_parts: int) -> list[Batch]:
+    """The batch cut along its first dimension into equal parts."""
+    if num_parts == 1:
+        return [batch]
+    return list(zip(*(tensor.chunk(num_parts) for tensor in batch), strict=True))
 
 
 def train_epoch(

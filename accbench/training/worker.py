@@ -136,7 +136,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         f"batch {task.batch_size} a worker, records in {task.run_dir}"
     )
     engine.prove_reduction()
-    spec = models.resolve(task.model)
+    spec = models.of_task(task)
     torch.manual_seed(task.seed)
     model = spec.build(source.num_classes)
     process_group.broadcast_module(model)

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from accbench.comparing.adamw import AdamW, Weights
+from accbench.comparing import update_rules
+from accbench.comparing.update_rules import Weights
+from accbench.config import TaskConfig
+from accbench.engines import optimizers
 from tests import planted
 from tests.comparing.trials import SETTINGS, folder_of, judge, start_setting
 
@@ -114,13 +117,23 @@ def test_the_reference_trains_as_float32_does_but_for_rounding(passes):
     assert losses("ddp", "free") == pytest.approx(exact, rel=1e-4)
 
 
-def test_adamw_is_torchs():
+@pytest.mark.parametrize(
+    "task",
+    [TaskConfig(lr=0.03, weight_decay=0.1),
+     TaskConfig(lr=0.03, weight_decay=0.1, decay="matrices"),
+     TaskConfig(optimizer="sgd", lr=0.03, weight_decay=0.1, decay="matrices"),
+     TaskConfig(optimizer="sgd", lr=0.03, weight_decay=0.1, nesterov=True)],
+)  # fmt: skip
+def test_rules_are_torchs(task):
     """Ten steps in float64, beside the optimizer whose formula it is."""
     generator = torch.Generator().manual_seed(0)
     start = {"w": torch.randn(5, 3, generator=generator), "b": torch.randn(7, generator=generator)}
-    own = Weights.start(start)
-    parameters = {name: tensor.double().requires_grad_() for name, tensor in start.items()}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=0.03, weight_decay=0.1)
+    rule = update_rules.of_task(task)
+    own = Weights.start(start, rule)
+    parameters = {n: torch.nn.Parameter(tensor.double()) for n, tensor in start.items()}
+    classes = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    net = torch.nn.ParameterDict(parameters)
+    optimizer = classes[task.optimizer](optimizers.groups(task, net), **optimizers.arguments(task))
     for step in range(10):
         gradients = {n: torch.randn(t.shape, generator=generator) for n, t in start.items()}
         if step % 3 == 2:
@@ -128,6 +141,6 @@ def test_adamw_is_torchs():
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].double() if name in gradients else None
         optimizer.step()
-        own = own.after(AdamW(0.03, 0.1), gradients)
+        own = own.after(rule, gradients)
     for name, parameter in parameters.items():
         assert torch.allclose(own.parameters[name].double(), parameter.detach(), rtol=1e-5), name

@@ -47,6 +47,12 @@ def flags_of(
     )  # fmt: skip
 
 
+# All at once that a recipe may ask for.
+_RECIPE = (
+    "--decay=matrices", "--weight_decay=0.1", "--clip_norm=0.1", "--accumulate=2",
+    "--ema_decay=0.9", "--label_smoothing=0.1", "--mixup=0.2", "--cutmix=1",
+)  # fmt: skip
+_SGD = (*_RECIPE, "--optimizer=sgd", "--nesterov", "--lr=0.05")
 _ONE, _NETS = tuple(planted.ALWAYS), tuple(planted.OF_CONVOLUTIONS)
 _DROPS = tuple(name for name in planted.OF_DROPOUT)
 _RANKS = tuple(name for name in planted.OF_RANKS if name != "drops_the_same_on_all")
@@ -59,6 +65,14 @@ SETTINGS = {
     "tests, transformer": Setting(flags_of("tests.nets:transformer", 32, 8, steps=4), 1, _DROPS),
     "tests, two workers": Setting(
         flags_of("tests.nets:dropping", 32, 8, steps=4), 2, tuple(planted.OF_RANKS)
+    ),
+    "tests, sgd": Setting(
+        (*flags_of("tests.nets:dropping", 32, 8, steps=4), *_SGD), 1,
+        (*planted.OF_RECIPES, *planted.OF_SGD, "rate_off", "skips_third"),
+    ),
+    "tests, adamw, two workers": Setting(
+        (*flags_of("tests.nets:dropping", 32, 8, steps=4), *_RECIPE), 2,
+        (*planted.OF_RECIPES, "not_averaged"),
     ),
     "32 px, batch 2": Setting(flags_of("resnet10", 32, 2), 1, _ONE + _NETS),
     "96 px, batch 4": Setting(flags_of("resnet10", 96, 4), 1, _ONE + _NETS),

@@ -28,7 +28,7 @@ def main(out: str, flags: list[str]) -> None:
     engine.prove_reduction()
     name, location = config.data_name(task.data)
     source = plugins.load("data", name)(location, task, task.options.get(name), topology)
-    spec = models.resolve(task.model)
+    spec = models.of_task(task)
     # Differs by rank, so that starting from equal weights takes the broadcast.
     torch.manual_seed(task.seed + topology.rank)
     model = spec.build(source.num_classes)

@@ -38,7 +38,7 @@ def plain_loop(images: Path) -> dict:
     flags = (*FLAGS, f"--data=mock:{images}")
     task = config.resolve(config.parse(flags))
     sources = [plugins.load("data", "mock")(str(images), task, None, shard) for shard in shards]
-    spec = models.resolve(task.model)
+    spec = models.of_task(task)
     torch.manual_seed(task.seed)
     net = spec.build(sources[0].num_classes)
     # One network, and for each shard its own BatchNorm statistics.

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from accbench import data
 from accbench.config import TaskConfig
-from accbench.data import decode
+from accbench.data import decode, mixing
 from accbench.data.recordio.file import ImageRecord, RecordFile, parse_image_record
 from accbench.data.recordio.index import Index, index_of
 from accbench.errors import RequestError, UnreadableSampleError
@@ -62,7 +62,10 @@ class Source(data.Source):
 
     def train_loader(self) -> data.Loader:
         samples = Samples(self.train_set, self._train_viewer, self.num_classes)
-        return data.Loader(samples, self.task, self.topology, train=True, chance=self.chance)
+        return data.Loader(
+            samples, self.task, self.topology, train=True, chance=self.chance,
+            mixing=mixing.of_task(self.task, self.num_classes),
+        )  # fmt: skip
 
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:

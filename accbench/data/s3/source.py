@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from accbench import data
 from accbench.config import TaskConfig
-from accbench.data import decode
+from accbench.data import decode, mixing
 from accbench.data.s3.bucket import Bucket
 from accbench.data.s3.cache import BoundedCache, default_folder
 from accbench.errors import RequestError, UnreadableSampleError
@@ -79,7 +79,10 @@ class Source(data.Source):
     def train_loader(self) -> data.Loader:
         chance = decode.Chance(self.task.seed)
         samples = Samples(self.train_set, decode.RandomView(self.task.image_size, chance))
-        return data.Loader(samples, self.task, self.topology, train=True, chance=chance)
+        return data.Loader(
+            samples, self.task, self.topology, train=True, chance=chance,
+            mixing=mixing.of_task(self.task, self.num_classes),
+        )  # fmt: skip
 
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:

@@ -24,6 +24,7 @@ from accbench import engines, extras
 from accbench.config import TaskConfig
 from accbench.data import prefetch
 from accbench.data.prefetch import BackgroundGenerator
+from accbench.engines import optimizers
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors
 from accbench.engines.xla import batchnorm, cuda, host_reduction
@@ -38,7 +39,7 @@ _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
 
 
 class Engine(engines.Engine):
-    """torch_xla: one graph a step, syncfree AdamW, gradients averaged in the graph."""
+    """torch_xla: one graph a step, a syncfree optimizer, gradients averaged in the graph."""
 
     compiler = "xla"
 
@@ -182,19 +183,22 @@ class Engine(engines.Engine):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from torch_xla.amp import syncfree
 
-        optimizer: torch.optim.Optimizer = syncfree.AdamW(
-            model.parameters(), lr=self.task.lr, weight_decay=self.task.weight_decay
+        kinds: dict[str, Any] = {"adamw": syncfree.AdamW, "sgd": syncfree.SGD}
+        optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
+            optimizers.groups(self.task, model), **optimizers.arguments(self.task)
         )
+
+        def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return self.to_device((tensor.detach().cpu(),))[0]
+
         # State that appears in the first step would make the second another graph.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
-                optimizer.state[parameter] = {
-                    "step": torch.zeros(()).to(self.device),
-                    "exp_avg": zeros.to(self.device),
-                    "exp_avg_sq": zeros.to(self.device),
-                    "max_exp_avg_sq": torch.empty(0).to(self.device),
-                }
+        optimizers.make_state(self.task, optimizer, zeros_like, copy)
+        if self.task.optimizer == "adamw":
+            for state in optimizer.state.values():
+                state["max_exp_avg_sq"] = torch.empty(0).to(self.device)
         optimizer.register_load_state_dict_post_hook(self._steps_to_device)
         if self.scaler is not None:
             self._make_scaler_state(self.scaler)
@@ -274,6 +278,9 @@ class Engine(engines.Engine):
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self._average([p for group in optimizer.param_groups for p in group["params"]])
+        if self.scaler is not None and self.task.clip_norm is not None:
+            self.scaler.unscale_(optimizer)
+        self.clip(optimizer)
         if self.scaler is None:
             optimizer.step(found_inf=self._no_overflow)  # type: ignore[call-overload]
         else:

@@ -1,0 +1,139 @@
+"""Optimizers once more, on the host in float64: what a step should have done to a parameter.
+
+The formulas are those of `torch.optim.AdamW` (Loshchilov and Hutter, Decoupled Weight Decay
+Regularization, 2017) and `torch.optim.SGD` (Sutskever et al., On the importance of
+initialization and momentum in deep learning, 2013), with torch's defaults for what a task does
+not set.
+"""
+
+import abc
+import dataclasses
+import math
+
+import torch
+
+from accbench.config import TaskConfig
+from accbench.engines import optimizers
+from accbench.engines.state import Tensors
+
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(abc.ABC):
+    """Hyperparameters of a task's optimizer."""
+
+    task: TaskConfig
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What is kept of a parameter, each a tensor of its shape."""
+        average = (optimizers.AVERAGE,) if self.task.ema_decay else ()
+        return (*optimizers.STATE_KEYS[self.task.optimizer], *average)
+
+    def step(
+        self, parameter: torch.Tensor, state: Tensors, gradient: torch.Tensor, num_steps: int
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Parameter and state after the `num_steps`th step (from 1), in float64."""
+        before = {key: tensor.double() for key, tensor in state.items()}
+        moved, after = self._step(parameter.double(), before, gradient.double(), num_steps)
+        if self.task.ema_decay:
+            average = before[optimizers.AVERAGE]
+            after[optimizers.AVERAGE] = average + (1 - self.task.ema_decay) * (moved - average)
+        return moved, after
+
+    @abc.abstractmethod
+    def _step(
+        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int
+    ) -> tuple[torch.Tensor, Tensors]: ...
+
+    @abc.abstractmethod
+    def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
+        """What the optimizer used, from its state after and before a step: float64.
+
+        It is averaged, unscaled and clipped, wherever an engine does those.
+
+        Args:
+            parameter: before the step.
+        """
+
+    def _decay(self, parameter: torch.Tensor) -> float:
+        return self.task.weight_decay if optimizers.decays(self.task, parameter) else 0.0
+
+
+class AdamW(Rule):
+    """Decoupled weight decay, two moments."""
+
+    def _step(
+        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int
+    ) -> tuple[torch.Tensor, Tensors]:
+        lr = self.task.lr
+        m = BETA1 * state["exp_avg"] + (1 - BETA1) * g
+        v = BETA2 * state["exp_avg_sq"] + (1 - BETA2) * g.square()
+        m_hat_factor = 1 / (1 - BETA1**num_steps)
+        root = v.sqrt() / math.sqrt(1 - BETA2**num_steps) + EPSILON
+        moved = p * (1 - lr * self._decay(p)) - lr * m_hat_factor * m / root
+        return moved, {"exp_avg": m, "exp_avg_sq": v}
+
+    def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
+        return (after["exp_avg"].double() - BETA1 * before["exp_avg"].double()) / (1 - BETA1)
+
+
+class SGD(Rule):
+    """An L2 penalty in the gradient, momentum without dampening, Nesterov's by choice."""
+
+    def _step(
+        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int
+    ) -> tuple[torch.Tensor, Tensors]:
+        g = g + self._decay(p) * p
+        buffer = self.task.momentum * state["momentum_buffer"] + g
+        way = g + self.task.momentum * buffer if self.task.nesterov else buffer
+        return p - self.task.lr * way, {"momentum_buffer": buffer}
+
+    def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
+        kept = self.task.momentum * before["momentum_buffer"].double()
+        penalty = self._decay(parameter) * parameter.double()
+        return after["momentum_buffer"].double() - kept - penalty
+
+
+def of_task(task: TaskConfig) -> Rule:
+    """What `--optimizer` does."""
+    rules: dict[str, type[Rule]] = {"adamw": AdamW, "sgd": SGD}
+    return rules[task.optimizer](task)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters and the optimizer's state in float32, as engines keep them."""
+
+    parameters: Tensors
+    state: dict[str, Tensors]
+    """Parameter -> key -> tensor."""
+    num_steps: dict[str, int]
+    """Steps that moved a parameter: those in which it had a gradient."""
+
+    @staticmethod
+    def start(parameters: Tensors, rule: Rule) -> "Weights":
+        """Before the first step."""
+        state = {
+            name: {
+                key: tensor if key == optimizers.AVERAGE else torch.zeros_like(tensor)
+                for key in rule.keys
+            }
+            for name, tensor in parameters.items()
+        }
+        return Weights(parameters, state, dict.fromkeys(parameters, 0))
+
+    def after(self, rule: Rule, gradients: Tensors) -> "Weights":
+        """One step further; a parameter without a gradient stays as it is.
+
+        Rounded to float32 again, so that an engine can be given just this. The same bits
+        in every process of a machine: the reference keeps gradients alone.
+        """
+        parameters, state, num_steps = dict(self.parameters), dict(self.state), dict(self.num_steps)
+        for name, gradient in gradients.items():
+            num_steps[name] += 1
+            moved, after = rule.step(parameters[name], state[name], gradient, num_steps[name])
+            parameters[name] = moved.float()
+            state[name] = {key: tensor.float() for key, tensor in after.items()}
+        return Weights(parameters, state, num_steps)

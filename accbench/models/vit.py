@@ -1,0 +1,46 @@
+"""Vision transformers as torchvision builds them (Dosovitskiy et al., An Image Is Worth 16x16
+Words, 2021), in the sizes that later papers call tiny, small and base."""
+
+import dataclasses
+
+from torch import nn
+
+from accbench.errors import RequestError
+from accbench.models import Classifier, ImageClassification
+
+_PATCH = 16
+# name -> (layers, heads, width); the layers between are four times as wide.
+_SIZES = {"vit_ti_16": (12, 3, 192), "vit_s_16": (12, 6, 384), "vit_b_16": (12, 12, 768)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _VisionTransformer(ImageClassification):
+    image_size: int = 224
+    """Its positions are weights, so that the size of images is the model's own."""
+
+    def build(self, num_classes: int) -> nn.Module:
+        from torchvision.models.vision_transformer import VisionTransformer
+
+        if self.image_size % _PATCH:
+            raise RequestError(
+                f"--model {self.name} cuts images into patches of {_PATCH} pixels, which "
+                f"--image_size {self.image_size} is no multiple of"
+            )
+        num_layers, num_heads, width = _SIZES[self.name]
+        return Classifier(
+            VisionTransformer(
+                image_size=self.image_size, patch_size=_PATCH, num_layers=num_layers,
+                num_heads=num_heads, hidden_dim=width, mlp_dim=4 * width, num_classes=num_classes,
+            )
+        )  # fmt: skip
+
+
+class Family:
+    """vit_ti_16, vit_s_16 and vit_b_16."""
+
+    names = tuple(_SIZES)
+
+    @staticmethod
+    def spec(name: str) -> ImageClassification:
+        """One of `names`, with random weights."""
+        return _VisionTransformer(name, nn.Identity)
