@@ -45,6 +45,8 @@ setup(
             "nvidia-cuda-nvcc-cu12==12.8.93",
         ],
         "digits": ["scikit-learn>=1.4"],  # which has the scans in its package
+        "tensorboard": ["tensorboard>=2.16"],
+        "onnx": ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"],
         "s3": ["s3fs>=2024.6"],
         "nvidia": ["nvidia-ml-py>=12"],  # clocks, throttling and power in `accbench compare`
         "notebook": [
@@ -57,6 +59,10 @@ setup(
             "hypothesis>=6.100",
             "s3fs>=2024.6",
             "scikit-learn>=1.4",
+            "tensorboard>=2.16",
+            "onnx>=1.17",
+            "onnxscript>=0.5",
+            "onnxruntime>=1.20",
             "moto[server,s3]>=5.1",
             "ipykernel>=6",
             "jsonschema>=4.20",

@@ -188,8 +188,9 @@ class ExportFlags:
     """A run's folder, or a checkpoint's."""
     out: Annotated[Path, tyro.conf.Positional]
     """The file to write."""
-    format: Literal["state_dict", "safetensors"] = "state_dict"
-    """state_dict: what torch.load gives to load_state_dict. safetensors: likewise, no pickle."""
+    format: Literal["state_dict", "safetensors", "onnx", "onnx_int8"] = "state_dict"
+    """state_dict: what torch.load gives to load_state_dict. safetensors: likewise, no pickle.
+    onnx: the whole network, from bytes to logits. onnx_int8: quantised, smaller, less exact."""
     average: bool = True
     """The moving average of the weights, where the run kept one."""
 
@@ -201,10 +202,10 @@ def export(argv: Sequence[str]) -> int:
         flags = config.parse_flags(ExportFlags, argv, prog)
         from accbench.training import export as exporting
 
-        step = exporting.export(flags.run, flags.out, flags.format, flags.average)
+        line = exporting.export(flags.run, flags.out, flags.format, flags.average)
     except RequestError as error:
         return refused(prog, error)
-    print(f"weights after step {step} in {flags.out}")
+    print(line)
     return 0
 
 

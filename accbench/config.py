@@ -3,17 +3,15 @@
 import contextlib
 import dataclasses
 import io
-import json
-import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from accbench import flag_values, folders, plugins
+from accbench import flag_values, plugins
 from accbench.errors import RequestError
 
 RECORDS_FILE = "records.jsonl"
@@ -129,6 +127,8 @@ class TaskConfig:
     """What to do when memory is out: halve starts again with half the batch size."""
     max_restarts: int = 0
     """How often workers are started again, from the newest checkpoint, after one failed."""
+    tensorboard: Literal["auto", "on", "off"] = "auto"
+    """Write scalars and some training images for TensorBoard. auto: where it is installed."""
     output_dir: str | None = None
     """The run's folder. Unset: runs/<time>-<engine>-<model>."""
     config: str | None = None
@@ -287,101 +287,6 @@ def data_name(data: str) -> tuple[str, str | None]:
         return data.split("://", 1)[0], data
     name, _, location = data.partition(":")
     return name, location or None
-
-
-def num_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def resolve(task: TaskConfig) -> TaskConfig:
-    """Fill in what depends on the machine, and check all that can be known before a run.
-
-    Raises:
-        RequestError: the task cannot run here; the message says why and what to do.
-    """
-    from accbench import models
-
-    engine = plugins.load("engines", task.engine)
-    plugins.load("launchers", task.launcher)
-    source_name, location = data_name(task.data)
-    source = plugins.load("data", source_name)
-    models.of_task(task)
-    device = engine.find_device(task.device)
-    cores_per_worker = max(1, num_cores() // task.nproc_per_node)
-    task = dataclasses.replace(
-        task,
-        device=device,
-        batch_size=task.batch_size or (8 if device == "cpu" else 128),
-        amp_dtype=task.amp_dtype or ("float16" if device == "cuda" else "bfloat16"),
-        workers=min(8, cores_per_worker) if task.workers is None else task.workers,
-        threads=task.threads or cores_per_worker,
-    )
-    assert task.batch_size is not None
-    if task.batch_size % task.accumulate:
-        raise RequestError(
-            f"--batch_size {task.batch_size} cannot be cut into --accumulate {task.accumulate} "
-            "equal parts"
-        )
-    if task.nesterov and not task.momentum:
-        raise RequestError("--nesterov needs a --momentum above 0")
-    if task.resume == "auto" and task.output_dir is None:
-        raise RequestError("--resume auto looks for checkpoints in --output_dir; name that too")
-    if not task.save_interval and (task.save_steps is not None or task.on_nan == "rollback"):
-        asked = "--save_steps" if task.save_steps is not None else "--on_nan rollback"
-        raise RequestError(f"{asked} needs checkpoints, and --save_interval 0 makes none")
-    reason = engine.unavailable_reason(task)
-    if reason is not None:
-        raise RequestError(reason)
-    source.check(location)
-    return task
-
-
-@contextlib.contextmanager
-def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
-    """Make the run's folder, hold it for the block, and write the task into it.
-
-    Raises:
-        RequestError: the folder cannot be written, holds another run's records, or another
-            process is at work in it.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            if task.output_dir is None:
-                folder = folders.new(f"{task.engine}-{task.model.split(':')[-1]}")
-            else:
-                folder = Path(task.output_dir)
-                folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(folders.held(folder))
-            if (folder / RECORDS_FILE).exists() and not _goes_on(task, folder):
-                raise RequestError(
-                    f"{folder} already holds a run; choose another --output_dir, or go on with it "
-                    "by --resume auto"
-                )
-            (folder / "logs").mkdir(exist_ok=True)
-            task = dataclasses.replace(task, output_dir=str(folder.absolute()))
-            write(task)
-        except OSError as error:
-            where = task.output_dir or "runs"
-            raise RequestError(f"cannot write to --output_dir {where}: {error.strerror}") from None
-        yield task
-
-
-def _goes_on(task: TaskConfig, folder: Path) -> bool:
-    """Whether `--resume` means what is in this folder."""
-    if task.resume is None or task.resume == "auto":
-        return task.resume is not None
-    meant = Path(task.resume).resolve()
-    return folder.resolve() in (meant, *meant.parents)
-
-
-def write(task: TaskConfig) -> None:
-    """Write the task into its run's folder, which `--config` reads.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    (task.run_dir / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
 
 
 def as_mapping(task: TaskConfig) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from accbench import config, launchers, models, plugins
+from accbench import config, launchers, models, plugins, resolving
 from accbench.config import TaskConfig
 from accbench.report.statistics import mean_with_interval
 from accbench.training import process_group
@@ -181,7 +181,7 @@ def parse_flags() -> argparse.Namespace:
 def worker(flags: argparse.Namespace) -> None:
     """Measure in this process; rank 0 prints what it found as JSON."""
     topology = Topology.from_env()
-    task = config.resolve(
+    task = resolving.resolve(
         config.parse(
             [f"--engine={flags.engine}", f"--model={flags.model}", "--data=synthetic",
              f"--image_size={flags.image_size}", f"--batch_size={flags.batch_size}",

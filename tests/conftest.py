@@ -29,6 +29,7 @@ TINY = (
     "--amp_level=O0",
     "--workers=0",
     "--threads=1",
+    "--tensorboard=off",  # whose import takes a second
     "--max_steps=6",
     "--warmup_steps=2",
     "--log_interval=2",

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from accbench import config, plugins
+from accbench import config, plugins, resolving, run_folder
 from accbench.comparing import plan
 from accbench.errors import RequestError
 
@@ -42,16 +42,16 @@ def test_flags_win_over_yaml(tmp_path):
 
 def test_written_task_reads_back_the_same(tmp_path):
     flags = ["--compiler-opt", "--data=synthetic", "--synthetic.num_classes=7", "--lr=0.125"]
-    asked = config.resolve(config.parse([*flags, f"--output_dir={tmp_path / 'run'}"]))
+    asked = resolving.resolve(config.parse([*flags, f"--output_dir={tmp_path / 'run'}"]))
     file = tmp_path / "run" / "config.json"
-    with config.claim_output_dir(asked) as task:
+    with run_folder.claim_output_dir(asked) as task:
         again = config.parse(["--config", str(file)])
     assert config.as_mapping(again) == config.as_mapping(task)
     assert json.loads(file.read_text())["synthetic"]["num_classes"] == 7
 
 
 def test_defaults_on_a_cpu():
-    task = config.resolve(
+    task = resolving.resolve(
         config.parse(["--data=synthetic", "--device=cpu", "--nproc_per_node=1000"])
     )
     assert (task.device, task.batch_size, task.amp_dtype) == ("cpu", 8, "bfloat16")
@@ -63,7 +63,7 @@ def test_two_runs_in_one_second_get_two_folders(tmp_path, monkeypatch):
     task = config.parse(["--data=synthetic"])
     # Stands in for another process that makes the folder right after one has looked.
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    with config.claim_output_dir(task) as first, config.claim_output_dir(task) as second:
+    with run_folder.claim_output_dir(task) as first, run_folder.claim_output_dir(task) as second:
         assert first.output_dir != second.output_dir
 
 
@@ -132,7 +132,7 @@ def test_wrong_settings_behind_engines_are_named_with_their_row(spec, expected):
 def test_config_json_may_name_any_folder(tmp_path):
     """JSON spells a character beyond 16 bits as two, which YAML reads as two."""
     wanted = config.parse([f"--output_dir={tmp_path / 'läuft 🚀'}"])
-    with config.claim_output_dir(wanted) as task:
+    with run_folder.claim_output_dir(wanted) as task:
         pass
     again = config.parse(["--config", str(task.run_dir / "config.json")])
     assert again.output_dir == task.output_dir
@@ -210,6 +210,8 @@ def tasks(draw) -> config.TaskConfig:
     used = {
         name: getattr(plugins.load(kind, name), "Options", None) for kind, name in chosen.items()
     }
+    for name, limit in config._MAXIMUM.items():
+        drawn[name] = None if drawn[name] is None else min(drawn[name], limit)
     options = {
         name: draw(all_of(its)) for name, its in used.items() if its and dataclasses.fields(its)
     }
@@ -225,7 +227,7 @@ def tasks(draw) -> config.TaskConfig:
 def test_config_json_of_a_run_reads_back_as_the_same_task(task):
     with tempfile.TemporaryDirectory() as folder:
         wanted = dataclasses.replace(task, output_dir=str(Path(folder) / "run"))
-        with config.claim_output_dir(wanted) as written:
+        with run_folder.claim_output_dir(wanted) as written:
             pass
         file, expected = written.run_dir / "config.json", config.as_mapping(written)
         assert config.as_mapping(config.parse(["--config", str(file)])) == expected

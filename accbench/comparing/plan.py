@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from accbench import config, plugins
+from accbench import config, plugins, resolving
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.report.comparison import Plan, RowPlan
@@ -63,6 +63,8 @@ class CompareFlags(TaskConfig):
     """Epochs between checkpoints; 0 makes none."""
     eval_interval: int = 0
     """Epochs between evaluations; 0 never evaluates."""
+    tensorboard: Literal["auto", "on", "off"] = "off"
+    """Write the rounds for TensorBoard as well."""
     workers: int | None = None
     """Data loading processes a worker. Unset: none on a CPU, where they would take the cores
     from training, else cores / workers, at most 8."""
@@ -161,7 +163,7 @@ def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
     try:
-        task = config.resolve(task)
+        task = resolving.resolve(task)
     except RequestError as error:
         return RowPlan(name, folder, None, str(error))
     values = config.as_mapping(task)

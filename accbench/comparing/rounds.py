@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from accbench import config, folders
+from accbench import config, folders, resolving
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
@@ -204,7 +204,7 @@ def _plain(task: dict[str, Any]) -> dict[str, Any]:
     """The task by engine ddp in torch's own way; on the CPU where torch lacks the device."""
     plain = {**task, "engine": "ddp", "ddp": {}}
     try:
-        config.resolve(config.parse(config.as_flags(plain)))
+        resolving.resolve(config.parse(config.as_flags(plain)))
     except RequestError:
         return {**plain, "device": "cpu"}
     return plain

@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import signal
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -179,6 +180,7 @@ class Loader:
         self._max_bad_samples = task.max_bad_samples
         self._sampler, self._batch_size = sampler, task.batch_size
         collate: Any = _CollateInEpoch(mixing) if train else Collate(task.batch_size)
+        self._dataset, self._keys, self._collate = dataset, keys, collate
         self._loader = DataLoader(
             dataset,
             batch_size=task.batch_size,
@@ -202,6 +204,13 @@ class Loader:
         """Shuffle anew for this epoch; the same on all ranks."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
+
+    def preview(self, num_images: int) -> torch.Tensor:
+        """The first images of the epoch, as training sees them: (n, 3, H, W) uint8."""
+        assert self._keys is not None, "only a training loader has keys"
+        keys = [*islice(self._keys, min(num_images, self._batch_size))]
+        images_NCHW, _, _ = self._collate(self._dataset.__getitems__(keys))
+        return images_NCHW
 
     def state_dict(self, num_batches: int) -> dict[str, Any]:
         """Where this epoch is after this rank trained on `num_batches` of it here.

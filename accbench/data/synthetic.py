@@ -80,6 +80,10 @@ class FixedBatches:
         if epoch != self.epoch:
             self.epoch, self.num_done = epoch, 0
 
+    def preview(self, num_images: int) -> torch.Tensor:
+        """As `data.Loader` has it."""
+        return self.batches[0][0][:num_images]
+
     def state_dict(self, num_batches: int) -> dict[str, Any]:
         """As `data.Loader` has it."""
         return {"epoch": self.epoch, "num_done": self.num_done + num_batches}

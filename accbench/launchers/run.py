@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from accbench import config, launchers, plugins
+from accbench import config, launchers, plugins, resolving, run_folder
 from accbench.config import TaskConfig
 from accbench.errors import RequestError, refused
 from accbench.report import run as runs
@@ -21,8 +21,8 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
     """
     with contextlib.ExitStack() as stack:
         try:
-            task = config.resolve(config.parse(argv, prog))
-            task = stack.enter_context(config.claim_output_dir(task))
+            task = resolving.resolve(config.parse(argv, prog))
+            task = stack.enter_context(run_folder.claim_output_dir(task))
             task = resume.claimed(task, _say)
             launcher = plugins.load("launchers", task.launcher)()
         except RequestError as error:

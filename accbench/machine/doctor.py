@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench import config, extras, plugins
+from accbench import extras, plugins, resolving
 from accbench.config import TaskConfig
 from accbench.pjrt import nvidia
 from accbench.recording import provenance
@@ -50,7 +50,7 @@ def examine() -> dict[str, Any]:
         "versions": provenance.versions(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": provenance.cpu_name(),
-        "cores": config.num_cores(),
+        "cores": resolving.num_cores(),
         "memory_bytes": memory_bytes,
         "free_disk_bytes": free_disk_bytes,
         "free_port": _has_free_port(),

@@ -6,6 +6,7 @@ from typing import Any
 
 from accbench import config
 from accbench.recording import records
+from accbench.recording.board import Board
 
 
 class RunLogger:
@@ -17,6 +18,8 @@ class RunLogger:
     """
 
     def __init__(self, run_dir: str | Path, rank: int = 0) -> None:
+        self.board: Board | None = None
+        """Where records go as well."""
         self.path = Path(run_dir) / config.RECORDS_FILE
         self.active = rank == 0
         if self.active:
@@ -26,6 +29,8 @@ class RunLogger:
         """Append one record."""
         if self.active:
             records.append(self.path, record)
+            if self.board is not None:
+                self.board.write(record)
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Note settings: name -> anything that JSON holds."""

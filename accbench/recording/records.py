@@ -78,6 +78,8 @@ class WindowRecord:
     """True for the first window of a run, which holds compilation."""
     mean_loss: float | None = None
     """Mean over ranks and the window's steps; None where it was not finite."""
+    lr: float | None = None
+    """The learning rate of its last step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,24 +10,26 @@ from accbench import models
 from accbench.engines import optimizers
 from accbench.engines.state import Tensors
 from accbench.errors import RequestError
-from accbench.training import checkpoint_file, checkpoints
+from accbench.training import checkpoint_file, checkpoints, export_onnx
 
-Format = Literal["state_dict", "safetensors"]
+Format = Literal["state_dict", "safetensors", "onnx", "onnx_int8"]
 
 
-def export(run: Path, out: Path, format: Format, average: bool = True) -> int:
+def export(run: Path, out: Path, format: Format, average: bool = True) -> str:
     """Write the weights of a run's newest whole checkpoint, or of a checkpoint's own folder.
 
     Args:
         average: the moving average of the weights, where there is one.
 
-    Names are the network's own, as torchvision's models load them.
+    Of PyTorch's formats the names are the network's own, as torchvision's models load them.
 
-    Returns the step that the weights are of.
+    Returns a line on what was written.
 
     Raises:
         RequestError: no checkpoint, another model, or a place that cannot be written.
     """
+    if format.startswith("onnx"):
+        export_onnx.check_installed()
     found = checkpoints.find(str(run), None, print)
     assert found is not None
     saved = checkpoint_file.read(found)
@@ -36,13 +38,13 @@ def export(run: Path, out: Path, format: Format, average: bool = True) -> int:
     part = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _write(network_state(model), part, format)
+        note = _write(model, saved.facts.image_size, part, format)
         part.rename(out)
     except OSError as error:
         raise RequestError(f"cannot write {out}: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
-    return saved.facts.step
+    return f"weights after step {saved.facts.step} in {out}{note}"
 
 
 def _model_of(facts: checkpoint_file.Facts, tensors: Tensors) -> nn.Module:
@@ -66,11 +68,16 @@ def network_state(model: nn.Module) -> Tensors:
     return {name: tensor.detach().contiguous() for name, tensor in net.state_dict().items()}
 
 
-def _write(tensors: Tensors, path: Path, format: Format) -> None:
+def _write(model: nn.Module, image_size: int, path: Path, format: Format) -> str:
+    if format.startswith("onnx"):
+        apart = export_onnx.write(model, image_size, path, int8=format == "onnx_int8")
+        return f", logits of random images within {apart:.1e} of the largest of torch's"
+    tensors = network_state(model)
     if format == "state_dict":
         torch.save(tensors, path)
-        return
-    from safetensors.torch import save_file
+    else:
+        from safetensors.torch import save_file
 
-    # A tied weight has several names there, which this format writes out each.
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+        # A tied weight has several names there, which this format writes out each.
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    return ""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import config
+from accbench import config, run_folder
 from accbench.config import TaskConfig
 from accbench.engines import Engine, optimizers
 from accbench.engines.state import NotLoadableError
@@ -41,7 +41,7 @@ def claimed(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
         say(f"going on from {found}")
     task = dataclasses.replace(task, resume=str(found) if found else None)
     try:
-        config.write(task)
+        run_folder.write(task)
     except OSError as error:
         raise RequestError(f"cannot write to {task.run_dir}: {error.strerror}") from None
     return task

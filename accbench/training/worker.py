@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from accbench import config, models, plugins, standard_streams
+from accbench import config, models, plugins, resolving, run_folder, standard_streams
 from accbench.config import TaskConfig
 from accbench.engines import Engine
 from accbench.errors import (
@@ -30,12 +30,16 @@ from accbench.errors import (
     end_status,
 )
 from accbench.logger import RunLogger
-from accbench.recording import provenance, records, terminal
+from accbench.recording import board, provenance, records, terminal
+from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints, process_group, resume
 from accbench.training.epochs import Epochs
 from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
+
+# Images of the first batch for TensorBoard.
+_NUM_PREVIEWED = 16
 
 
 def main(
@@ -71,7 +75,7 @@ def _worker(
         try:
             task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
             task = replace(task, nproc_per_node=topology.local_world_size)
-            task = config.resolve(task)
+            task = resolving.resolve(task)
             apply_environment(task, topology)
             if not launched:
                 process_group.start(topology, task.device, task.timeout_s)
@@ -105,7 +109,7 @@ def shared_output_dir(
     error = None
     if topology.rank == 0:
         try:
-            task = stack.enter_context(config.claim_output_dir(task))
+            task = stack.enter_context(run_folder.claim_output_dir(task))
             task = resume.claimed(task, lambda line: print(line, flush=True))
         except RequestError as caught:
             error = str(caught)
@@ -154,13 +158,15 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         engine, net, optimizer, train_loader, source.num_classes, topology, _writer(task, topology)
     )
     with TrainingDisplay(console, num_steps) as display:
-        timer = StepTimer(engine, started, Reporter(logger, display, task))
+        timer = StepTimer(engine, started, Reporter(logger, display, task, optimizer))
         epochs = Epochs(
             engine, model, spec, optimizer, train_loader, eval_loader, timer,
             keeper, logger, display, steps_per_epoch,
         )  # fmt: skip
         epochs.restore()
-        epochs.run()
+        with _board(task, topology, train_loader, timer.num_steps) as logger.board:
+            epochs.run()
+        logger.board = None
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
     num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
@@ -176,11 +182,32 @@ def _writer(task: TaskConfig, topology: Topology) -> checkpoints.Writer | None:
     return checkpoints.Writer(task.run_dir, task.keep_checkpoints, stop, log.warning)
 
 
+@contextlib.contextmanager
+def _board(
+    task: TaskConfig, topology: Topology, loader: Any, num_steps: int
+) -> Iterator[Board | None]:
+    """Rank 0's TensorBoard, with some images of a run that begins."""
+    if topology.rank != 0 or task.tensorboard == "off" or not board.installed():
+        yield None
+        return
+    opened = Board(task.run_dir, num_steps)
+    try:
+        if num_steps == 0:
+            opened.images(loader.preview(_NUM_PREVIEWED))
+        yield opened
+    finally:
+        opened.close()
+
+
 class Reporter:
     """Passes what the timer says on to the record and the terminal."""
 
-    def __init__(self, logger: RunLogger, display: TrainingDisplay, task: TaskConfig) -> None:
+    def __init__(
+        self, logger: RunLogger, display: TrainingDisplay, task: TaskConfig,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:  # fmt: skip
         self.logger, self.display, self.task = logger, display, task
+        self.optimizer = optimizer
 
     def step(self, num_steps: int) -> None:
         """Move the progress bar."""
@@ -188,6 +215,7 @@ class Reporter:
 
     def window(self, record: records.WindowRecord) -> None:
         """Record a window and show it."""
+        record = replace(record, lr=float(self.optimizer.param_groups[0]["lr"]))
         self.logger.write(record)
         assert self.task.batch_size is not None
         self.display.window(record, self.task.batch_size)

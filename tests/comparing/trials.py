@@ -139,13 +139,13 @@ def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: An
 
 
 def _task(name: str, seed: int, engine: str, folder: Path, topology: Any) -> Any:
-    from accbench import config
+    from accbench import config, resolving
     from accbench.training import worker
 
     setting = SETTINGS[name]
     kind, _, option = engine.partition(":")
     other_layout = ["--ddp.no-channels_last"] if option == "no-channels_last" else []
-    task = config.resolve(
+    task = resolving.resolve(
         config.parse(
             [*setting.flags, f"--seed={seed}", f"--nproc_per_node={setting.num_workers}",
              f"--engine={kind}", *other_layout, f"--output_dir={folder}"]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from accbench import config, plugins
+from accbench import config, plugins, resolving
 from accbench.data.recordio import MXFaceDataset, RecordIODataset
 from accbench.data.recordio import index as recordio_index
 from accbench.data.recordio.file import MAGIC, RecordFile, image_record, offsets, write_record
@@ -68,7 +68,7 @@ def faces(path: Path, count: int = 12, **options: bool) -> Path:
 
 
 def source(path: Path, *flags: str):
-    task = config.resolve(config.parse([*TINY, f"--data=recordio:{path}", *flags]))
+    task = resolving.resolve(config.parse([*TINY, f"--data=recordio:{path}", *flags]))
     options = task.options["recordio"]
     return plugins.load("data", "recordio")(str(path), task, options, Topology())
 
@@ -447,7 +447,7 @@ def test_loader_resumes_inside_an_epoch_with_other_ranks(tmp_path):
 
     def loader(rank: int, world_size: int):
         arguments = [*TINY, f"--data=recordio:{tmp_path}", "--recordio.augment=flip"]
-        task = config.resolve(config.parse(arguments))
+        task = resolving.resolve(config.parse(arguments))
         topology = Topology(rank=rank, world_size=world_size)
         options = task.options["recordio"]
         made = plugins.load("data", "recordio")(str(tmp_path), task, options, topology)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
-from accbench import config, plugins
+from accbench import config, plugins, resolving
 from accbench.data import decode
 from accbench.data.convert import convert
 from accbench.data.imagefolder import ReadableImages
@@ -189,7 +189,7 @@ def test_size_of_what_is_no_image_names_the_key(endpoint, bucket, tmp_path):
 
 def source(endpoint: str, bucket: str, tmp_path: Path):
     flags = [f"--s3.endpoint_url={endpoint}", f"--s3.cache_dir={tmp_path / 'cache'}"]
-    task = config.resolve(config.parse([*TINY, f"--data=s3://{bucket}/set", *flags]))
+    task = resolving.resolve(config.parse([*TINY, f"--data=s3://{bucket}/set", *flags]))
     return plugins.load("data", "s3")(task.data, task, task.options["s3"], Topology())
 
 
@@ -351,7 +351,7 @@ def test_bad_objects_count_against_the_budget(tmp_path):
 
         def loader(*flags: str):
             arguments = [*TINY, "--data=s3://bucket/set", f"--s3.endpoint_url={server.url}"]
-            task = config.resolve(config.parse([*arguments, "--s3.anonymous", *flags]))
+            task = resolving.resolve(config.parse([*arguments, "--s3.anonymous", *flags]))
             source = plugins.load("data", "s3")
             return source(task.data, task, task.options["s3"], Topology()).train_loader()
 

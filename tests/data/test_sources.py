@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accbench import config, plugins
+from accbench import config, plugins, resolving
 from accbench.data import PADDING_LABEL
 from accbench.errors import BadSampleError, RequestError
 from accbench.recording import records
@@ -18,7 +18,7 @@ ALONE = Topology()
 
 
 def source(folder, topology=ALONE, *flags):
-    task = config.resolve(config.parse([*TINY, f"--data=imagefolder:{folder}", *flags]))
+    task = resolving.resolve(config.parse([*TINY, f"--data=imagefolder:{folder}", *flags]))
     return plugins.load("data", "imagefolder")(str(folder), task, None, topology)
 
 
@@ -187,7 +187,7 @@ def test_different_classes_in_train_and_val(numbered):
 
 
 def test_synthetic_batches_stay_on_the_device():
-    task = config.resolve(config.parse([*TINY, "--data=synthetic"]))
+    task = resolving.resolve(config.parse([*TINY, "--data=synthetic"]))
     options = task.options["synthetic"]
     loader = plugins.load("data", "synthetic")(None, task, options, Topology()).train_loader()
     engine = plugins.load("engines", "ddp")(task, task.options["ddp"], Topology())

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from accbench import config, models, plugins
+from accbench import config, models, plugins, resolving
 from accbench.engines import ddp
 from accbench.training import process_group
 from accbench.training.process_group import Topology
@@ -21,7 +21,7 @@ from accbench.training.worker import apply_environment
 
 def main(out: str, flags: list[str]) -> None:
     topology = Topology.from_env()
-    task = config.resolve(config.parse(flags))
+    task = resolving.resolve(config.parse(flags))
     apply_environment(task, topology)
     process_group.start(topology, task.device, task.timeout_s)
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)

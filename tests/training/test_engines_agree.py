@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accbench import config, models, plugins
+from accbench import config, models, plugins, resolving
 from accbench.data import mock_images
 from accbench.training.process_group import Topology
 from tests.conftest import HANG_S, ROOT
@@ -36,7 +36,7 @@ def plain_loop(images: Path) -> dict:
     """Both shards in one process, gradients averaged by hand, torch's plain AdamW."""
     shards = [Topology(rank=rank, world_size=2) for rank in range(2)]
     flags = (*FLAGS, f"--data=mock:{images}")
-    task = config.resolve(config.parse(flags))
+    task = resolving.resolve(config.parse(flags))
     sources = [plugins.load("data", "mock")(str(images), task, None, shard) for shard in shards]
     spec = models.of_task(task)
     torch.manual_seed(task.seed)

@@ -1,0 +1,58 @@
+"""A run's folder: made, held while the run goes on, and with the task in it."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from accbench import folders
+from accbench.config import CONFIG_FILE, RECORDS_FILE, TaskConfig, as_mapping
+from accbench.errors import RequestError
+
+
+@contextlib.contextmanager
+def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
+    """Make the run's folder, hold it for the block, and write the task into it.
+
+    Raises:
+        RequestError: the folder cannot be written, holds another run's records, or another
+            process is at work in it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if task.output_dir is None:
+                folder = folders.new(f"{task.engine}-{task.model.split(':')[-1]}")
+            else:
+                folder = Path(task.output_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(folders.held(folder))
+            if (folder / RECORDS_FILE).exists() and not _goes_on(task, folder):
+                raise RequestError(
+                    f"{folder} already holds a run; choose another --output_dir, or go on with it "
+                    "by --resume auto"
+                )
+            (folder / "logs").mkdir(exist_ok=True)
+            task = dataclasses.replace(task, output_dir=str(folder.absolute()))
+            write(task)
+        except OSError as error:
+            where = task.output_dir or "runs"
+            raise RequestError(f"cannot write to --output_dir {where}: {error.strerror}") from None
+        yield task
+
+
+def _goes_on(task: TaskConfig, folder: Path) -> bool:
+    """Whether `--resume` means what is in this folder."""
+    if task.resume is None or task.resume == "auto":
+        return task.resume is not None
+    meant = Path(task.resume).resolve()
+    return folder.resolve() in (meant, *meant.parents)
+
+
+def write(task: TaskConfig) -> None:
+    """Write the task into its run's folder, which `--config` reads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (task.run_dir / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
