@@ -129,6 +129,8 @@ class TaskConfig:
     """How often workers are started again, from the newest checkpoint, after one failed."""
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """Write scalars and some training images for TensorBoard. auto: where it is installed."""
+    profile: int | None = None
+    """Trace so many steps, after the first window behind the warm-up, for Perfetto."""
     output_dir: str | None = None
     """The run's folder. Unset: runs/<time>-<engine>-<model>."""
     config: str | None = None
@@ -155,7 +157,7 @@ _MINIMUM: Mapping[str, float] = {
     "lr_warmup_epochs": 0, "lr_final": 0, "lr_step_epochs": 1e-6, "lr_step_factor": 0,
     "workers": 0, "threads": 1, "max_bad_samples": 0, "timeout_s": 1,
     "save_interval": 0, "save_steps": 1, "keep_checkpoints": 1, "max_restarts": 0,
-    "max_rollbacks": 0,
+    "max_rollbacks": 0, "profile": 1,
 }  # fmt: skip
 # field -> largest. Timeouts reach C++ as milliseconds in 32 bits.
 _MAXIMUM: Mapping[str, float] = {

@@ -130,6 +130,8 @@ def _check(flags: Any) -> None:
             "compare reads gradients from the optimizer's momentum, and --momentum 0 keeps none: "
             "add --numerics_steps 0"
         )
+    if flags.profile is not None:
+        raise RequestError("a profile slows what compare measures; take --profile in a run")
     if flags.on_oom != "stop":
         raise RequestError("compare measures what was asked for; --on_oom halve is for training")
     if flags.resume is not None or flags.max_restarts or flags.save_interval or flags.save_steps:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,6 +205,15 @@ class Engine(abc.ABC):
     def compile_stats(self) -> CompileStats:
         """Counts of the compiler; zeros where there is none."""
         return CompileStats()
+
+    def start_profile(self, folder: Path, expected_s: float) -> Callable[[], None]:
+        """Begin the compiler's own profile, if it has one; returns what ends it.
+
+        Args:
+            folder: where it goes, yet to be made.
+            expected_s: seconds that the steps to be profiled are expected to take.
+        """
+        return lambda: None
 
     def close(self) -> None:
         """Let go of the device."""

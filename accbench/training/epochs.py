@@ -14,6 +14,7 @@ from accbench.logger import RunLogger
 from accbench.recording.records import ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints, process_group
+from accbench.training.profile import StepProfile
 from accbench.training.resume import Keeper
 from accbench.training.schedule import Schedule
 from accbench.training.step_timer import StepTimer
@@ -45,6 +46,9 @@ class Epochs:
         self._at_step = 0
         self._saved_step: int | None = None
         self._stops: StopRequests | None = None
+        self._profile = (
+            StepProfile(self.engine, self.timer, self.task.profile) if self.task.profile else None
+        )
 
     def restore(self) -> None:
         """Go on from the checkpoint of `--resume`, if there is one.
@@ -87,6 +91,8 @@ class Epochs:
                     num_rollbacks += 1
                     self._roll_back(error)
             self._save()
+        if self._profile is not None:
+            self._profile.finish()
         self.keeper.finish()
 
     def _is_done(self) -> bool:
@@ -122,6 +128,8 @@ class Epochs:
     def _after_step(self, num_batches: int) -> None:
         self._at, self._at_step = (self.timer.epoch, num_batches), self.timer.num_steps
         self._schedule.step()
+        if self._profile is not None:
+            self._profile.after_step()
         if self._stops is not None and self._stops.agreed():
             self._stop(self._stops)
         every = self.task.save_steps

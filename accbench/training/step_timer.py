@@ -40,6 +40,8 @@ class StepTimer:
         self.engine, self.started, self.listener = engine, started, listener
         self.num_steps = 0
         self.time_to_first_step_s: float | None = None
+        self.step_s: float | None = None
+        """Of the last window behind the warm-up, the mean."""
         self.warmup, self.steady = CompileStats(), CompileStats()
         self.num_steady_steps = 0
         self._steps_in_window = 0
@@ -130,6 +132,8 @@ class StepTimer:
         else:
             self.steady += in_window
             self.num_steady_steps += window.num_steps
+        if not self._in_warmup:
+            self.step_s = window.wall_s / window.num_steps
         self._in_warmup = False
         self._window_started = now
         self._data_wait_s = self._dispatch_s = 0.0

@@ -27,7 +27,7 @@ from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import optimizers
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors
-from accbench.engines.xla import batchnorm, cuda, host_reduction
+from accbench.engines.xla import batchnorm, cuda, host_reduction, profiling
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
 from accbench.pjrt import nvidia
@@ -342,6 +342,9 @@ class Engine(engines.Engine):
         self._average([probe])
         self.xla.sync()
         return probe.grad.cpu().tolist()
+
+    def start_profile(self, folder: Path, expected_s: float) -> Callable[[], None]:
+        return profiling.start(folder, self.topology.rank, expected_s)
 
     def compile_stats(self) -> engines.CompileStats:
         import torch_xla.debug.metrics as metrics

@@ -1,0 +1,34 @@
+"""`--profile`: traces that Perfetto and XProf open."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.conftest import TINY, end_of, run
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("xla", marks=pytest.mark.xla)])
+def test_steps_are_traced(tmp_path, engine):
+    run_dir = tmp_path / "run"
+    result = run(*TINY, "--data=synthetic", f"--engine={engine}", "--nproc_per_node=2",
+                 "--max_steps=10", "--profile=3", f"--output_dir={run_dir}")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert f"profiled 3 steps: {run_dir / 'profile' / 'rank0.json.gz'}" in result.stdout
+    assert end_of(run_dir).num_steps == 10
+    for rank in (0, 1):
+        with gzip.open(run_dir / "profile" / f"rank{rank}.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        steps = [e for e in events if e.get("name", "").startswith("Optimizer.step#")]
+        assert len(steps) == 3
+        assert all(step["dur"] > 0 for step in steps)
+        if engine == "xla":
+            (of_xla,) = (run_dir / "profile" / f"xla-rank{rank}").rglob("*.xplane.pb")
+            assert b"SyncTensorsGraph" in of_xla.read_bytes()
+
+
+def test_run_too_short_for_a_profile(tmp_path):
+    result = run(*TINY, "--data=synthetic", "--max_steps=3", "--profile=3",
+                 f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "nothing profiled" in result.stdout
