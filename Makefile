@@ -40,7 +40,7 @@ train:
 	@echo "curves in $(TRAIN_DIR)/report.html"
 
 test: prepare-dev
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: prepare-dev
 	$(PYTHON) -m ruff format --check .

@@ -118,11 +118,14 @@ class TaskConfig:
     resume: str | None = None
     """Go on from a checkpoint: auto is the newest whole one in --output_dir; or the folder of
     a run or of a checkpoint."""
-    on_nan: Literal["stop", "rollback"] = "stop"
-    """What to do when the loss is NaN or infinite, or the loss scale has fallen to nothing:
-    rollback takes the weights of the newest checkpoint and goes on behind the data that did it."""
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do when the loss is NaN or infinite, or the loss scale has fallen to nothing: skip
+    leaves out the steps whose gradients are; rollback takes the weights of the newest checkpoint
+    and goes on behind the data that did it."""
     max_rollbacks: int = 3
     """Of --on_nan rollback: how often, before the run ends after all."""
+    max_skips: int = 3
+    """Of --on_nan skip: how many steps, before the run ends after all."""
     on_oom: Literal["stop", "halve"] = "stop"
     """What to do when memory is out: halve starts again with half the batch size."""
     max_restarts: int = 0
@@ -157,7 +160,7 @@ _MINIMUM: Mapping[str, float] = {
     "lr_warmup_epochs": 0, "lr_final": 0, "lr_step_epochs": 1e-6, "lr_step_factor": 0,
     "workers": 0, "threads": 1, "max_bad_samples": 0, "timeout_s": 1,
     "save_interval": 0, "save_steps": 1, "keep_checkpoints": 1, "max_restarts": 0,
-    "max_rollbacks": 0, "profile": 1,
+    "max_rollbacks": 0, "max_skips": 0, "profile": 1,
 }  # fmt: skip
 # field -> largest. Timeouts reach C++ as milliseconds in 32 bits.
 _MAXIMUM: Mapping[str, float] = {

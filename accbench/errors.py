@@ -13,6 +13,10 @@ class RequestError(Exception):
     """What was asked for cannot be done. Ends a command with exit status 2."""
 
 
+class NotMetError(RequestError):
+    """The workers could not find each other; each of them that tells so knows its own part."""
+
+
 class UnreadableSampleError(Exception):
     """A sample cannot be read. Names its file or key, and where in it."""
 

@@ -84,6 +84,21 @@ def images(tmp_path_factory) -> Path:
     return folder
 
 
+# Files that take minutes, longest first: begun last, one of them would keep a core to itself.
+LONGEST = (
+    "test_numerics", "test_resume", "test_rounds", "test_recipes", "test_xla_runs", "test_faults",
+    "test_notebook", "test_policies", "test_export",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
 def command(*arguments: object, script: str = "launch_single_task.py") -> list[str]:
     return [sys.executable, script, *map(str, arguments)]
 

@@ -61,6 +61,8 @@ class Engine(abc.ABC):
     """Which compiler this engine is meant to train through; None if it is eager."""
     scaler: Any = None
     """The GradScaler, where there is one."""
+    found_inf: torch.Tensor
+    """1 after a step with a gradient that is not finite, else 0; only with `--on_nan skip`."""
 
     def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
         self.task = task
@@ -140,6 +142,27 @@ class Engine(abc.ABC):
         if self.task.clip_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self.task.clip_norm)
+
+    def keep_buffers(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """With `--on_nan skip`: buffers, and copies of them for `take_back_buffers`."""
+        if self.task.on_nan != "skip":
+            return []
+        return [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def take_back_buffers(self, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give buffers what they had before a step that was skipped; does not wait."""
+        for buffer, before in kept:
+            buffer.copy_(torch.where(self.found_inf > 0, before, buffer))
+
+    @torch.no_grad()
+    def find_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for NaN and infinity in the averaged gradients; does not wait."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.found_inf = torch.zeros((), device=parameters[0].device)
+        one = torch.ones((), device=parameters[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, one)
 
     def end_step(self) -> None:
         """Hand the step to the device; never waits."""

@@ -142,6 +142,10 @@ class Engine(engines.Engine):
         return contextlib.nullcontext()
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.task.on_nan == "skip":
+            self.find_nonfinite(optimizer)
+            if not self.scaler.is_enabled():  # or it tells the optimizer, in these two
+                optimizer.grad_scale, optimizer.found_inf = None, self.found_inf  # type: ignore[attr-defined]
         if self.task.clip_norm is not None:
             self.scaler.unscale_(optimizer)
         self.clip(optimizer)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accbench.errors import NotMetError
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -38,6 +40,9 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
     """Join the process group: gloo for host tensors, NCCL beside it on CUDA.
 
     One worker alone joins nothing, and what is below then returns its own values.
+
+    Raises:
+        NotMetError: not all ranks are there in time, or rank 0 cannot listen.
     """
     if topology.world_size == 1:
         return
@@ -50,10 +55,18 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
     # that is None, and `close` can end gloo's threads.
     importlib.import_module("torch.distributed.nn.functional")
     nccl = device == "cuda" and torch.cuda.is_available()
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (dist.DistError, ValueError) as error:  # ValueError: a variable is missing
+        where = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+        raise NotMetError(
+            f"rank {topology.rank} of {topology.world_size} did not meet the others at {where}: "
+            f"{' '.join(str(error).split())}; start them all within --timeout_s {timeout_s:g}, "
+            "with the same MASTER_ADDR and a MASTER_PORT that is free there, as torchrun does"
+        ) from None
 
 
 def close() -> None:

@@ -139,7 +139,7 @@ class StepTimer:
         self._data_wait_s = self._dispatch_s = 0.0
         self._steps_in_window, self._losses = 0, []
         self.listener.window(window)
-        if window.loss is None:
+        if window.loss is None and self.engine.task.on_nan != "skip":
             raise NonFiniteLossError(
                 f"the loss is not finite at step {self.num_steps - 1}: {list(losses)} by rank; "
                 "lower --lr, or use --amp_dtype bfloat16 or --amp_level O0"

@@ -18,6 +18,7 @@ def train_step(
 ) -> torch.Tensor:
     """One optimizer step; returns the loss on the device, for nobody to wait for."""
     optimizer.zero_grad(set_to_none=True)
+    kept = engine.keep_buffers(model)
     *earlier, last = parts_of(batch, engine.task.accumulate)
     total = None
     for part in earlier:
@@ -26,6 +27,7 @@ def train_step(
         total = loss if total is None else total + loss
     loss = _backward(engine, model, spec, last)
     engine.apply_gradients(optimizer)
+    engine.take_back_buffers(kept)
     engine.end_step()
     return loss if total is None else total + loss
 

@@ -25,6 +25,8 @@ from accbench.errors import (
     ERROR_FILE_VARIABLE,
     LAUNCHER_PID_VARIABLE,
     STOPPED_STATUS,
+    NonFiniteLossError,
+    NotMetError,
     RequestError,
     StoppedError,
     end_status,
@@ -158,7 +160,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         engine, net, optimizer, train_loader, source.num_classes, topology, _writer(task, topology)
     )
     with TrainingDisplay(console, num_steps) as display:
-        timer = StepTimer(engine, started, Reporter(logger, display, task, optimizer))
+        timer = StepTimer(engine, started, Reporter(logger, display, task, engine, optimizer))
         epochs = Epochs(
             engine, model, spec, optimizer, train_loader, eval_loader, timer,
             keeper, logger, display, steps_per_epoch,
@@ -204,10 +206,11 @@ class Reporter:
 
     def __init__(
         self, logger: RunLogger, display: TrainingDisplay, task: TaskConfig,
-        optimizer: torch.optim.Optimizer,
+        engine: Engine, optimizer: torch.optim.Optimizer,
     ) -> None:  # fmt: skip
         self.logger, self.display, self.task = logger, display, task
-        self.optimizer = optimizer
+        self.engine, self.optimizer = engine, optimizer
+        self.num_skipped = 0
 
     def step(self, num_steps: int) -> None:
         """Move the progress bar."""
@@ -219,6 +222,25 @@ class Reporter:
         self.logger.write(record)
         assert self.task.batch_size is not None
         self.display.window(record, self.task.batch_size)
+        if self.task.on_nan == "skip" and self.engine.loss_scale() is None:
+            self._count_skipped(record.first_step + record.num_steps)
+
+    def _count_skipped(self, num_steps: int) -> None:
+        """The same on all ranks, for they have the same gradients.
+
+        Raises:
+            NonFiniteLossError: more steps than `--max_skips` were left out since the start.
+        """
+        num_skipped = num_steps - self.engine.applied_steps(self.optimizer)
+        if num_skipped > self.num_skipped:
+            told = f"gradients were not finite in {num_skipped - self.num_skipped} of these steps"
+            if num_skipped > self.task.max_skips:
+                raise NonFiniteLossError(
+                    f"{told}, {num_skipped} since the start, --max_skips {self.task.max_skips}; "
+                    "lower --lr, or use --amp_dtype bfloat16 or --amp_level O0"
+                )
+            log.warning(f"{told}, which were left out; {num_skipped} of {self.task.max_skips}")
+        self.num_skipped = num_skipped
 
 
 def run_record(
@@ -299,7 +321,7 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
             ):
                 file.write(text.encode(errors="backslashreplace"))
     elif isinstance(error, RequestError):
-        if topology.rank == 0:
+        if topology.rank == 0 or isinstance(error, NotMetError):
             print(f"main.py: {error}", file=sys.stderr)
     else:
         if not isinstance(error, StoppedError):

@@ -1,7 +1,9 @@
 """A fault in one worker ends the others, is told once, and leaves nothing behind."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ import psutil
 import pytest
 
 from accbench.recording import records
+from accbench.training import checkpoint_file, checkpoints
 from tests.conftest import (
     HANG_S,
     ROOT,
@@ -184,6 +187,40 @@ def test_worker_whose_launcher_was_killed_before_it_began(tmp_path):
     assert result.returncode == -signal.SIGKILL
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_rank_that_never_joins_and_a_port_in_use(tmp_path):
+    flags = (*TINY, "--data=synthetic", "--timeout_s=5", f"--output_dir={tmp_path / 'run'}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        in_use = taken.getsockname()[1]
+        for rank, port, cause in (
+            (0, _free_port(), "1/2 clients joined"),
+            (1, _free_port(), "rank 1 of 2 did not meet the others"),
+            (0, in_use, "address already in use"),
+        ):
+            place = {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+                "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            }  # fmt: skip
+            result = subprocess.run(
+                command(*flags, script="main.py"), cwd=ROOT, env={**os.environ, **place},
+                capture_output=True, text=True, timeout=HANG_S,
+            )  # fmt: skip
+            assert result.returncode == 2
+            *_of_torch, line = result.stderr.strip().splitlines()
+            assert "Traceback" not in result.stderr
+            assert line.startswith("main.py: rank ")
+            assert cause in line
+            assert f"127.0.0.1:{port}" in line
+            assert "MASTER_PORT that is free" in line
+
+
 def test_loss_that_is_not_a_number(tmp_path):
     result, run_dir = run_fault(tmp_path, "not_a_number")
     assert result.returncode == 1
@@ -191,6 +228,73 @@ def test_loss_that_is_not_a_number(tmp_path):
     end = end_of(run_dir)
     assert end.status == "nan"
     assert of_kind(run_dir, records.WindowRecord)[0].loss is None
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_disk_that_checkpoints_fill(images, tmp_path, policy):
+    flags = (*TINY, f"--data=imagefolder:{images}", "--epochs=9", "--max_steps=30",
+             "--save_steps=1", "--keep_checkpoints=99", f"--on_save_error={policy}")  # fmt: skip
+    with small_disk(tmp_path / "disk", "600k"):
+        run_dir = tmp_path / "disk" / "run"
+        result = run(*flags, f"--output_dir={run_dir}")
+        assert "Traceback" not in result.stderr
+        whole = checkpoints.steps_of(run_dir)
+        assert 3 < len(whole) < 30
+        for step in whole:
+            checkpoint_file.verify(checkpoints.folder_of(run_dir, step))
+        if policy == "stop":
+            assert result.returncode == 2
+            assert "cannot write a checkpoint" in result.stderr.splitlines()[0]
+            assert "No space left on device" in result.stderr
+            assert end_of(run_dir).status == "error"
+        else:
+            assert result.returncode == 0, result.stderr
+            assert "training goes on" in result.stdout
+            assert end_of(run_dir).num_steps == 30
+        for step in whole[:-1]:  # room again
+            shutil.rmtree(checkpoints.folder_of(run_dir, step))
+        result = run(*flags, f"--output_dir={run_dir}", "--resume=auto", "--keep_checkpoints=1")
+        assert result.returncode == 0, result.stderr
+        assert f"going on from {checkpoints.folder_of(run_dir, whole[-1])}" in result.stdout
+        assert end_of(run_dir).num_steps == 30
+
+
+def test_disk_that_is_read_only(tmp_path):
+    with small_disk(tmp_path / "disk", "100k"):
+        os.system(f"mount -o remount,ro {tmp_path / 'disk'}")
+        result = run(*TINY, "--data=synthetic", f"--output_dir={tmp_path / 'disk' / 'run'}")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "cannot write to --output_dir" in line
+    assert "Read-only file system" in line
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+def test_clock_that_steps(images, tmp_path, monkeypatch):
+    library = tmp_path / "clock_steps.so"
+    source = ROOT / "tests" / "scripts" / "clock_steps.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("SLOW_NET_S", "0.1")
+    script = "import time; print(max(abs(time.time() - time.time()) for _ in range(10**7)))"
+    stepped = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert float(stepped.stdout) > 3000  # it does
+    flags = (*TINY, "--model=tests.nets:slow", "--nproc_per_node=2", "--log_interval=1",
+             f"--data=imagefolder:{images}", "--epochs=2", "--save_steps=2",
+             f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    began = time.monotonic()
+    for more in (("--max_steps=5",), ("--max_steps=10", "--resume=auto")):
+        result = run(*flags, *more)
+        assert result.returncode == 0, result.stderr
+        assert not result.stderr
+    passed_s = time.monotonic() - began
+    windows = of_kind(tmp_path / "run", records.WindowRecord)
+    assert sum(window.num_steps for window in windows) == 10
+    assert all(0 < window.wall_s < passed_s for window in windows)
+    assert all(0 <= window.data_wait_s <= window.wall_s for window in windows)
+    for saved in of_kind(tmp_path / "run", records.CheckpointRecord):
+        assert 0 <= saved.stall_s < passed_s
+        assert 0 <= saved.write_s < passed_s
 
 
 def test_fault_under_plain_python(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from accbench.recording import records
+from accbench.training import checkpoint_file, checkpoints
 from tests.conftest import TINY, end_of, of_kind, run
 
 # Two workers, six steps an epoch.
@@ -42,6 +43,44 @@ def test_rolls_back_and_goes_on_behind(learn, engine):
     assert end_of(run_dir).status == "ok"
     # Two batches of six are left out in the second epoch, and two in the third.
     assert [window.epoch for window in windows] == [0] * 6 + [1] * 4 + [2] * 4 + [3] * 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags"),
+    [("ddp", ()), ("xla", ()), ("ddp", ("--optimizer=sgd", "--clip_norm=1", "--accumulate=2"))],
+)
+def test_skips_and_goes_on(learn, engine, flags):
+    """The weights and BatchNorm's statistics are those of before the step."""
+    wrong_at = "15,16" if flags else "8"  # forward passes on one of two ranks
+    flags = (*flags, "--on_nan=skip", "--save_steps=7", "--keep_checkpoints=9", "--lr=1e-4")
+    result, run_dir = learn(wrong_at, *flags, f"--engine={engine}")
+    assert result.returncode == 0, result.stderr
+    assert "gradients were not finite in 1 of these steps, which were left out; 1 of 3" in (
+        result.stdout
+    )
+    windows = of_kind(run_dir, records.WindowRecord)
+    assert [window.first_step for window in windows if window.loss is None] == [7]
+    assert len(windows) == STEPS
+    assert end_of(run_dir).skipped_steps == 1
+    assert all(e.loss is not None for e in of_kind(run_dir, records.EvalRecord))
+    before, *_, last = (
+        checkpoint_file.read(checkpoints.folder_of(run_dir, step)).state for step in (7, 14, 16)
+    )
+    for name, tensor in last.model.items():
+        assert tensor.isfinite().all(), name
+    counts = [name for name in last.model if name.endswith("num_batches_tracked")]
+    a_step = 2 if "--accumulate=2" in flags else 1
+    for name in counts:
+        assert before.model[name] == 7 * a_step
+        assert last.model[name] == (STEPS - 1) * a_step
+
+
+def test_skipping_too_often(learn):
+    result, run_dir = learn("3,4,5,6", "--on_nan=skip", "--max_skips=2")
+    assert result.returncode == 1
+    assert "not finite in 1 of these steps, 3 since the start, --max_skips 2" in result.stderr
+    assert end_of(run_dir).status == "nan"
+    assert len(of_kind(run_dir, records.WindowRecord)) == 5
 
 
 def test_rolling_back_where_nothing_is_saved(learn):

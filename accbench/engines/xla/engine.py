@@ -278,11 +278,14 @@ class Engine(engines.Engine):
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self._average([p for group in optimizer.param_groups for p in group["params"]])
+        if self.task.on_nan == "skip":
+            self.find_nonfinite(optimizer)
         if self.scaler is not None and self.task.clip_norm is not None:
             self.scaler.unscale_(optimizer)
         self.clip(optimizer)
         if self.scaler is None:
-            optimizer.step(found_inf=self._no_overflow)  # type: ignore[call-overload]
+            found_inf = self.found_inf if self.task.on_nan == "skip" else self._no_overflow
+            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
         else:
             self.scaler.step(optimizer)
             self.scaler.update()
