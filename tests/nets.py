@@ -202,6 +202,13 @@ class _KilledOnce(nn.Module):
         return self.net(images)
 
 
+def frozen_first(num_classes: int) -> nn.Module:
+    """`tiny`, whose convolution is not trained."""
+    net = tiny(num_classes)
+    net[0].requires_grad_(False)
+    return net
+
+
 class _DecidesByValue(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()

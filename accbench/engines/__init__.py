@@ -293,5 +293,6 @@ class Engine(abc.ABC):
     @staticmethod
     def applied_steps(optimizer: torch.optim.Optimizer) -> int:
         """Steps that changed the parameters, by the optimizer's own count; waits for it."""
-        state = next(iter(optimizer.state.values()), None)
-        return int(state["step"].cpu().item()) if state else 0
+        # Of a parameter that never had a gradient it stays 0.
+        steps = [state["step"] for p, state in optimizer.state.items() if p.requires_grad]
+        return max((int(step.cpu().item()) for step in steps), default=0)

@@ -55,7 +55,7 @@ def make_state(
             scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state = {key: zeros_like(parameter) for key in STATE_KEYS[task.optimizer]}
             if task.ema_decay:
-                state[AVERAGE] = copy(parameter)
+                state[AVERAGE] = copy(parameter.detach())
             optimizer.state[parameter] = {"step": zeros_like(scalar), **state}
     if task.ema_decay:
         optimizer.register_step_post_hook(_Average(task.ema_decay))

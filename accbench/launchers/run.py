@@ -1,6 +1,7 @@
 """One run from its flags to its end: check them, claim the folder, launch, tell how it went."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,7 +36,9 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
             if failure.status == "oom":
                 failure = replace(failure, error=_of_memory(task, failure.error))
             if failure.status == "oom" and task.on_oom == "halve" and (task.batch_size or 1) > 1:
-                task = replace(task, batch_size=(task.batch_size or 1) // 2)
+                halved = (task.batch_size or 1) // 2
+                parts = math.gcd(halved, task.accumulate)  # they stay equal
+                task = replace(task, batch_size=halved, accumulate=parts)
                 why = f"starting again with --batch_size {task.batch_size}"
             elif failure.may_be_tried_again and num_restarts < task.max_restarts:
                 num_restarts += 1

@@ -1,5 +1,7 @@
 """What a run does when the loss is not finite, gradients overflow, or memory is out."""
 
+import json
+
 import pytest
 
 from accbench.recording import records
@@ -123,6 +125,22 @@ def test_out_of_memory(tmp_path):
     assert "starting again with --batch_size 2" in halved.stdout
     assert "no checkpoint in" in halved.stdout
     assert end_of(tmp_path / "halved").num_samples == 6 * 2 * 2
+    parts = run(*flags, f"--output_dir={tmp_path / 'parts'}", "--on_oom=halve", "--batch_size=10",
+                "--accumulate=2")  # fmt: skip
+    assert parts.returncode == 0, parts.stderr
+    values = json.loads((tmp_path / "parts" / "config.json").read_text())
+    assert (values["batch_size"], values["accumulate"]) == (2, 1)  # 5 are not cut in two
     result = run("accbench", "compare", *TINY, "--on_oom=halve", script="-m")
     assert result.returncode == 2
     assert "compare measures what was asked for" in result.stderr
+
+
+@pytest.mark.parametrize("engine", ["ddp", "xla"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_parameters_that_are_not_trained_count_for_nothing(tmp_path, engine, optimizer):
+    result = run(*TINY, "--data=synthetic", "--model=tests.nets:frozen_first", "--on_nan=skip",
+                 f"--engine={engine}", f"--optimizer={optimizer}", "--ema_decay=0.9",
+                 f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "left out" not in result.stdout
+    assert end_of(tmp_path / "run").skipped_steps == 0

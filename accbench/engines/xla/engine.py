@@ -192,7 +192,7 @@ class Engine(engines.Engine):
             return torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
-            return self.to_device((tensor.detach().cpu(),))[0]
+            return self.to_device((tensor.cpu(),))[0]
 
         # State that appears in the first step would make the second another graph.
         optimizers.make_state(self.task, optimizer, zeros_like, copy)
