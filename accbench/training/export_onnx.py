@@ -91,7 +91,8 @@ def _apart(model: nn.Module, path: Path, images_NCHW: torch.Tensor) -> float:
     (found,) = session.run(None, {"images": images_NCHW.numpy()})
     with torch.no_grad():
         expected = model(images_NCHW)
-    return float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max())
+    apart = float((torch.from_numpy(found) - expected).abs().max())
+    return apart / (float(expected.abs().max()) or 1.0)
 
 
 @contextlib.contextmanager
