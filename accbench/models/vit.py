@@ -18,14 +18,16 @@ class _VisionTransformer(ImageClassification):
     image_size: int = 224
     """Its positions are weights, so that the size of images is the model's own."""
 
-    def build(self, num_classes: int) -> nn.Module:
-        from torchvision.models.vision_transformer import VisionTransformer
-
+    def __post_init__(self) -> None:
         if self.image_size % _PATCH:
             raise RequestError(
                 f"--model {self.name} cuts images into patches of {_PATCH} pixels, which "
                 f"--image_size {self.image_size} is no multiple of"
             )
+
+    def build(self, num_classes: int) -> nn.Module:
+        from torchvision.models.vision_transformer import VisionTransformer
+
         num_layers, num_heads, width = _SIZES[self.name]
         return Classifier(
             VisionTransformer(

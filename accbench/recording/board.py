@@ -1,13 +1,16 @@
 """A run's records for TensorBoard, as they are written: `tensorboard --logdir RUN`."""
 
-import contextlib
 import importlib.util
+import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accbench.recording import records
+from accbench.recording.terminal import log
 
 FOLDER = "tensorboard"
 
@@ -20,7 +23,9 @@ def installed() -> bool:
 class Board:
     """Writes windows, evaluations and a user's own metrics as scalars, by optimizer step.
 
-    What cannot be written, the disk being full for one, is left out: the records have it all.
+    What cannot be written, the disk being full for one, ends it with a warning and nothing else:
+    the records have it all. Not by torch's `SummaryWriter`: that writes from a thread, whose
+    errors are printed as tracebacks, and which another thread may then wait for without end.
 
     Args:
         run_dir: the run's folder.
@@ -28,35 +33,51 @@ class Board:
     """
 
     def __init__(self, run_dir: Path, num_steps: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # takes a second
 
-        self._step = num_steps
-        self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=num_steps + 1)
+        self._event, self._step = Event, num_steps
+        # The names by which TensorBoard finds a folder's files, and their order.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._path: Path | None = run_dir / FOLDER / name
+        self._append(file_version="brain.Event:2")
+        self._append(step=num_steps + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, record: records.Record) -> None:
         """The scalars of a record, if it has any."""
+        from torch.utils.tensorboard import summary
+
         if isinstance(record, records.WindowRecord):
             self._step = record.first_step + record.num_steps
         elif isinstance(record, records.ResumeRecord):
             self._step = record.step
+        own = record.step if isinstance(record, records.MetricsRecord) else None
+        step = self._step if own is None else own
         for name, value in _scalars(record).items():
             if value is not None:
-                with contextlib.suppress(OSError):
-                    self._writer.add_scalar(name, value, self._step_of(record))
-
-    def _step_of(self, record: records.Record) -> int:
-        own = record.step if isinstance(record, records.MetricsRecord) else None
-        return self._step if own is None else own
+                self._append(step=step, summary=summary.scalar(name, value))
 
     def images(self, images_NCHW: torch.Tensor) -> None:
         """uint8 images as the model is given them."""
-        with contextlib.suppress(OSError):
-            self._writer.add_images("samples", images_NCHW, self._step)
+        from torch.utils.tensorboard import summary
 
-    def close(self) -> None:
-        """Write what is still in memory."""
-        with contextlib.suppress(OSError):
-            self._writer.close()
+        grid = summary.image("samples", images_NCHW, dataformats="NCHW")
+        self._append(step=self._step, summary=grid)
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self._path is None:
+            return
+        event = self._event(wall_time=time.time(), **fields)
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("ab") as file:
+                RecordWriter(file).write(event.SerializeToString())
+        except OSError as error:
+            log.warning(
+                f"nothing more for TensorBoard: cannot write {self._path}: {error.strerror}"
+            )
+            self._path = None
 
 
 def _scalars(record: records.Record) -> dict[str, float | None]:

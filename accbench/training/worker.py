@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -166,9 +166,8 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
             keeper, logger, display, steps_per_epoch,
         )  # fmt: skip
         epochs.restore()
-        with _board(task, topology, train_loader, timer.num_steps) as logger.board:
-            epochs.run()
-        logger.board = None
+        logger.board = _board(task, topology, train_loader, timer.num_steps)
+        epochs.run()
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
     num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
@@ -184,21 +183,14 @@ def _writer(task: TaskConfig, topology: Topology) -> checkpoints.Writer | None:
     return checkpoints.Writer(task.run_dir, task.keep_checkpoints, stop, log.warning)
 
 
-@contextlib.contextmanager
-def _board(
-    task: TaskConfig, topology: Topology, loader: Any, num_steps: int
-) -> Iterator[Board | None]:
+def _board(task: TaskConfig, topology: Topology, loader: Any, num_steps: int) -> Board | None:
     """Rank 0's TensorBoard, with some images of a run that begins."""
     if topology.rank != 0 or task.tensorboard == "off" or not board.installed():
-        yield None
-        return
+        return None
     opened = Board(task.run_dir, num_steps)
-    try:
-        if num_steps == 0:
-            opened.images(loader.preview(_NUM_PREVIEWED))
-        yield opened
-    finally:
-        opened.close()
+    if num_steps == 0:
+        opened.images(loader.preview(_NUM_PREVIEWED))
+    return opened
 
 
 class Reporter:

@@ -4,7 +4,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accbench.recording import records
-from tests.conftest import TINY, end_of, of_kind, run
+from tests.conftest import TINY, end_of, of_kind, run, small_disk
 
 
 def test_scalars_and_samples(images, tmp_path):
@@ -45,3 +45,16 @@ def test_none_where_it_is_not_wanted(tmp_path):
     assert result.returncode == 0, result.stderr
     assert end_of(run_dir).status == "ok"
     assert not (run_dir / "tensorboard").exists()
+
+
+def test_a_full_disk_ends_the_board_alone(tmp_path):
+    """The folder is a disk of its own; training goes on, and there is no traceback."""
+    folder = tmp_path / "run" / "tensorboard"
+    folder.parent.mkdir()
+    with small_disk(folder, "8k"):
+        result = run(*TINY, "--data=synthetic", "--max_steps=80", "--log_interval=1",
+                     "--tensorboard=on", f"--output_dir={folder.parent}")  # fmt: skip
+    assert result.returncode == 0
+    assert not result.stderr
+    assert result.stdout.count("nothing more for TensorBoard: cannot write") == 1
+    assert end_of(folder.parent).num_steps == 80
