@@ -52,7 +52,10 @@ class StepProfile:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
-        self._end_of_engines = self.engine.start_profile(self.folder, self.num_steps * step_s)
+        try:
+            self._end_of_engines = self.engine.start_profile(self.folder, self.num_steps * step_s)
+        except OSError as error:
+            log.warning(f"the compiler's profile could not be written to {self.folder}: {error}")
 
     def _stop(self) -> None:
         assert self._left is not None
