@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -40,17 +41,30 @@ def run_to_its_end(
         num_devices: accelerators to watch.
     """
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    stopped = started = False
 
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        if started:
+            raise KeyboardInterrupt
+
+    _start_fork_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     process = context.Process(
         target=_launch, args=(kind, argument, list(flags), folder, log, num_devices)
     )
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        process.start()
+        # Not cut short: the fork server would print a traceback at half a request.
+        try:
+            process.start()
+        except (EOFError, OSError):  # a SIGTERM to the whole group has ended the fork server
+            if not stopped:
+                raise
+        started = True
+        if stopped:
+            raise KeyboardInterrupt
         process.join()
     except KeyboardInterrupt:
         if process.pid is not None:
@@ -60,8 +74,20 @@ def run_to_its_end(
             process.join()
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return process.exitcode
+
+
+def _start_fork_server() -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    # It and all that it forks leave Ctrl-C in a terminal, which reaches every process there,
+    # to the comparison.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _launch(
