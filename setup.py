@@ -17,7 +17,11 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["accbench", "accbench.*"]),
-    package_data={"accbench": ["py.typed"], "accbench.report": ["*.json", "*.css"]},
+    package_data={
+        "accbench": ["py.typed"],
+        "accbench.report": ["*.json", "*.css"],
+        "accbench.preflight": ["gpus/*.yaml"],
+    },
     install_requires=[
         "torch>=2.8",
         "torchvision>=0.23",
@@ -56,6 +60,10 @@ setup(
         # Pinned is what judges the code; the rest only has to work on every Python named above.
         "dev": [
             "build>=1.2",
+            # XLA's compiler for GPUs, to compile for some that are not there; 0.4 GB.
+            "jax-cuda12-pjrt==0.6.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
+            "nvidia-cuda-nvcc-cu12==12.8.93; "
+            "sys_platform == 'linux' and platform_machine == 'x86_64'",
             "hypothesis>=6.100",
             "s3fs>=2024.6",
             "scikit-learn>=1.4",

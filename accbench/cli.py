@@ -1,4 +1,4 @@
-"""`accbench run | compare | report | export | data | doctor`."""
+"""`accbench run | compare | preflight | report | export | data | doctor`."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: {PROG} COMMAND ...\n")
         for name, command in COMMANDS.items():
-            print(f"  {name:<8} {(command.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:<9} {(command.__doc__ or '').splitlines()[0]}")
         return 0
     if argv[0] not in COMMANDS:
         print(f"{PROG}: no command {argv[0]!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
@@ -209,9 +209,17 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
+def preflight(argv: Sequence[str]) -> int:
+    """Compile a step for a GPU that is not here: does it fit, what does it move."""
+    from accbench.preflight import command
+
+    return command.main(argv, f"{PROG} preflight")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "compare": compare,
+    "preflight": preflight,
     "report": report,
     "export": export,
     "data": data,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import Any
 
 from accbench import config, extras, models, plugins
 from accbench.config import TaskConfig
@@ -21,11 +22,41 @@ def resolve(task: TaskConfig) -> TaskConfig:
         RequestError: the task cannot run here; the message says why and what to do.
     """
     engine = plugins.load("engines", task.engine)
-    plugins.load("launchers", task.launcher)
+    task = fill(task, engine.find_device(task.device))
+    if task.tensorboard == "on" and not board.installed():
+        raise RequestError(
+            "--tensorboard on needs TensorBoard, which is not installed: "
+            + extras.install_command("tensorboard")
+        )
+    reason = engine.unavailable_reason(task)
+    if reason is not None:
+        raise RequestError(reason)
+    check_data(task)
+    return task
+
+
+def check_data(task: TaskConfig) -> None:
+    """Look whether the task's data is there.
+
+    Raises:
+        RequestError: it is not.
+    """
     source_name, location = config.data_name(task.data)
-    source = plugins.load("data", source_name)
+    plugins.load("data", source_name).check(location)
+
+
+def fill(task: TaskConfig, device: Any) -> TaskConfig:
+    """The task on this device, with what was not given, its flags checked against each other.
+
+    Args:
+        device: cpu, cuda or tpu.
+
+    Raises:
+        RequestError: flags contradict each other, or name something that there is not.
+    """
+    plugins.load("launchers", task.launcher)
+    plugins.load("data", config.data_name(task.data)[0])
     models.of_task(task)
-    device = engine.find_device(task.device)
     cores_per_worker = max(1, num_cores() // task.nproc_per_node)
     task = dataclasses.replace(
         task,
@@ -41,11 +72,6 @@ def resolve(task: TaskConfig) -> TaskConfig:
             f"--batch_size {task.batch_size} cannot be cut into --accumulate {task.accumulate} "
             "equal parts"
         )
-    if task.tensorboard == "on" and not board.installed():
-        raise RequestError(
-            "--tensorboard on needs TensorBoard, which is not installed: "
-            + extras.install_command("tensorboard")
-        )
     if task.nesterov and not task.momentum:
         raise RequestError("--nesterov needs a --momentum above 0")
     if task.resume == "auto" and task.output_dir is None:
@@ -53,8 +79,4 @@ def resolve(task: TaskConfig) -> TaskConfig:
     if not task.save_interval and (task.save_steps is not None or task.on_nan == "rollback"):
         asked = "--save_steps" if task.save_steps is not None else "--on_nan rollback"
         raise RequestError(f"{asked} needs checkpoints, and --save_interval 0 makes none")
-    reason = engine.unavailable_reason(task)
-    if reason is not None:
-        raise RequestError(reason)
-    source.check(location)
     return task

@@ -12,6 +12,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from accbench.pjrt import nvidia  # noqa: E402
+from accbench.preflight import gpu  # noqa: E402
 from accbench.recording import records  # noqa: E402
 from accbench.report import summary  # noqa: E402
 
@@ -83,6 +85,52 @@ def command(run: Run, out: Path) -> list[str]:
     ]  # fmt: skip
 
 
+class Bounds:
+    """What the step is bound by on this GPU, as `accbench preflight` has it: compiled beside the
+    first runs, on the host, for the middle batch; an image's share hardly depends on the batch."""
+
+    def __init__(self, out: Path) -> None:
+        shown = nvidia.driver().gpus
+        known = {gpu.load(name).name: name for name in gpu.names()}
+        target = "h100" if REHEARSAL else known.get(shown[0].name) if shown else None
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.found: dict[str, dict[str, float]] = {}
+        if target is None:
+            print(f"no bound: {[one.name for one in shown]} is described in no file of preflight's")
+            return
+        self.out = out
+        for dtype in ("float16", "bfloat16"):
+            asked = Run("xla traced", dtype, grid()[0].batch_size)
+            kept = ("--model", "--image_size", "--data", "--amp_dtype", "--batch_size")
+            flags = [word for word in command(asked, out) if word.startswith(kept)]
+            with (out / f"preflight-{dtype}.json").open("wb") as file:
+                self.processes[dtype] = subprocess.Popen(
+                    ["nice", XLA_PYTHON, "-m", "accbench", "preflight", f"--gpu={target}",
+                     "--format=json", *flags],
+                    cwd=ROOT, stdout=file, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                )  # fmt: skip
+
+    def images_per_s(self, row: dict[str, Any]) -> float | None:
+        """At most, for this row; None where it is not known, or not yet."""
+        dtype = row["dtype"]
+        process = self.processes.get(dtype)
+        if dtype not in self.found and process is not None and process.poll() == 0:
+            told = json.loads((self.out / f"preflight-{dtype}.json").read_text())
+            self.found[dtype] = {
+                kind: (told[kind] or {}).get("samples_per_s_at_most") for kind in ("step", "eager")
+            }
+        if row["variant"] not in ("xla traced", "xla replayed", "ddp channels_last"):
+            return None
+        kind = "step" if row["variant"].startswith("xla") else "eager"
+        return self.found.get(dtype, {}).get(kind)
+
+    def close(self) -> None:
+        """End what has not ended."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
 def measure(run: Run, out: Path, timeout_s: float) -> dict[str, Any]:
     """Train; the run's numbers, or why there are none."""
     row: dict[str, Any] = {"variant": run.variant, "dtype": run.amp_dtype,
@@ -118,22 +166,24 @@ def measure(run: Run, out: Path, timeout_s: float) -> dict[str, Any]:
     }
 
 
-def render(rows: list[dict[str, Any]]) -> str:
+def render(rows: list[dict[str, Any]], bounds: Bounds) -> str:
     """The tables, as Markdown."""
     lines = [
-        "| variant | type | batch | images/s | TFLOP/s | GB/s, fused | GB/s, separate | step ms "
-        "| host ms | compile s | first step s | peak MiB |",
-        "| --- | --- " + "| ---: " * 10 + "|",
+        "| variant | type | batch | images/s | at most, by preflight | TFLOP/s | GB/s, fused "
+        "| GB/s, separate | step ms | host ms | compile s | first step s | peak MiB |",
+        "| --- | --- " + "| ---: " * 11 + "|",
     ]
     for row in rows:
         start = f"| {row['variant']} | {row['dtype']} | {row['batch']} "
         if row["losses"]:
             continue
         if "error" in row:
-            lines.append(f"{start}| {row['error'].replace('|', '/')} " + "| " * 8 + "|")
+            lines.append(f"{start}| {row['error'].replace('|', '/')} " + "| " * 9 + "|")
             continue
+        most = bounds.images_per_s(row)
         cells = [
-            f"{row['images_per_s']:,.0f}", f"{row['tflop_per_s']:.1f}",
+            f"{row['images_per_s']:,.0f}", f"{most:,.0f}" if most else "-",
+            f"{row['tflop_per_s']:.1f}",
             f"{row['gb_per_s']['fused']:,.0f}", f"{row['gb_per_s']['separate']:,.0f}",
             f"{row['step_ms']:.1f}", f"{row['host_ms']:.1f}", f"{row['compile_s']:.1f}",
             f"{row['first_step_s']:.1f}", f"{row['peak_mib']:,.0f}",
@@ -164,6 +214,7 @@ def main() -> None:
     out = Path(sys.argv[1]).absolute()
     out.mkdir(parents=True)
     ends, rows = time.monotonic() + LIMIT_S, []
+    bounds = Bounds(out)
     for run in grid():
         left_s = ends - time.monotonic()
         if left_s < 5:
@@ -171,8 +222,9 @@ def main() -> None:
         rows.append(measure(run, out, left_s))
         print(json.dumps(rows[-1]), flush=True)
         (out / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (out / "results.md").write_text(render(rows))
-    print(render(rows))
+        (out / "results.md").write_text(render(rows, bounds))
+    print(render(rows, bounds))
+    bounds.close()
     print(
         f"{len(rows)} of {len(grid())} runs in {LIMIT_S - (ends - time.monotonic()):.0f} s: {out}"
     )

@@ -87,7 +87,7 @@ def images(tmp_path_factory) -> Path:
 # Files that take minutes, longest first: begun last, one of them would keep a core to itself.
 LONGEST = (
     "test_numerics", "test_resume", "test_rounds", "test_recipes", "test_xla_runs", "test_faults",
-    "test_notebook", "test_policies", "test_export",
+    "test_notebook", "test_command", "test_policies", "test_export",
 )  # fmt: skip
 
 

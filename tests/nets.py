@@ -294,3 +294,21 @@ class _Hungry(nn.Module):
 
 def hungry(num_classes: int) -> nn.Module:
     return _Hungry(num_classes)
+
+
+class _Asks(nn.Module):
+    """Decides by a value, for which the host must wait."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net = tiny(num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = self.net(images)
+        if logits.max() > 100:  # the host asks
+            logits = logits / 100
+        return logits
+
+
+def asks_the_host(num_classes: int) -> nn.Module:
+    return _Asks(num_classes)

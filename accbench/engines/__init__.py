@@ -59,6 +59,8 @@ class Engine(abc.ABC):
     """Where gradients are reduced: in_graph, process_group or host."""
     compiler: str | None = None
     """Which compiler this engine is meant to train through; None if it is eager."""
+    step_tracer: str | None = None
+    """A module that traces a step without running it, for `accbench preflight`."""
     scaler: Any = None
     """The GradScaler, where there is one."""
     found_inf: torch.Tensor

@@ -124,6 +124,52 @@ def bars(
 
 
 @dataclasses.dataclass(frozen=True)
+class Dot:
+    """A point of a scatter plot."""
+
+    label: str
+    """On hovering."""
+    color: int
+    point: Point
+    radius: float = 3.0
+
+
+def logarithmic(
+    dots: Sequence[Dot], series: Sequence[Series], x_title: str, y_title: str,
+    marks: Sequence[tuple[Point, str]] = (), height: int = 320,
+) -> str:  # fmt: skip
+    """Dots and lines over two logarithmic axes; coordinates at or under 0 are left out."""
+    dots = [dot for dot in dots if min(dot.point) > 0]
+    marks = [mark for mark in marks if min(mark[0]) > 0]
+    points = [p for one in series for p in one.points] + [point for point, _ in marks]
+    points += [dot.point for dot in dots]
+    if not dots:
+        return '<p class="none">not recorded</p>'
+    # Room at the right for half of the last number.
+    x_axis = _LogAxis.around([x for x, _ in points], _LEFT, WIDTH - 2 * _RIGHT)
+    y_axis = _LogAxis.around([y for _, y in points], height - _BOTTOM, _TOP)
+    parts = [_grid(x_axis, y_axis, height), _titles(x_title, y_title, height)]
+    for one in series:
+        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in one.points)
+        parts.append(f'<polyline class="line c{one.color} {one.style}" points="{path}"/>')
+    # The large ones first, or they would hide the small ones.
+    for dot in sorted(dots, key=lambda dot: -dot.radius):
+        x, y = dot.point
+        parts.append(
+            f'<circle class="dot c{dot.color} spot" cx="{x_axis.at(x):.1f}" '
+            f'cy="{y_axis.at(y):.1f}" r="{dot.radius:.1f}"><title>{escape(dot.label)}</title>'
+            "</circle>"
+        )
+    for (x, y), text in marks:
+        parts.append(
+            f'<circle class="mark" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="4"/>'
+            f'<text class="note" x="{x_axis.at(x) + 8:.1f}" y="{y_axis.at(y) + 14:.1f}">'
+            f"{escape(text)}</text>"
+        )
+    return _svg(parts, height, f"{y_title} over {x_title}")
+
+
+@dataclasses.dataclass(frozen=True)
 class _Axis:
     low: float
     high: float
@@ -150,6 +196,24 @@ class _Axis:
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+class _LogAxis(_Axis):
+    """From one power of ten to another; `low` and `high` are their exponents."""
+
+    @staticmethod
+    def around(values: Sequence[float], start: float, end: float) -> "_LogAxis":
+        """The powers of ten on both sides of all `values`, which are above 0."""
+        low = math.floor(math.log10(min(values)) + 1e-9)
+        high = math.ceil(math.log10(max(values)) - 1e-9)
+        return _LogAxis(low, max(high, low + 1), start, end)
+
+    def at(self, value: float) -> float:
+        return super().at(math.log10(value))
+
+    def ticks(self) -> list[float]:
+        """The powers of ten."""
+        return [10.0**exponent for exponent in range(int(self.low), int(self.high) + 1)]
 
 
 def _tick(value: float) -> str:

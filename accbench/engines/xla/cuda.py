@@ -2,11 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import entry_points
-
-import torch
 
 from accbench.config import TaskConfig
 from accbench.pjrt import nvidia
@@ -56,26 +52,3 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-@contextmanager
-def autocast(dtype: torch.dtype) -> Iterator[None]:
-    """Autocast for tensors of XLA:CUDA, which obey the key cuda, not xla.
-
-    `torch.autocast("cuda")` asks torch's own CUDA half whether it knows the type,
-    and that half may be missing; so the two keys are set here, and both.
-    """
-    keys = ("cuda", "xla")
-    kept = [(key, torch.is_autocast_enabled(key), torch.get_autocast_dtype(key)) for key in keys]
-    torch.autocast_increment_nesting()
-    try:
-        for key in keys:
-            torch.set_autocast_enabled(key, True)
-            torch.set_autocast_dtype(key, dtype)
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        for key, was_enabled, old_dtype in kept:
-            torch.set_autocast_enabled(key, was_enabled)
-            torch.set_autocast_dtype(key, old_dtype)

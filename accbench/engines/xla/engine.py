@@ -27,7 +27,7 @@ from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import optimizers
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors
-from accbench.engines.xla import batchnorm, cuda, host_reduction, profiling
+from accbench.engines.xla import autocast, batchnorm, buckets, cuda, host_reduction, profiling
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
 from accbench.pjrt import nvidia
@@ -42,21 +42,28 @@ class Engine(engines.Engine):
     """torch_xla: one graph a step, a syncfree optimizer, gradients averaged in the graph."""
 
     compiler = "xla"
+    step_tracer = "accbench.engines.xla.tracing"
 
     @dataclasses.dataclass(frozen=True)
     class Options:
         """Options of the engine xla."""
 
-        minimum: ClassVar = {"host_bucket_mib": 1}
+        minimum: ClassVar = {"bucket_mib": 1, "host_bucket_mib": 1}
         compile_cache: Literal["auto", "on", "off"] = "auto"
         """Keep compiled graphs on disk. auto: on where the platform can load what it saved."""
         cache_dir: str | None = None
         """The cache's folder. Unset: accbench/xla in the user's cache folder."""
+        bucket_mib: int = 20
+        """Gradients averaged in the graph travel in buckets of this size, in MiB: each starts as
+        soon as the backward pass has its gradients."""
         host_bucket_mib: int = 64
         """Gradients averaged on the host travel in buckets of this size, in MiB."""
         replay: Literal["auto", "on", "off"] = "auto"
         """Run recorded steps without tracing them anew. auto: on where that is proven to
         give the same numbers, which is one worker on a CPU."""
+        lean: Literal["auto", "on", "off"] = "auto"
+        """Spell BatchNorm, ReLU, max-pooling and AdamW so that a GPU moves few bytes. auto: off on
+        a CPU, where that is slower."""
         flags: str = ""
         """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
 
@@ -112,28 +119,35 @@ class Engine(engines.Engine):
 
         self.xla, self.xm, self.xr = torch_xla, xm, xr
         self._cache = self._start_cache()
-        if task.device == "cuda":
-            cuda.register(topology.world_size)
-        if task.device != "cpu":
-            from torch_xla._internal import pjrt
-
-            pjrt.initialize_multiprocess(topology.local_rank, topology.local_world_size)
-        self.device = torch_xla.device()
-        wanted = _PJRT_DEVICE[task.device]
-        if xm.xla_device_hw(self.device) != wanted:  # as the client behind it says
-            raise RequestError(
-                f"--device {task.device}, but torch_xla came up on "
-                f"{xm.xla_device_hw(self.device)}; is PJRT_DEVICE set to something else?"
-            )
+        self.device = self._open_device()
         xm.set_replication(self.device, xm.get_xla_supported_devices())
         self.collectives = "host" if task.device == "cpu" else "in_graph"
         self.scaler = None
         if self.autocast_dtype is torch.float16:
+            from accbench.engines.xla import sync_free
+
             with warnings.catch_warnings():  # torch_xla names its parent by an old name
                 warnings.simplefilter("ignore", FutureWarning)
-                self.scaler = torch_xla.amp.GradScaler()
+                self.scaler = sync_free.GradScaler()
         self._no_overflow = torch.zeros(()).to(self.device)
+        self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         self._replay = self._start_replay()
+
+    def _open_device(self) -> torch.device:
+        if self.task.device == "cuda":
+            cuda.register(self.topology.world_size)
+        if self.task.device != "cpu":
+            from torch_xla._internal import pjrt
+
+            pjrt.initialize_multiprocess(self.topology.local_rank, self.topology.local_world_size)
+        device: torch.device = self.xla.device()
+        wanted, got = _PJRT_DEVICE[self.task.device], self.xm.xla_device_hw(device)
+        if got != wanted:  # as the client behind it says
+            raise RequestError(
+                f"--device {self.task.device}, but torch_xla came up on {got}; "
+                "is PJRT_DEVICE set to something else?"
+            )
+        return device
 
     def _start_replay(self) -> Any | None:
         proven = self.task.device == "cpu" and self.topology.world_size == 1
@@ -183,7 +197,9 @@ class Engine(engines.Engine):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from torch_xla.amp import syncfree
 
-        kinds: dict[str, Any] = {"adamw": syncfree.AdamW, "sgd": syncfree.SGD}
+        from accbench.engines.xla import sync_free
+
+        kinds: dict[str, Any] = {"adamw": sync_free.AdamW, "sgd": syncfree.SGD}
         optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
             optimizers.groups(self.task, model), **optimizers.arguments(self.task)
         )
@@ -195,20 +211,25 @@ class Engine(engines.Engine):
             return self.to_device((tensor.cpu(),))[0]
 
         # State that appears in the first step would make the second another graph.
-        optimizers.make_state(self.task, optimizer, zeros_like, copy)
         if self.task.optimizer == "adamw":
-            for state in optimizer.state.values():
-                state["max_exp_avg_sq"] = torch.empty(0).to(self.device)
-        optimizer.register_load_state_dict_post_hook(self._steps_to_device)
+            optimizer.as_vectors = self._lean  # type: ignore[attr-defined]
+        # In the order of the model's modules, whatever groups they are in.
+        self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        optimizers.make_state(self.task, optimizer, zeros_like, copy)
+        self._place_counts(optimizer)
+        optimizer.register_load_state_dict_post_hook(self._place_counts)
         if self.scaler is not None:
             self._make_scaler_state(self.scaler)
         self.xla.sync()
         return optimizer
 
-    def _steps_to_device(self, optimizer: torch.optim.Optimizer) -> None:
+    def _place_counts(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.task.optimizer == "adamw":
+            optimizer.share_counts(lambda count: self.to_device((count,))[0])  # type: ignore[attr-defined]
         # torch moves what it loads to the parameters' device, but not the step counts.
         for state in optimizer.state.values():
-            state["step"] = state["step"].to(self.device)
+            if state["step"].device != self.device:
+                state["step"] = state["step"].to(self.device)
 
     def _make_scaler_state(self, scaler: Any) -> None:
         # As above: the growth tracker is an integer at first and a computed tensor
@@ -269,15 +290,14 @@ class Engine(engines.Engine):
     def autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
-        if self.task.device == "cuda":
-            return cuda.autocast(self.autocast_dtype)
-        return torch.autocast("xla", dtype=self.autocast_dtype)
+        return autocast.autocast(self.autocast_dtype, self._lean)
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self._average([p for group in optimizer.param_groups for p in group["params"]])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._average(sorted(parameters, key=self._places.__getitem__))
         if self.task.on_nan == "skip":
             self.find_nonfinite(optimizer)
         if self.scaler is not None and self.task.clip_norm is not None:
@@ -298,9 +318,9 @@ class Engine(engines.Engine):
         if self.topology.world_size == 1:
             return
         if self.collectives == "in_graph":
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            scale = 1.0 / self.topology.world_size
-            self.xm.all_reduce(self.xm.REDUCE_SUM, gradients, scale=scale)
+            buckets.average(
+                parameters, self.device, self.topology.world_size, self.options.bucket_mib * 2**20
+            )
         else:
             bucket_bytes = self.options.host_bucket_mib * 2**20
             host_reduction.average(parameters, self.device, self.topology.world_size, bucket_bytes)

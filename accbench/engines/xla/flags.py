@@ -24,9 +24,14 @@ GPU_FLAGS = (
         "orders the step so that the all-reduce runs beside computation, not after it",
     ),
     Flag(
-        "xla_gpu_all_reduce_combine_threshold_bytes", str(128 * 2**20),
-        "one NCCL call for all of ResNet-50's float32 gradients (102 MB): on NVLink a call's "
-        "fixed cost weighs more than what a split would hide",
+        "xla_gpu_experimental_parallel_collective_overlap_limit", "8",
+        "lets the scheduler have several all-reduces under way; with one alone a bucket waits "
+        "for the one before and starts late",
+    ),
+    Flag(
+        "xla_gpu_all_reduce_combine_threshold_bytes", str(2**20),
+        "keeps the buckets that gradients come in (--xla.bucket_mib) apart: together they would "
+        "start when the backward pass is over",
     ),
     Flag(
         "xla_gpu_autotune_level", "4",

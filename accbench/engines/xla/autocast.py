@@ -1,0 +1,175 @@
+"""Autocast under XLA: torch's own rules for CUDA, on every device.
+
+torch_xla has rules of its own under the key AutocastXLA, and they are others: BatchNorm, ReLU and
+max-pooling in float32, which moves twice the bytes; sums, exponentials, norms and sixty more in 16
+bits, which eager computes in float32. And on GPUs its tensors have the key AutocastCUDA instead, so
+that the same model is another program there. Here AutocastXLA is in force on every device, and
+each of its rules leads to that of AutocastCUDA, or to none where that has none; what those two do
+not have well for XLA is in `half_ops`. A model's own `torch.autocast(x.device.type, enabled=False)`
+is heeded, for the device's type is xla.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from accbench.engines.xla import half_ops
+
+_KEY = "AutocastXLA"  # which Python's enum of keys lacks
+_RULES = "AutocastCUDA"
+# Kept, for its end would take the rules back.
+_library: list[torch.library.Library] = []
+
+
+class _Spelling:
+    """Whether `half_ops` are in use; autograd's threads never ask."""
+
+    lean = False
+
+
+@contextmanager
+def autocast(dtype: torch.dtype, lean: bool) -> Iterator[None]:
+    """The forward pass in `dtype` where torch's autocast for CUDA has it so.
+
+    Args:
+        lean: take BatchNorm, ReLU and max-pooling from `half_ops`.
+    """
+    _replace_rules()
+    kept_lean, _Spelling.lean = _Spelling.lean, lean
+    enabled = torch.is_autocast_enabled("xla")
+    kept = [(key, torch.get_autocast_dtype(key)) for key in ("xla", "cuda")]
+    torch.autocast_increment_nesting()
+    # Tensors of XLA:CUDA do not have the key by themselves.
+    with _in_force(_KEY):
+        try:
+            for key, _ in kept:
+                torch.set_autocast_dtype(key, dtype)
+            torch.set_autocast_enabled("xla", True)
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            torch.set_autocast_enabled("xla", enabled)
+            for key, old_dtype in kept:
+                torch.set_autocast_dtype(key, old_dtype)
+            _Spelling.lean = kept_lean
+
+
+@cache
+def _replace_rules() -> None:
+    import torch_xla  # noqa: F401  # or its rules would come after ours
+
+    def names(key: str) -> set[str]:
+        return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+    with_rule = names(_RULES)
+    library = torch.library.Library("aten", "IMPL")
+    _library.append(library)
+    with warnings.catch_warnings():  # of kernels that are replaced
+        warnings.simplefilter("ignore", UserWarning)
+        for name in sorted(names(_KEY) | with_rule):
+            operation = _operation(name)
+            if operation is not None and operation not in _OWN:
+                led = _as_on_cuda(operation) if name in with_rule else None
+                library.impl(_short(name), led or torch.library.fallthrough_kernel, _KEY)
+        for operation, function in _OWN.items():
+            library.impl(_short(operation.name()), _outside(function), _KEY)
+
+
+def _in_force(key: str) -> Any:
+    parsed = torch._C._parse_dispatch_key(key)
+    assert parsed is not None
+    return torch._C._IncludeDispatchKeyGuard(parsed)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("aten::")
+
+
+def _operation(name: str) -> Any:
+    """`aten::add.Tensor` as an object; None for what this torch names but does not have."""
+    packet, _, overload = _short(name).partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
+def _as_on_cuda(operation: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # A device's rules are in force where its autocast is enabled.
+        torch.set_autocast_enabled("xla", False)
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            with _in_force(_RULES):
+                return operation(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_enabled("xla", True)
+
+    return kernel
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which looks at types itself."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        torch.set_autocast_enabled("xla", False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("xla", True)
+
+    return kernel
+
+
+def _lean(given: torch.Tensor) -> bool:
+    trains = given.requires_grad and torch.is_grad_enabled()
+    return _Spelling.lean and trains and given.dtype in half_ops.TYPES
+
+
+def _batch_norm(
+    batch: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
+    momentum: float, eps: float, cudnn: bool,
+) -> torch.Tensor:  # fmt: skip
+    if training and weight is not None and bias is not None and _lean(batch):
+        return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps)
+    # torch_xla would give float32 back for 16 bits, and call it 16 bits: XLA refuses it later.
+    wide = batch.float() if batch.dtype in half_ops.TYPES else batch
+    out = torch.batch_norm(wide, weight, bias, mean, var, training, momentum, eps, cudnn)
+    return out.to(batch.dtype)
+
+
+def _relu(given: torch.Tensor) -> torch.Tensor:
+    return half_ops.relu(given) if _lean(given) else torch.relu(given)
+
+
+def _relu_in_place(given: torch.Tensor) -> torch.Tensor:
+    if not _lean(given) or given.grad_fn is None or given._is_view():
+        return torch.relu_(given)
+    out = half_ops.relu(given)
+    # Without the history, or a gradient of zeros would be carried through all of it.
+    return given.detach_().copy_(out)
+
+
+def _max_pool2d(
+    given: torch.Tensor, size: list[int], stride: list[int] | tuple[()] = (),
+    padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    plain = given.dim() == 4 and set(dilation) == {1} and not ceil_mode
+    if not plain or not _lean(given) or _pair(size)[0] * _pair(size)[1] > 255:
+        return torch.max_pool2d(given, size, stride, padding, dilation, ceil_mode)
+    return half_ops.max_pool2d(given, _pair(size), _pair(stride or size), _pair(padding))
+
+
+def _pair(value: Sequence[int]) -> tuple[int, int]:
+    return value[0], value[-1]
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.batch_norm.default: _batch_norm,
+    torch.ops.aten.relu.default: _relu,
+    torch.ops.aten.relu_.default: _relu_in_place,
+    torch.ops.aten.max_pool2d.default: _max_pool2d,
+}

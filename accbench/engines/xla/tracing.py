@@ -1,0 +1,210 @@
+"""The training step as XLA is given it, for GPUs that are not here: `accbench preflight`.
+
+`python -m accbench.engines.xla.tracing FOLDER FLAGS` builds what a worker of such a run builds,
+takes one step of the one training loop and ends when XLA, on the CPU, begins to compile it: its
+program before any optimisation is FOLDER/step.hlo.pb (an HloProto of xla/service/hlo.proto), and
+FOLDER/trace.json has facts. The device is the CPU's, everything else as for the GPU: flags,
+autocast, the scaler, the reduction in the graph. The step itself is not computed.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from accbench import config, models, plugins, resolving
+from accbench.config import TaskConfig
+from accbench.engines.xla import engine, module_scopes
+from accbench.engines.xla import flags as xla_flags
+from accbench.errors import RequestError
+from accbench.training import train_loop
+from accbench.training.process_group import Topology
+
+PROGRAM_FILE = "step.hlo.pb"
+FACTS_FILE = "trace.json"
+# Torch, the engines and the loop: what stands above these in a stack is the model.
+_NOT_THE_MODEL = (
+    f"{os.sep}torch{os.sep}",
+    f"{os.sep}torch_xla{os.sep}",
+    f"{os.sep}accbench{os.sep}",
+)
+
+
+class AbsentGpu(engine.Engine):
+    """The engine as on a GPU of a node that has them all, traced on the CPU."""
+
+    in_sync = False
+    """Whether the step's end is being handed to the device."""
+
+    def _open_device(self) -> torch.device:
+        device: torch.device = self.xla.device()
+        return device
+
+    def end_step(self) -> None:
+        self.in_sync = True
+        super().end_step()
+        self.in_sync = False
+
+
+def environment(folder: Path, world_size: int) -> dict[str, str]:
+    """What the tracing process must start with, for XLA reads it once."""
+    flags = f"--xla_dump_to={_dump(folder)} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=.*"
+    found = {
+        "PJRT_DEVICE": "CPU",
+        "TORCH_WARM_POOL": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        # Operations carry the module that they come from.
+        "XLA_IR_DEBUG": "1",
+        "XLA_HLO_DEBUG": "1",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+    }
+    # Or torch_xla leaves a lone process' all-reduce away.
+    return {**found, "XLA_ALWAYS_ALLREDUCE": "1"} if world_size > 1 else found
+
+
+def gpu_flags(task: TaskConfig) -> str:
+    """XLA's flags that a run on the GPU has."""
+    options = task.options.get("xla", engine.Engine.Options())
+    return xla_flags.merged("cuda", options.flags)
+
+
+def _dump(folder: Path) -> Path:
+    return folder / "traced"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trace; returns the exit status, and leaves the process by itself when it has the program."""
+    folder, flags = Path(argv[0]), argv[1:]
+    try:
+        task = resolving.fill(config.parse(flags, "accbench preflight"), "cuda")
+        resolving.check_data(task)
+        _trace(task, folder)
+    except RequestError as error:
+        return _failed(folder, str(error))
+    except MemoryError:
+        return _failed(folder, "this machine has not enough memory to build the step")
+    except Exception as error:
+        traceback.print_exc()
+        place = _place_in_model(traceback.extract_tb(error.__traceback__))
+        text = " ".join(str(error).split())[:500]
+        return _failed(folder, f"{type(error).__name__}: {text}{place}")
+    return _failed(folder, "the step left nothing for XLA to compile")
+
+
+def _trace(task: TaskConfig, folder: Path) -> None:
+    started = time.perf_counter()
+    world_size = task.nproc_per_node
+    here = Topology(world_size=world_size, local_world_size=world_size)
+    absent = AbsentGpu(task, task.options.get("xla", engine.Engine.Options()), here)
+    name, location = config.data_name(task.data)
+    source = plugins.load("data", name)(location, task, task.options.get(name), Topology())
+    spec = models.of_task(task)
+    torch.manual_seed(task.seed)
+    net = spec.build(source.num_classes)
+    model = absent.prepare(net)
+    optimizer = absent.build_optimizer(model)
+    absent.seed(task.seed)
+    batch = next(iter(source.train_loader()))
+    on_device = absent.to_device(batch)
+    model.train()
+    absent.xla.sync()
+    absent.wait()
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    facts: dict[str, Any] = {
+        "model": type(net).__name__,
+        "num_parameters": sum(p.numel() for p in parameters),
+        "parameter_sizes": sorted({p.numel() for p in parameters}),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "batch": [{"shape": list(t.shape), "dtype": str(t.dtype)} for t in batch],
+        "num_classes": source.num_classes,
+    }
+    done = {path.name for path in _programs(folder)}
+    traced = time.perf_counter()
+
+    def finish(program: bytes) -> NoReturn:
+        if not absent.in_sync:
+            frames = sys._current_frames()[threading.main_thread().ident or 0]
+            place = _place_in_model(traceback.extract_stack(frames))
+            counts = absent.compile_stats().num_fallbacks
+            os._exit(
+                _failed(
+                    folder,
+                    "the step is not one program: a value is needed on the host in its midst"
+                    f"{place}; {counts} operations left the compiler",
+                )
+            )
+        facts["trace_s"] = time.perf_counter() - traced
+        facts["build_s"] = traced - started
+        (folder / PROGRAM_FILE).write_bytes(program)
+        (folder / FACTS_FILE).write_text(json.dumps(facts))
+        sys.stdout.flush()
+        os._exit(0)
+
+    threading.Thread(target=_watch, args=(folder, done, finish), daemon=True).start()
+    with module_scopes.named(net):
+        absent.run_step(train_loop.train_step, model, spec, optimizer, on_device)
+    absent.wait()
+
+
+def _programs(folder: Path) -> list[Path]:
+    return sorted(_dump(folder).glob("*before_optimizations*.hlo.pb"))
+
+
+def _watch(folder: Path, done: set[str], finish: Any) -> None:
+    """Call `finish` with the first program that is not in `done`, once it is there as a whole."""
+    while True:
+        for path in _programs(folder):
+            content = path.read_bytes()
+            if path.name not in done and is_whole(content):
+                finish(content)
+        time.sleep(0.02)
+
+
+def is_whole(proto: bytes) -> bool:
+    """Whether the bytes of an HloProto end where its fields do."""
+    at = 0
+    while at < len(proto):
+        key, at = _varint(proto, at)
+        if key & 7 == 2:
+            size, at = _varint(proto, at)
+            at += size
+        elif key & 7 == 0:
+            _, at = _varint(proto, at)
+        else:
+            return False
+    return at == len(proto) > 0
+
+
+def _varint(proto: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(proto):
+        value |= (proto[at] & 127) << shift
+        shift += 7
+        at += 1
+        if proto[at - 1] < 128:
+            return value, at
+    return value, at + 1  # cut off: behind the end
+
+
+def _place_in_model(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Where in the model a stack stands, ` at FILE:LINE: code`; nothing if it is in none."""
+    for frame in reversed(frames):
+        if not any(part in frame.filename for part in _NOT_THE_MODEL):
+            return f" at {frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def _failed(folder: Path, why: str) -> int:
+    (folder / FACTS_FILE).write_text(json.dumps({"error": why}))
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

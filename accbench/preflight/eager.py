@@ -1,0 +1,487 @@
+"""What eager PyTorch moves in one training step on a GPU, operation by operation: the baseline's
+bound, with no GPU here and without computing.
+
+The step is the one training loop's with the engine ddp, on tensors that have a shape and no
+content. Each operation is a launch, and its bytes those that must cross the memory's bus if it
+reads every argument once and writes every result once; views move nothing. `kernels` counts XLA's
+programs likewise, so that the two can be compared.
+"""
+
+import dataclasses
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DispatchKey, DispatchKeySet
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from accbench import models
+from accbench.config import TaskConfig
+from accbench.engines import ddp
+from accbench.preflight import kernels, summary
+from accbench.preflight.gpu import Gpu
+from accbench.preflight.kernels import Kernel
+from accbench.training import train_loop
+from accbench.training.process_group import Topology
+
+NOTE = (
+    "one GPU at its peak rates, where every operation reads its arguments from memory and writes "
+    "its results there, once, but normalisation reads twice what it normalises; launches are "
+    "operations, some of which are several kernels"
+)
+_aten = torch.ops.aten
+_ELEMENT_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+# Operation -> which argument its input is; weights are the next.
+_CONVOLUTIONS = {_aten.convolution.default: 0, _aten.convolution_backward.default: 1}
+# These only reserve memory, or are made on the host.
+_NO_KERNEL = ("empty", "lift")
+_TWICE = {"input": 2, "grad_out": 2}
+_UNREAD = {"self": 0}
+# Operation -> argument -> how often all of it is read, where that is not once.
+_READS: Mapping[str, Mapping[str, int]] = {
+    # Statistics (backward: two sums), then what they are for: a channel lies all over the tensor,
+    # so that the second pass is one over memory as well. Likewise groups, whose moments are a
+    # kernel of their own.
+    "native_batch_norm": _TWICE,
+    "native_batch_norm_backward": _TWICE,
+    "native_group_norm": _TWICE,
+    "native_group_norm_backward": _TWICE,
+    # A row is normalised where it was read, in registers or the L1 cache, but gradients of scale
+    # and shift are sums over rows, by another kernel. Softmax has rows alone: once.
+    "native_layer_norm_backward": _TWICE,
+    # What is overwritten is not read, and of these only the shape, or one number of a row, is.
+    **{name: _UNREAD for name in (
+        "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_",
+        "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward",
+        "max_pool2d_with_indices_backward",
+    )},
+}  # fmt: skip
+# Operation -> argument of which as much is read as comes out.
+_GATHERED = {
+    "embedding": "weight", "gather": "self", "index_select": "self", "index": "self",
+}  # fmt: skip
+
+
+def count(
+    task: TaskConfig, gpu: Gpu, num_classes: int, batch: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """What one step moves and computes, and how fast it is at best.
+
+    Args:
+        batch: of one GPU and step: `shape` and `dtype` (such as torch.uint8) of each tensor; the
+            first's first dimension are the samples.
+
+    Returns:
+        `launches`, `bytes`, `flops`, `bound_s` (the sum over operations of the longer of their
+        bytes at full bandwidth and their products at full rate), `samples_per_s_at_most` and a
+        `note`. None where the model, the loss or torch needs values that are not there.
+
+    Raises:
+        RequestError: there is no such model.
+    """
+    spec = models.of_task(task)
+    try:
+        with _in_silence():
+            found = of_step(task, spec, num_classes, batch)
+    except Exception:  # a model may raise anything
+        return None
+    bound_s = sum(summary.bound_s(kernel, gpu) for kernel in found)
+    return {
+        "launches": len(found),
+        "bytes": sum(kernel.num_bytes for kernel in found),
+        "flops": sum(kernel.flops for kernel in found),
+        "bound_s": bound_s,
+        "samples_per_s_at_most": batch[0]["shape"][0] / bound_s if bound_s else None,
+        "note": NOTE,
+    }
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    # Where it writes what it raises as well.
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = was_disabled
+
+
+def of_step(
+    task: TaskConfig, spec: Any, num_classes: int, batch: Sequence[Mapping[str, Any]]
+) -> list[Kernel]:
+    """The step's operations in their order, named as torch names them.
+
+    Args:
+        spec: the model and its loss, as `models.of_task` has them.
+        batch: as for `count`.
+
+    Raises:
+        Exception: whatever the model raises where tensors have no content.
+    """
+    # The engine's device is the CPU, whose tensors autograd takes without a driver.
+    task = dataclasses.replace(task, device="cpu", amp_dtype=task.amp_dtype or "float16")
+    rules = _CudaRules()
+    with FakeTensorMode(allow_fallback_kernels=False), rules.in_force():
+        engine = AbsentGpu(task, task.options.get("ddp", ddp.Engine.Options()), Topology())
+        engine.rules = rules
+        model = engine.prepare(spec.build(num_classes))
+        optimizer = engine.build_optimizer(model)
+        model.train()
+        on_device = engine.to_device(tuple(map(_tensor, batch)))
+        with _Counter(rules) as counter:
+            engine.run_step(train_loop.train_step, model, spec, optimizer, on_device)
+    return counter.found
+
+
+def _tensor(given: Mapping[str, Any]) -> torch.Tensor:
+    return torch.empty(given["shape"], dtype=getattr(torch, given["dtype"].removeprefix("torch.")))
+
+
+class AbsentGpu(ddp.Engine):
+    """The engine as on a GPU, but for where its tensors are."""
+
+    rules: "_CudaRules"
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        # `Module.to` makes tensors without content anew, also for two layers that share them.
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dim() == 4:
+                tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
+        return model
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        # By key, as `torch.autocast("cuda")` turns itself off where there is no GPU.
+        was_enabled, old_dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        try:
+            torch.set_autocast_enabled("cuda", self.autocast_dtype is not None)
+            torch.set_autocast_dtype("cuda", self.autocast_dtype or old_dtype)
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", was_enabled)
+            torch.set_autocast_dtype("cuda", old_dtype)
+            self.rules.cast_weights.clear()
+
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.task.clip_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            # On CUDA torch chooses this by itself, and on the CPU one tensor after the other.
+            clip_grad.clip_grad_norm_(parameters, self.task.clip_norm, foreach=True)
+
+
+class _Reached(Exception):
+    """What autocast calls: an operation, its arguments, and those with a name."""
+
+
+class _CudaRules:
+    """Has tensors of the CPU cast, and computed with, as those of CUDA are.
+
+    Autograd wants a driver for tensors of CUDA, even for such without content; and autocast's
+    kernels for CUDA leave all other tensors alone, except XLA's. So kernels in front of autograd
+    ask them: what would you call if these were XLA's? Those kernels are registered, for this time
+    only, for the autocast of a kind of device that torch has nothing for.
+    """
+
+    _KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+    _DEVICE_TYPE = "privateuseone"
+    KEYS = DispatchKeySet(_KEY)
+
+    def __init__(self) -> None:
+        self.asking = False
+        """Whether what is called is no part of the step."""
+        self.cast_weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        """id of a parameter, type -> what autocast made of it, once for all its uses."""
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """For the time of this."""
+        was_enabled = torch.is_autocast_enabled(self._DEVICE_TYPE)
+        others, aten = (torch.library.Library(ns, "IMPL", self._KEY.name) for ns in ("_", "aten"))
+        try:
+            others.fallback(torch.library.fallthrough_kernel)
+            for name in _with_rules() | _ALSO:
+                aten.impl(name, partial(self._call, _operation(name)))
+            torch.set_autocast_enabled(self._DEVICE_TYPE, True)
+            with torch._C._IncludeDispatchKeyGuard(self._KEY):
+                yield
+        finally:
+            torch.set_autocast_enabled(self._DEVICE_TYPE, was_enabled)
+            for library in (aten, others):
+                library._destroy()
+
+    def _call(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.asking:
+            raise _Reached(operation, args, kwargs)
+        if torch.is_autocast_enabled("cuda") and operation.name() in _with_rules():
+            operation, args, kwargs = self._as_cast(operation, args, kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(self.KEYS):
+            return _OWN.get(operation, operation)(*args, **kwargs)
+
+    def _as_cast(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """The operation and the arguments that autocast calls in place of these."""
+        twins, named_twins = tree_map(_of_xla, (args, kwargs))
+        self.asking = True
+        try:
+            operation.redispatch(DispatchKeySet(DispatchKey.AutocastCUDA), *twins, **named_twins)
+            return operation, args, kwargs
+        except _Reached as reached:
+            called, new_args, new_kwargs = reached.args
+        finally:
+            self.asking = False
+        originals = iter(_tensors((args, kwargs)))
+
+        def cast(leaf: Any) -> Any:
+            return self._cast(next(originals), leaf.dtype) if _is_tensor(leaf) else leaf
+
+        return (called, *tree_map(cast, (new_args, new_kwargs)))
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == tensor.dtype:
+            return tensor
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return tensor.to(dtype)
+        key = id(tensor), dtype
+        if key not in self.cast_weights:
+            self.cast_weights[key] = tensor.to(dtype)
+        return self.cast_weights[key]
+
+
+@cache
+def _with_rules() -> frozenset[str]:
+    """Operations that autocast has a kernel for on CUDA."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
+    )
+
+
+def _operation(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(_aten, packet), overload or "default")
+
+
+def _of_xla(leaf: Any) -> Any:
+    """A tensor like this one on a device whose tensors obey autocast's rules for CUDA."""
+    if not _is_tensor(leaf):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="xla:0")
+
+
+# What torch composes in another way on CUDA than on the CPU.
+
+
+def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if train and 0 < p < 1:
+        return _aten.native_dropout(values, p, train)[0]
+    return _aten.dropout(values, p, train)
+
+
+def _softmax(
+    fused: Any, composed: Any, values: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if values.dtype is torch.float16 and dtype is torch.float32:
+        return fused(values, dim, True)
+    return composed(values, dim, dtype)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """By one of the fused kernels, which move the same bytes."""
+    if query.dim() != 4 or enable_gqa:
+        return _aten.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is None and query.dtype in _ELEMENT_TYPES:
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+
+
+_OWN: Mapping[Any, Callable[..., torch.Tensor]] = {
+    _aten.dropout.default: _dropout,
+    _aten.softmax.int: partial(_softmax, _aten._softmax, _aten.softmax.int),
+    _aten.log_softmax.int: partial(_softmax, _aten._log_softmax, _aten.log_softmax.int),
+    _aten.scaled_dot_product_attention.default: _attention,
+}
+# Without rules of autocast; the norms are what it makes of those that are asked for no type.
+_ALSO = {"aten::dropout", "aten::norm.ScalarOpt_dtype", "aten::norm.ScalarOpt_dim_dtype"}
+
+
+class _Counter(TorchDispatchMode):
+    """Notes what each operation reads, writes and computes."""
+
+    def __init__(self, rules: _CudaRules) -> None:
+        super().__init__()
+        self.rules = rules
+        self.found: list[Kernel] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        results = None
+        with torch._C._ExcludeDispatchKeyGuard(self.rules.KEYS):
+            # Returns nothing, and not every one is known to tensors without content.
+            if not _is_fused_optimizer(operation):
+                results = operation(*args, **kwargs)
+            if operation in _CONVOLUTIONS:
+                at = _CONVOLUTIONS[operation]
+                results = _as_cudnn_lays_out(args[at : at + 2], results)
+        if not self.rules.asking:
+            self.found += _kernels(operation, args, kwargs, results)
+        return results
+
+
+def _as_cudnn_lays_out(given: Sequence[torch.Tensor], results: Any) -> Any:
+    """Channels last where the input or the weights are; on the CPU it depends on the CPU."""
+    layouts = {suggest_memory_format(tensor) for tensor in given}
+    wanted = torch.channels_last if torch.channels_last in layouts else torch.contiguous_format
+
+    def laid_out(leaf: Any) -> Any:
+        images = _is_tensor(leaf) and leaf.dim() == 4
+        return leaf.contiguous(memory_format=wanted) if images else leaf
+
+    return tree_map(laid_out, results)
+
+
+def _kernels(operation: Any, args: Any, kwargs: Any, results: Any) -> list[Kernel]:
+    if operation is _aten.convolution_backward.default:
+        return _convolution_backward(args, results)
+    name = _name(operation)
+    if torch.Tag.inplace_view in operation.tags or any(word in name for word in _NO_KERNEL):
+        return []
+    given = dict(_arguments(operation, args, kwargs))
+    written = _written(operation, given, results)
+    if not written:  # a view, or nothing on the device
+        return []
+    flops = _flops(operation, args, kwargs, results)
+    found = [_kernel(name, _read(name, given, written) + written, flops, args)]
+    if operation is _aten.convolution.default and args[2] is not None and args[8] == 1:
+        # cuDNN convolves; what is added to every pixel is added by a kernel of its own.
+        found.append(_kernel("add_", _num_bytes(args[2]) + 2 * written, 0, args))
+    return found
+
+
+def _convolution_backward(args: Any, results: Any) -> list[Kernel]:
+    """One kernel for each gradient that is asked for; each reads that of the result."""
+    gradient, given, weight, _, *settings, mask = args
+    reads = {"input": (gradient, weight), "weight": (gradient, given), "bias": (gradient,)}
+    # As many products each as the convolution itself; torch's formula for them forgets groups.
+    flops = _flops(_aten.convolution.default, (given, weight, None, *settings), {}, gradient)
+    return [
+        _kernel(
+            f"convolution_backward.{of}",
+            sum(map(_num_bytes, (*read, result))),
+            0 if of == "bias" else flops,
+            args,
+        )
+        for (of, read), result, wanted in zip(reads.items(), results, mask, strict=True)
+        if wanted
+    ]
+
+
+def _kernel(name: str, num_bytes: int, flops: int, args: Any) -> Kernel:
+    dtypes = [tensor.dtype for tensor in _tensors(args)]
+    factors = _ELEMENT_TYPES.get(dtypes[0], "f32") if dtypes else "f32"
+    kind = kernels.OTHER
+    if flops:
+        kind = kernels.CONVOLUTION if "convolution" in name else kernels.PRODUCT
+    return Kernel(name, kind, num_bytes, flops, factors)
+
+
+def _flops(operation: Any, args: Any, kwargs: Any, results: Any) -> int:
+    formula = flop_registry.get(operation._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=results)) if formula else 0
+
+
+def _written(operation: Any, given: Mapping[str, Any], results: Any) -> int:
+    """Bytes of arguments that are changed and of results that are not among them."""
+    there = {_storage(tensor) for tensor in _tensors(list(given.values()))}
+    fresh = [tensor for tensor in _tensors(results) if _storage(tensor) not in there]
+    changed = {
+        argument.name
+        for argument in operation._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    if _is_fused_optimizer(operation) and given.get("grad_scale") is None:
+        changed.discard("grads")  # written only where they are unscaled
+    in_place = _tensors([given.get(name) for name in sorted(changed)])
+    return sum(map(_num_bytes, (*fresh, *in_place)))
+
+
+def _read(name: str, given: Mapping[str, Any], written: int) -> int:
+    """Bytes of arguments, each once where it is given twice."""
+    if name.startswith("new_") or name.endswith("_like"):
+        return 0
+    times = _READS.get(name, {})
+    if not given.get("training", given.get("train", True)):
+        times = {}  # normalised by statistics that are there
+    read: dict[int, int] = {}
+    for argument, value in given.items():
+        for tensor in _tensors(value):
+            size = _num_bytes(tensor) * times.get(argument, 1)
+            if _GATHERED.get(name) == argument:
+                size = min(size, written)
+            read[id(tensor)] = max(read.get(id(tensor), 0), size)
+    return sum(read.values())
+
+
+def _is_fused_optimizer(operation: Any) -> bool:
+    return _name(operation).startswith("_fused_") and not operation._schema.returns
+
+
+def _name(operation: Any) -> str:
+    name: str = operation._schema.name
+    return name.removeprefix("aten::")
+
+
+def _arguments(operation: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """Name -> value, of those that are given."""
+    names = [argument.name for argument in operation._schema.arguments]
+    yield from zip(names, args, strict=False)
+    yield from kwargs.items()
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if _is_tensor(leaf)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """In memory, where what is expanded is there once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size for size, stride in sizes if stride)

@@ -1,0 +1,147 @@
+"""GPUs as data: what XLA's compiler wants to know of one, and what it can do at best.
+
+`accbench/preflight/gpus/<name>.yaml` is one each; `--gpu FILE.yaml` names another.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accbench.errors import RequestError
+
+_FOLDER = Path(__file__).with_name("gpus")
+# Of element types that have no rate of their own on a GPU, the rate of the next.
+_RATES = {
+    "f16": ("float16",), "bf16": ("bfloat16", "float32"), "f32": ("tf32", "float32"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU; rates are peaks."""
+
+    name: str
+    """As its driver calls it."""
+    compute_capability: str
+    """Such as 9.0."""
+    multiprocessors: int
+    clock_ghz: float
+    """The highest."""
+    memory_bytes: int
+    memory_gb_per_s: float
+    l2_bytes: int
+    threads_per_multiprocessor: int
+    float32_lanes_per_multiprocessor: int
+    shared_bytes_per_multiprocessor: int
+    shared_bytes_per_block: int
+    """The most that a block may ask for."""
+    dense_tflops: dict[str, float]
+    """Element type of the factors (float16, bfloat16, tf32, float32) -> 10^12 operations/s."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of its memory."""
+        return self.memory_gb_per_s * 1e9
+
+    def flops_per_s(self, element_type: str) -> float:
+        """Of products of factors of XLA's type `element_type`; the fastest that it may choose."""
+        for name in _RATES.get(element_type, ("float32",)):
+            if name in self.dense_tflops:
+                return self.dense_tflops[name] * 1e12
+        return self.dense_tflops["float32"] * 1e12
+
+    @property
+    def target_config(self) -> str:
+        """XLA's GpuTargetConfigProto as text (xla/stream_executor/device_description.proto)."""
+        major, minor = self.compute_capability.split(".")
+        device = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_core": self.shared_bytes_per_multiprocessor,
+            "threads_per_core_limit": self.threads_per_multiprocessor,
+            "core_count": self.multiprocessors,
+            "fpus_per_core": self.float32_lanes_per_multiprocessor,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "memory_bandwidth": int(self.bytes_per_s),
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory_bytes,
+            "shared_memory_per_block_optin": self.shared_bytes_per_block,
+            "cuda_compute_capability": f"{{ major: {major} minor: {minor} }}",
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        facts = "\n".join(
+            f"  {key}{'' if key.endswith('capability') else ':'} {value}"
+            for key, value in device.items()
+        )
+        # cuDNN's version is that which torch 2.8 brings.
+        return (
+            f'gpu_device_info {{\n{facts}\n}}\nplatform_name: "CUDA"\n'
+            "dnn_version_info { major: 9 minor: 10 patch: 2 }\n"
+            f"device_description_str: {_quoted(self.name)}\n"
+        )
+
+
+def _quoted(text: str) -> str:
+    kept = re.sub(r'[^ -~]|["\\]', "?", text)
+    return f'"{kept}"'
+
+
+def names() -> list[str]:
+    """The GPUs that are described here."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def load(name: str) -> Gpu:
+    """The GPU of this name, or of this file.
+
+    Raises:
+        RequestError: there is none, or its file does not describe one.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name.lower()}.yaml"
+    if not name.endswith((".yaml", ".yml")) and path.stem not in names():
+        raise RequestError(
+            f"unknown GPU {name!r}; there are: {', '.join(names())}, or a YAML file of the same "
+            f"form as those in {_FOLDER}"
+        )
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"--gpu {name}: {' '.join(str(error).split())}") from None
+    return _checked(content, f"--gpu {name}")
+
+
+def _checked(content: Any, what: str) -> Gpu:
+    fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
+    if not isinstance(content, dict):
+        raise RequestError(f"{what}: not a mapping of {', '.join(fields)}")
+    for problem, keys in (
+        ("lacks", set(fields) - set(content)), ("has unknown", set(content) - set(fields)),
+    ):  # fmt: skip
+        if keys:
+            raise RequestError(f"{what} {problem} {', '.join(sorted(map(str, keys)))}")
+    if not isinstance(content["name"], str):
+        raise RequestError(f"{what}: name must be text, not {content['name']!r}")
+    if not re.fullmatch(r"\d+\.\d", str(content["compute_capability"])):
+        raise RequestError(
+            f'{what}: compute_capability must be as "9.0", not {content["compute_capability"]!r}'
+        )
+    rates = content["dense_tflops"]
+    if not isinstance(rates, dict) or "float32" not in rates:
+        raise RequestError(f"{what}: dense_tflops must be a mapping with float32 in it")
+    numbers = {key: content[key] for key, kind in fields.items() if kind in (int, float)}
+    for key, number in {**numbers, **{f"dense_tflops.{k}": v for k, v in rates.items()}}.items():
+        whole = fields.get(key) is int
+        right = isinstance(number, int if whole else (int, float)) and not isinstance(number, bool)
+        if not right or not 0 < number < 1e15:
+            raise RequestError(
+                f"{what}: {key} must be a {'whole ' if whole else ''}number above 0, not {number!r}"
+            )
+    return Gpu(**{**content, "compute_capability": str(content["compute_capability"])})

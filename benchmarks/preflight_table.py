@@ -1,0 +1,69 @@
+"""What steps compiled for absent GPUs need, move and at best do: the table of docs/cuda.md.
+
+    python benchmarks/preflight_table.py [FOLDER]
+
+Compiles ResNet-50 for three GPUs, one and eight of each, in both 16-bit types, and a ViT; each
+takes half a minute on two cores. Prints Markdown. With FOLDER the results are kept there, and what
+is there already is not compiled again.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESNET = ("resnet50", 256)
+ROWS = [
+    (model, gpu, num_gpus, dtype)
+    for model, gpus in ((RESNET, ("a100_80", "h100", "h200")), (("vit_b_16", 128), ("h100",)))
+    for gpu in gpus
+    for num_gpus in (1, 8)
+    for dtype in ("float16", "bfloat16")
+]
+HEAD = (
+    "model, batch", "GPU", "type", "GiB", "launches", "GB", "bound, ms", "at most, samples/s",
+    "eager: GB", "bound, ms", "reduced early", "compile, s",
+)  # fmt: skip
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        print("| " + " | ".join(HEAD) + " |")
+        print("| --- | --- | --- " + "| ---: " * (len(HEAD) - 3) + "|")
+        for (model, batch), gpu, num_gpus, dtype in ROWS:
+            path = folder / f"{model}-{gpu}-{num_gpus}-{dtype}.json"
+            if not path.exists():
+                flags = (
+                    f"--model={model}", f"--batch_size={batch}", f"--gpu={gpu}",
+                    f"--nproc_per_node={num_gpus}", f"--amp_dtype={dtype}", "--format=json",
+                )  # fmt: skip
+                command = [sys.executable, "-m", "accbench", "preflight", *flags]
+                done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+                path.write_bytes(done.stdout)
+            found = json.loads(path.read_text())
+            print("| " + " | ".join(cells(found, f"{num_gpus} x {gpu}", dtype)) + " |", flush=True)
+
+
+def cells(found: dict[str, Any], gpus: str, dtype: str) -> list[str]:
+    step, eager, reduction = found["step"], found["eager"], found["reduction"]
+    return [
+        f"{found['task']['model']}, {found['task']['batch_size']}", gpus, dtype,
+        f"{found['memory']['peak_bytes'] / 2**30:.1f}",
+        f"{step['launches']:,}",
+        f"{step['bytes'] / 1e9:.1f}",
+        f"{step['bound_s'] * 1e3:.1f}",
+        f"{step['samples_per_s_at_most'] * found['num_gpus']:,.0f}",
+        f"{eager['bytes'] / 1e9:.1f}" if eager else "-",
+        f"{eager['bound_s'] * 1e3:.1f}" if eager else "-",
+        f"{reduction['started_before_last_product']:.0%}" if reduction else "",
+        f"{found['cost']['compile_s']:.0f}",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
