@@ -11,25 +11,24 @@ import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DispatchKey, DispatchKeySet
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from accbench import models
 from accbench.config import TaskConfig
 from accbench.engines import ddp
 from accbench.preflight import kernels, summary
+from accbench.preflight.cuda_rules import CudaRules, is_tensor, tensors_in
 from accbench.preflight.gpu import Gpu
 from accbench.preflight.kernels import Kernel
 from accbench.training import train_loop
@@ -134,7 +133,7 @@ def of_step(
     """
     # The engine's device is the CPU, whose tensors autograd takes without a driver.
     task = dataclasses.replace(task, device="cpu", amp_dtype=task.amp_dtype or "float16")
-    rules = _CudaRules()
+    rules = CudaRules()
     with FakeTensorMode(allow_fallback_kernels=False), rules.in_force():
         engine = AbsentGpu(task, task.options.get("ddp", ddp.Engine.Options()), Topology())
         engine.rules = rules
@@ -154,7 +153,7 @@ def _tensor(given: Mapping[str, Any]) -> torch.Tensor:
 class AbsentGpu(ddp.Engine):
     """The engine as on a GPU, but for where its tensors are."""
 
-    rules: "_CudaRules"
+    rules: CudaRules
 
     def prepare(self, model: nn.Module) -> nn.Module:
         # `Module.to` makes tensors without content anew, also for two layers that share them.
@@ -183,161 +182,10 @@ class AbsentGpu(ddp.Engine):
             clip_grad.clip_grad_norm_(parameters, self.task.clip_norm, foreach=True)
 
 
-class _Reached(Exception):
-    """What autocast calls: an operation, its arguments, and those with a name."""
-
-
-class _CudaRules:
-    """Has tensors of the CPU cast, and computed with, as those of CUDA are.
-
-    Autograd wants a driver for tensors of CUDA, even for such without content; and autocast's
-    kernels for CUDA leave all other tensors alone, except XLA's. So kernels in front of autograd
-    ask them: what would you call if these were XLA's? Those kernels are registered, for this time
-    only, for the autocast of a kind of device that torch has nothing for.
-    """
-
-    _KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-    _DEVICE_TYPE = "privateuseone"
-    KEYS = DispatchKeySet(_KEY)
-
-    def __init__(self) -> None:
-        self.asking = False
-        """Whether what is called is no part of the step."""
-        self.cast_weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        """id of a parameter, type -> what autocast made of it, once for all its uses."""
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """For the time of this."""
-        was_enabled = torch.is_autocast_enabled(self._DEVICE_TYPE)
-        others, aten = (torch.library.Library(ns, "IMPL", self._KEY.name) for ns in ("_", "aten"))
-        try:
-            others.fallback(torch.library.fallthrough_kernel)
-            for name in _with_rules() | _ALSO:
-                aten.impl(name, partial(self._call, _operation(name)))
-            torch.set_autocast_enabled(self._DEVICE_TYPE, True)
-            with torch._C._IncludeDispatchKeyGuard(self._KEY):
-                yield
-        finally:
-            torch.set_autocast_enabled(self._DEVICE_TYPE, was_enabled)
-            for library in (aten, others):
-                library._destroy()
-
-    def _call(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.asking:
-            raise _Reached(operation, args, kwargs)
-        if torch.is_autocast_enabled("cuda") and operation.name() in _with_rules():
-            operation, args, kwargs = self._as_cast(operation, args, kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(self.KEYS):
-            return _OWN.get(operation, operation)(*args, **kwargs)
-
-    def _as_cast(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """The operation and the arguments that autocast calls in place of these."""
-        twins, named_twins = tree_map(_of_xla, (args, kwargs))
-        self.asking = True
-        try:
-            operation.redispatch(DispatchKeySet(DispatchKey.AutocastCUDA), *twins, **named_twins)
-            return operation, args, kwargs
-        except _Reached as reached:
-            called, new_args, new_kwargs = reached.args
-        finally:
-            self.asking = False
-        originals = iter(_tensors((args, kwargs)))
-
-        def cast(leaf: Any) -> Any:
-            return self._cast(next(originals), leaf.dtype) if _is_tensor(leaf) else leaf
-
-        return (called, *tree_map(cast, (new_args, new_kwargs)))
-
-    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if dtype == tensor.dtype:
-            return tensor
-        if not (tensor.is_leaf and tensor.requires_grad):
-            return tensor.to(dtype)
-        key = id(tensor), dtype
-        if key not in self.cast_weights:
-            self.cast_weights[key] = tensor.to(dtype)
-        return self.cast_weights[key]
-
-
-@cache
-def _with_rules() -> frozenset[str]:
-    """Operations that autocast has a kernel for on CUDA."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return frozenset(
-        name
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
-    )
-
-
-def _operation(name: str) -> Any:
-    packet, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(_aten, packet), overload or "default")
-
-
-def _of_xla(leaf: Any) -> Any:
-    """A tensor like this one on a device whose tensors obey autocast's rules for CUDA."""
-    if not _is_tensor(leaf):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="xla:0")
-
-
-# What torch composes in another way on CUDA than on the CPU.
-
-
-def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    if train and 0 < p < 1:
-        return _aten.native_dropout(values, p, train)[0]
-    return _aten.dropout(values, p, train)
-
-
-def _softmax(
-    fused: Any, composed: Any, values: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    if values.dtype is torch.float16 and dtype is torch.float32:
-        return fused(values, dim, True)
-    return composed(values, dim, dtype)
-
-
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    *, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """By one of the fused kernels, which move the same bytes."""
-    if query.dim() != 4 or enable_gqa:
-        return _aten.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if attn_mask is None and query.dtype in _ELEMENT_TYPES:
-        return _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-    if attn_mask is not None:
-        if attn_mask.dtype is torch.bool:
-            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-    )[0]
-
-
-_OWN: Mapping[Any, Callable[..., torch.Tensor]] = {
-    _aten.dropout.default: _dropout,
-    _aten.softmax.int: partial(_softmax, _aten._softmax, _aten.softmax.int),
-    _aten.log_softmax.int: partial(_softmax, _aten._log_softmax, _aten.log_softmax.int),
-    _aten.scaled_dot_product_attention.default: _attention,
-}
-# Without rules of autocast; the norms are what it makes of those that are asked for no type.
-_ALSO = {"aten::dropout", "aten::norm.ScalarOpt_dtype", "aten::norm.ScalarOpt_dim_dtype"}
-
-
 class _Counter(TorchDispatchMode):
     """Notes what each operation reads, writes and computes."""
 
-    def __init__(self, rules: _CudaRules) -> None:
+    def __init__(self, rules: CudaRules) -> None:
         super().__init__()
         self.rules = rules
         self.found: list[Kernel] = []
@@ -365,7 +213,7 @@ def _as_cudnn_lays_out(given: Sequence[torch.Tensor], results: Any) -> Any:
     wanted = torch.channels_last if torch.channels_last in layouts else torch.contiguous_format
 
     def laid_out(leaf: Any) -> Any:
-        images = _is_tensor(leaf) and leaf.dim() == 4
+        images = is_tensor(leaf) and leaf.dim() == 4
         return leaf.contiguous(memory_format=wanted) if images else leaf
 
     return tree_map(laid_out, results)
@@ -408,7 +256,7 @@ def _convolution_backward(args: Any, results: Any) -> list[Kernel]:
 
 
 def _kernel(name: str, num_bytes: int, flops: int, args: Any) -> Kernel:
-    dtypes = [tensor.dtype for tensor in _tensors(args)]
+    dtypes = [tensor.dtype for tensor in tensors_in(args)]
     factors = _ELEMENT_TYPES.get(dtypes[0], "f32") if dtypes else "f32"
     kind = kernels.OTHER
     if flops:
@@ -423,8 +271,8 @@ def _flops(operation: Any, args: Any, kwargs: Any, results: Any) -> int:
 
 def _written(operation: Any, given: Mapping[str, Any], results: Any) -> int:
     """Bytes of arguments that are changed and of results that are not among them."""
-    there = {_storage(tensor) for tensor in _tensors(list(given.values()))}
-    fresh = [tensor for tensor in _tensors(results) if _storage(tensor) not in there]
+    there = {_storage(tensor) for tensor in tensors_in(list(given.values()))}
+    fresh = [tensor for tensor in tensors_in(results) if _storage(tensor) not in there]
     changed = {
         argument.name
         for argument in operation._schema.arguments
@@ -432,7 +280,7 @@ def _written(operation: Any, given: Mapping[str, Any], results: Any) -> int:
     }
     if _is_fused_optimizer(operation) and given.get("grad_scale") is None:
         changed.discard("grads")  # written only where they are unscaled
-    in_place = _tensors([given.get(name) for name in sorted(changed)])
+    in_place = tensors_in([given.get(name) for name in sorted(changed)])
     return sum(map(_num_bytes, (*fresh, *in_place)))
 
 
@@ -445,7 +293,7 @@ def _read(name: str, given: Mapping[str, Any], written: int) -> int:
         times = {}  # normalised by statistics that are there
     read: dict[int, int] = {}
     for argument, value in given.items():
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             size = _num_bytes(tensor) * times.get(argument, 1)
             if _GATHERED.get(name) == argument:
                 size = min(size, written)
@@ -467,14 +315,6 @@ def _arguments(operation: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, An
     names = [argument.name for argument in operation._schema.arguments]
     yield from zip(names, args, strict=False)
     yield from kwargs.items()
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if _is_tensor(leaf)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

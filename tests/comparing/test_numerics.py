@@ -56,6 +56,16 @@ def test_right_engines_train_the_same(passes, setting, engine):
     assert {"evaluation", "free"} <= set(found.tested)
 
 
+@pytest.mark.xla
+@pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("lean")])
+def test_what_xla_is_given_on_a_gpu_trains_the_same_in_16_bits(tmp_path, setting):
+    start_setting(tmp_path, setting, [0], ["xla:lean"], tmp_path)
+    found = judge(tmp_path, setting, 0, "xla:lean")
+    assert found.verdict == "trains the same", found
+    assert found.num_sharp_steps == found.num_steps >= 4
+
+
 @pytest.mark.parametrize(
     ("setting", "engine"),
     [(name, fault) for name in SETTINGS if name.startswith("tests")

@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 STEPS = 20
 FLOORS = ("ddp", "ddp:no-channels_last")
 # These need a process of their own: torch_xla has to be there before anything is differentiated.
-APART = ("xla", "inductor")
+APART = ("xla", "xla:lean", "inductor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,9 @@ SETTINGS = {
         (*flags_of("tests.nets:dropping", 32, 8, steps=4), *_RECIPE), 2,
         (*planted.OF_RECIPES, "not_averaged"),
     ),
+    # As a GPU would get them.
+    "lean, convolutions": Setting(flags_of("resnet10", 96, 8, "bfloat16", steps=4), 1),
+    "lean, transformer": Setting(flags_of("tests.nets:transformer", 32, 8, "float16", steps=4), 1),
     "32 px, batch 2": Setting(flags_of("resnet10", 32, 2), 1, _ONE + _NETS),
     "96 px, batch 4": Setting(flags_of("resnet10", 96, 4), 1, _ONE + _NETS),
     "96 px, bfloat16": Setting(flags_of("resnet10", 96, 4, "bfloat16"), 1, _ONE + _NETS),
@@ -144,11 +147,11 @@ def _task(name: str, seed: int, engine: str, folder: Path, topology: Any) -> Any
 
     setting = SETTINGS[name]
     kind, _, option = engine.partition(":")
-    other_layout = ["--ddp.no-channels_last"] if option == "no-channels_last" else []
+    variant = {"no-channels_last": ["--ddp.no-channels_last"], "lean": ["--xla.lean=on"]}
     task = resolving.resolve(
         config.parse(
             [*setting.flags, f"--seed={seed}", f"--nproc_per_node={setting.num_workers}",
-             f"--engine={kind}", *other_layout, f"--output_dir={folder}"]
+             f"--engine={kind}", *variant.get(option, ()), f"--output_dir={folder}"]
         )
     )  # fmt: skip
     worker.apply_environment(task, topology)

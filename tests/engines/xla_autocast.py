@@ -109,6 +109,10 @@ def beside_float64() -> dict:
         "pool with gaps": ([pool(2, 3)], (2, 4, 11, 8)),
         "pool of two sizes": ([pool((3, 2), (2, 1), (1, 0))], (2, 4, 9, 8)),
         "pool to the ceiling": ([pool(3, 2, ceil_mode=True)], (2, 4, 8, 8)),
+        "attention": ([Attention()], (2, 3, 7, 8)),
+        "attention, scaled": ([Attention(scale=0.3)], (2, 3, 7, 8)),
+        "attention, causal": ([Attention(is_causal=True)], (2, 3, 7, 8)),
+        "attention of three dimensions": ([Attention()], (3, 7, 8)),
         "stem": ([nn.BatchNorm2d(6), relu(True), pool(3, 2, 1)], (4, 6, 12, 12)),
     }  # fmt: skip
     found = {}
@@ -116,6 +120,15 @@ def beside_float64() -> dict:
         for dtype in (torch.float16, torch.bfloat16):
             found[f"{name}, {dtype}"] = worst(nn.Sequential(*modules), shape, dtype)
     return found
+
+
+class Attention(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, 0.5 * x, x * x, **self.how)
 
 
 class Shifted(nn.Module):

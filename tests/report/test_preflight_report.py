@@ -120,6 +120,8 @@ def test_a_step_that_does_not_fit(format):
     assert "1,234 instructions computed twice" in text
     assert "compiles and fits" not in text
     assert "left for all else" not in text
+    # 4 GiB over; of 19 GiB that grow with a batch of 64, 15 are there.
+    assert "4.00 GiB too much; a batch of about 48 would fit" in text
 
 
 def test_what_bounds_the_step():

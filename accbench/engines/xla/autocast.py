@@ -163,6 +163,25 @@ def _max_pool2d(
     return half_ops.max_pool2d(given, _pair(size), _pair(stride or size), _pair(padding))
 
 
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    dtype = torch.get_autocast_dtype("xla")
+    query, key, value = (
+        tensor.to(dtype) if tensor.dtype in (torch.float32, *half_ops.TYPES) else tensor
+        for tensor in (query, key, value)
+    )
+    plain = mask is None and not dropout_p and not is_causal and not enable_gqa
+    if plain and _lean(query) and key.dtype is value.dtype is query.dtype:
+        wanted = query.shape[-1] ** -0.5 if scale is None else scale
+        return half_ops.attention(query, key, value, wanted)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 def _pair(value: Sequence[int]) -> tuple[int, int]:
     return value[0], value[-1]
 
@@ -172,4 +191,5 @@ _OWN: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.relu.default: _relu,
     torch.ops.aten.relu_.default: _relu_in_place,
     torch.ops.aten.max_pool2d.default: _max_pool2d,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
 }

@@ -24,7 +24,7 @@ GPU_FLAGS = (
         "orders the step so that the all-reduce runs beside computation, not after it",
     ),
     Flag(
-        "xla_gpu_experimental_parallel_collective_overlap_limit", "8",
+        "xla_gpu_experimental_parallel_collective_overlap_limit", "64",
         "lets the scheduler have several all-reduces under way; with one alone a bucket waits "
         "for the one before and starts late",
     ),

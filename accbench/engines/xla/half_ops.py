@@ -1,4 +1,4 @@
-"""BatchNorm, ReLU and max-pooling on 16-bit tensors, spelled so that XLA moves few bytes.
+"""BatchNorm, ReLU, max-pooling and attention in 16 bits, spelled so that XLA moves few bytes.
 
 They compute what eager computes on CUDA and round where it rounds: results in the batch's type,
 statistics and gradients of statistics in float32. Each is a function of its own for autograd, for
@@ -60,6 +60,13 @@ def max_pool2d(
 ) -> torch.Tensor:
     """`torch.max_pool2d` of (N, C, H, W), without dilation."""
     return _apply(_MaxPool, given, size, stride, padding)
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """softmax(scale query key^T) value of (..., T, E); what is kept are the weights, in 16 bits."""
+    return _apply(_Attention, query, key, value, scale**0.5)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
@@ -137,6 +144,32 @@ def _sums(*of: torch.Tensor) -> list[torch.Tensor]:
     num_channels = of[0].shape[1]
     parts = [one.flatten(2).sum(2) if one.dim() > 2 else one for one in of]
     return list(torch.cat(parts, dim=1).sum(0).split(num_channels))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, root: float
+    ) -> torch.Tensor:
+        # Each by its root, as torch has it, or 16 bits might overflow.
+        query, key = query * root, key * root
+        weights = (query @ key.mT).float().softmax(-1).to(value.dtype)
+        ctx.save_for_backward(query, key, value, weights)
+        ctx.root = root
+        return weights @ value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, key, value, weights = ctx.saved_tensors
+        # XLA takes a pair of casts away where one follows the other, and would keep the weights in
+        # float32 from the forward pass on; they have no sign.
+        wide = weights.abs().float()
+        of_weights = (gradient @ value.mT).float()
+        of_scores = wide * (of_weights - (wide * of_weights).sum(-1, keepdim=True))
+        of_scores = of_scores.to(gradient.dtype)
+        of_query, of_key = of_scores @ key, of_scores.mT @ query
+        return of_query * ctx.root, of_key * ctx.root, weights.mT @ gradient, None
 
 
 class _Relu(torch.autograd.Function):

@@ -1,0 +1,342 @@
+"""A preflight's result in sections: lines and tables, in words."""
+
+from collections.abc import Sequence
+
+from accbench.report import preflight_page as pages
+from accbench.report.preflight_page import Document, Headline, Result, Section, Table, number
+
+GIB = 2**30
+PERCENT = 1e-2
+_MOST_ROWS = 20
+LARGE = "Tensors of a million elements or more, but of no parameter's size"
+# Element types that autocast to half precision should have left small.
+_WIDE = ("f32", "f64", "s32", "s64", "u32", "u64")
+NOT_COUNTED = (
+    "At least: cuDNN's workspaces, NCCL's buffers and the CUDA context come on top, and are not "
+    "known before the step runs."
+)
+
+
+def document(result: Result) -> Document:
+    """All that there is to say of one result."""
+    found = [
+        _memory(result),
+        bytes_by_kind([("", result)]),
+        _bound(result),
+        _roofline(result),
+        _kinds(result),
+        _large_tensors(result),
+        _dearest(result),
+        _reduction(result),
+        _cost(result),
+        _notes(result),
+    ]
+    return Document(
+        name=str(result["task"]["model"]),
+        headlines=[fits(result), _at_most(result)],
+        settings=[setting(result)],
+        warnings=warnings_of(result),
+        sections=[section for section in found if section is not None],
+    )
+
+
+def setting(result: Result) -> str:
+    """What was compiled, and for what."""
+    task = result["task"]
+    parts = [
+        str(task["model"]),
+        f"{result['num_gpus']} x {result['gpu']['name']}",
+        f"{task['amp_level']} {pages.dtype(result)}",
+        f"batch {task['batch_size']:,} a GPU",
+    ]
+    if task.get("image_size"):
+        parts.append(f"{task['image_size']} px")
+    return ", ".join(parts)
+
+
+def fits(result: Result, name: str = "The step") -> Headline:
+    """Whether it compiles and fits."""
+    memory = result["memory"]
+    twice = memory["rematerialised"]
+    again = f"{_many(twice, 'instruction')} computed" if twice else "nothing is computed"
+    return Headline(
+        f"{name} ",
+        "compiles and fits" if memory["fits"] else "compiles and does not fit",
+        f": at least {number(memory['peak_bytes'] / GIB)} of "
+        f"{number(memory['gpu_bytes'] / GIB)} GiB a GPU at its peak; {again} twice to save "
+        f"memory.{_over(result)}",
+        good=memory["fits"],
+    )
+
+
+def _over(result: Result) -> str:
+    """By how much it does not fit, and a guess at what would."""
+    memory = result["memory"]
+    over = memory["peak_bytes"] - memory["gpu_bytes"]
+    if over <= 0:
+        return ""
+    # What does not grow with the batch: nearly all that the step is given.
+    fixed = memory["arguments_bytes"]
+    part = (memory["gpu_bytes"] - fixed) / (memory["peak_bytes"] - fixed)
+    batch = int(result["task"]["batch_size"] * part) // 8 * 8
+    guess = f"a batch of about {batch:,}" if batch > 0 else "no batch, by a guess,"
+    return (
+        f" That is {number(over / GIB)} GiB too much; {guess} would fit, and --find_batch finds "
+        "the largest that does."
+    )
+
+
+def _at_most(result: Result) -> Headline:
+    step, gpus = result["step"], result["num_gpus"]
+    speed = step["samples_per_s_at_most"]
+    if speed is None:
+        return Headline("There is no bound on its speed.")
+    of_all = f", {number(gpus * speed)} on {gpus} GPUs" if gpus > 1 else ""
+    return Headline(
+        f"It takes at least {number(1e3 * step['bound_s'])} ms: at most {number(speed)} samples/s "
+        f"a GPU{of_all}. This is a bound and not a prediction."
+    )
+
+
+def warnings_of(result: Result) -> list[str]:
+    """What a reader should not overlook, a line each."""
+    lines = []
+    transfers = result["host_transfers"]
+    if transfers:
+        more = f" and {len(transfers) - 5:,} more" if len(transfers) > 5 else ""
+        lines.append(
+            f"{_many(len(transfers), 'transfer')} to or from the host within the step, where the "
+            f"GPU may wait: {', '.join(transfers[:5])}{more}"
+        )
+    if result["num_gpus"] > 1 and not result["reduction"]:
+        lines.append(f"the step has no all-reduce, and is for {result['num_gpus']} GPUs")
+    for row in result["large_tensors"]:
+        if result["task"]["amp_level"] == "O1" and row["element_type"] in _WIDE:
+            source = f" of {row['source']}" if row["source"] else ""
+            lines.append(
+                f"{row['element_type']} under O1: {_many(row['count'], 'tensor')} of a million "
+                f"elements or more, {number(row['bytes'] / 1e9)} GB in all; the largest is "
+                f"{row['largest']}{source}"
+            )
+    return lines
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _memory(result: Result) -> Section:
+    parts = {name: size / GIB for name, size in pages.memory_parts(result).items()}
+    words = ", ".join(f"{name} {number(size)} GiB" for name, size in parts.items())
+    lines = [f"{words[0].upper()}{words[1:]}.", NOT_COUNTED]
+    search, table = result.get("batch_search"), None
+    if search:
+        best = "none" if search["largest"] is None else f"{search['largest']:,}"
+        lines.append(f"The largest batch that fits, of those tried: {best}.")
+        lines += [search["limit"]] if search["limit"] else []
+        rows = [
+            (f"{batch:,}", number(None if size is None else size / GIB), "yes" if fits else "no")
+            for batch, size, fits in search["tried"]
+        ]
+        table = Table(("batch a GPU", "GiB at least", "fits"), rows)
+    return Section("Memory", lines, table, chart=pages.memory_bar(result))
+
+
+def _bound(result: Result) -> Section:
+    step, eager, gpu = result["step"], result["eager"], result["gpu"]
+    whole_ms, bytes_ms = 1e3 * step["bound_s"], 1e3 * pages.memory_bound_s(result)
+    lines = [
+        f"Each kernel moves its bytes at {gpu['memory_gb_per_s']:,g} GB/s or multiplies at "
+        f"{pages.peak_tflops(result)[1]:,g} TFLOP/s, whichever takes longer, one after the other, "
+        "and nothing else takes time. A run takes longer, but for what it finds in the L2 cache; "
+        "how much longer, only a run says.",
+        f"Bytes bound {number(bytes_ms)} of the {number(whole_ms)} ms, products the rest.",
+        f"{_launch_us(result):g} µs a launch is a guess; CUDA graphs can make it less.",
+    ]
+    if result["num_gpus"] > 1:
+        lines.append("The gradients' reduction is taken to be wholly hidden.")
+    lines.append(
+        "eager PyTorch: the same bound of the same step. The ratio is one of bounds and not a "
+        "speedup."
+        if eager
+        else "There is no such bound for eager PyTorch here."
+    )
+    ours, theirs = _speeds(result, step), _speeds(result, eager) if eager else {}
+    rows = [
+        (title, number(value), number(theirs.get(title)), number(_ratio(theirs.get(title), value)))
+        for title, value in ours.items()
+    ]
+    titles = ("", "XLA", "eager PyTorch", "eager / XLA")
+    shown = len(titles) if eager else 2
+    table = Table(titles[:shown], [row[:shown] for row in rows], left=("",))
+    return Section("Bound", lines, table)
+
+
+def _ratio(part: float | None, whole: float | None, times: float = 1.0) -> float | None:
+    return times * part / whole if part is not None and whole else None
+
+
+def _launch_us(result: Result) -> float:
+    step = result["step"]
+    return round(1e6 * step["launch_s"] / step["launches"], 3) if step["launches"] else 0.0
+
+
+def with_launches_s(result: Result, step: Result) -> float:
+    """The bound with a guess at what launches take."""
+    seconds: float = step["bound_s"] + 1e-6 * _launch_us(result) * step["launches"]
+    return seconds
+
+
+def _speeds(result: Result, step: Result) -> dict[str, float | None]:
+    """Of a step, XLA's or eager PyTorch's."""
+    gpus, speed = result["num_gpus"], step["samples_per_s_at_most"]
+    slower_s = with_launches_s(result, step)
+    with_launches = f"with {_launch_us(result):g} µs a launch"
+    of_all = None if speed is None else gpus * speed
+    return {
+        "ms a step, at least": 1e3 * step["bound_s"],
+        "samples/s a GPU, at most": speed,
+        **({f"samples/s on {gpus} GPUs, at most": of_all} if gpus > 1 else {}),
+        f"ms a step, {with_launches}": 1e3 * slower_s,
+        f"samples/s a GPU, {with_launches}": _ratio(result["step"]["samples"], slower_s),
+        "launches": step["launches"],
+        "GB": step["bytes"] / 1e9,
+        "TFLOP": step["flops"] / 1e12,
+    }
+
+
+def bytes_by_kind(named: Sequence[tuple[str, Result]]) -> Section:
+    """Bars of what moves how much, of one result or of several."""
+    line = "What a step must move, by what moves it."
+    return Section("Bytes by kind", [line], chart=pages.bytes_by_kind(named), page_only=True)
+
+
+def _roofline(result: Result) -> Section:
+    without = [row for row in result["kernels"] if not row[2]]
+    lost_ms = 1e3 * sum(row[3] for row in without)
+    line = (
+        "A dot is a kernel with products, as fast as it can be at best; its area is its part of "
+        f"the bound. {len(without):,} kernels without products, with {number(lost_ms)} of "
+        f"{number(1e3 * result['step']['bound_s'])} ms, are not in the plot."
+    )
+    return Section("Roofline", [line], chart=pages.roofline(result), page_only=True)
+
+
+def _kinds(result: Result) -> Section:
+    step, whole_s = result["step"], result["step"]["bound_s"]
+    rows = [
+        (row["kind"], f"{row['launches']:,}", number(row["bytes"] / 1e9),
+         number(row["flops"] / 1e12), number(1e3 * row["bound_s"]), _share(row["bound_s"], whole_s))
+        for row in result["kinds"]
+    ]  # fmt: skip
+    lines = [
+        f"{result['step']['small_launches']:,} of {len(result['kernels']):,} kernels move less "
+        "than 1 MB.",
+    ]
+    if result["thunks"]:
+        lines.append(
+            f"XLA starts {step['launches']:,} thunks: {_counted(result['thunks'])}. The table "
+            "counts the operations of its program."
+        )
+    if result["layouts"]:
+        named = {f"{key}{_order(key)}": count for key, count in result["layouts"].items()}
+        lines.append(f"Layouts of convolutions: {_counted(named)}.")
+    unbound = [row["kind"] for row in result["kinds"] if row["bytes"] and not row["bound_s"]]
+    if unbound:
+        lines.append(f"No bound of {', '.join(unbound)}: links between GPUs are not described.")
+    table = Table(
+        ("kind", "launches", "GB", "TFLOP", "ms at least", "% of the bound"), rows, left=("kind",)
+    )
+    return Section("What runs, by kind", lines, table, wide=True)
+
+
+def _counted(counts: dict[str, int]) -> str:
+    most_first = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:,} {name}" for name, count in most_first)
+
+
+def _order(layout: str) -> str:
+    """Of XLA's dimension labels such as b01f_o01i->b01f: b is the batch, f the channels."""
+    of_input = layout.split("_")[0]
+    if of_input.startswith("bf"):
+        return " (channels first)"
+    return " (channels last)" if of_input.endswith("f") else ""
+
+
+def _share(part: float, whole: float) -> str:
+    return number(_ratio(part, whole, 100))
+
+
+def _large_tensors(result: Result) -> Section:
+    rows = [
+        (row["element_type"], f"{row['count']:,}", number(row["bytes"] / 1e9), row["largest"],
+         row["source"] or "-")
+        for row in result["large_tensors"]
+    ]  # fmt: skip
+    if not rows:
+        return Section(LARGE, ["None."], wide=True)
+    table = Table(
+        ("type", "tensors", "GB", "largest", "source of the largest"), rows,
+        left=("type", "largest", "source of the largest"),
+    )  # fmt: skip
+    return Section(LARGE, ["Written over the whole step, not there at one time."], table, wide=True)
+
+
+def _dearest(result: Result) -> Section:
+    whole_s = result["step"]["bound_s"]
+    rows = []
+    for row in result["dearest"][:_MOST_ROWS]:
+        shapes = row["results"]
+        more = f" +{len(shapes) - 2}" if len(shapes) > 2 else ""
+        rows.append(
+            (number(1e3 * row["bound_s"]), _share(row["bound_s"], whole_s),
+             number(row["bytes"] / 1e9), number(row["flops"] / 1e9), row["kind"], row["name"],
+             ", ".join(shapes[:2]) + more, row["source"] or "-")
+        )  # fmt: skip
+    titles = ("ms", "%", "GB", "GFLOP", "kind", "kernel", "results", "source")
+    table = Table(titles, rows, left=titles[4:], not_in_terminal=("%", "kernel"))
+    return Section("The dearest kernels", ["ms: at least. %: part of the bound."], table, wide=True)
+
+
+def _reduction(result: Result) -> Section | None:
+    reduction = result["reduction"]
+    if not reduction:
+        return None
+    found, early = reduction["all_reduces"], 100 * reduction["started_before_last_product"]
+    rows = [
+        (row["name"], number(row["bytes"] / 1e6), "yes" if row["before_last_product"] else "no",
+         f"{row['products_beside']:,}", number(1e3 * row["beside_s"]))
+        for row in found[:_MOST_ROWS]
+    ]  # fmt: skip
+    lines = [
+        f"{_many(len(found), 'all-reduce')} of "
+        f"{number(reduction['bytes'] / 1e6)} MB; {number(early)} % of the bytes "
+        "start before the last convolution or matrix product. What starts after it cannot hide "
+        "behind the backward pass.",
+        "Beside: what the program runs between the start and the end of an all-reduce.",
+    ]
+    if len(found) > _MOST_ROWS:
+        lines.append(f"The first {_MOST_ROWS} are shown.")
+    titles = ("all-reduce", "MB", "before the last product", "products beside", "ms beside")
+    return Section("Reduction of gradients", lines, Table(titles, rows, left=titles[:1]), wide=True)
+
+
+def _cost(result: Result) -> Section:
+    cost = result["cost"]
+    rows = [
+        (key.removesuffix("_s"), number(value)) for key, value in cost.items() if key.endswith("_s")
+    ]
+    peak = cost.get("compiler_peak_bytes")
+    lines = [] if peak is None else [f"The compiler used {number(peak / GIB)} GiB here."]
+    return Section("Cost of asking", lines, Table(("", "seconds"), rows, left=("",)))
+
+
+def _notes(result: Result) -> Section:
+    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
+    eager = result["eager"] or {}
+    lines = [
+        f"compiled with {versions}",
+        *result["notes"],
+        *([f"eager PyTorch: {eager['note']}"] if eager.get("note") else []),
+    ]
+    return Section("Notes", lines)
