@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from accbench import cli
-from accbench.pjrt import nvidia
 from tests.conftest import ROOT, run
 from tests.pjrt.fake_cuda import make_driver
 
@@ -34,8 +33,11 @@ def test_clone_is_installed_with_the_extra(capsys, monkeypatch, module, flags, e
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
-@pytest.mark.skipif(nvidia.find_plugin() is not None, reason="the plugin is installed")
 def test_gpu_without_the_plugin(tmp_path, monkeypatch):
+    # A package of the same name and without the plugin, found before the one that is installed.
+    (tmp_path / "jax_plugins").mkdir()
+    (tmp_path / "jax_plugins" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(make_driver(tmp_path, num_gpus=1)))
     result = run("--engine=xla", "--device=cuda", "--data=synthetic")
     assert result.returncode == 2

@@ -210,11 +210,11 @@ class Engine(engines.Engine):
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             return self.to_device((tensor.cpu(),))[0]
 
-        # State that appears in the first step would make the second another graph.
         if self.task.optimizer == "adamw":
             optimizer.as_vectors = self._lean  # type: ignore[attr-defined]
         # In the order of the model's modules, whatever groups they are in.
         self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        # State that appears in the first step would make the second another graph.
         optimizers.make_state(self.task, optimizer, zeros_like, copy)
         self._place_counts(optimizer)
         optimizer.register_load_state_dict_post_hook(self._place_counts)
