@@ -142,12 +142,14 @@ def of_reduction(found: Sequence[Kernel], gpu: Gpu) -> dict[str, Any] | None:
             index,
         )  # fmt: skip
         beside = [other for other in found[index:end] if other.kind != kernels.COLLECTIVE]
+        products_beside = sum(other.is_product for other in beside)
         reduces.append(
             {
                 "name": kernel.name,
                 "bytes": kernel.num_bytes,
-                "before_last_product": index < last,
-                "products_beside": sum(other.is_product for other in beside),
+                # One that is waited for at once is early for nothing.
+                "before_last_product": index < last and products_beside > 0,
+                "products_beside": products_beside,
                 "beside_s": sum(bound_s(other, gpu) for other in beside),
             }
         )

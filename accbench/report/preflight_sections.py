@@ -311,8 +311,8 @@ def _reduction(result: Result) -> Section | None:
     lines = [
         f"{_many(len(found), 'all-reduce')} of "
         f"{number(reduction['bytes'] / 1e6)} MB; {number(early)} % of the bytes "
-        "start before the last convolution or matrix product. What starts after it cannot hide "
-        "behind the backward pass.",
+        "start before the last convolution or matrix product, with others beside them. The rest "
+        "cannot hide behind the backward pass.",
         "Beside: what the program runs between the start and the end of an all-reduce.",
     ]
     if len(found) > _MOST_ROWS:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-# The parameters that are used first have their gradients last, and little is left to be done
-# beside their reduction: it is kept short, and those before it grow towards the full size.
+# The parameters that are used first have their gradients last, and nothing is left to be done
+# beside their reduction: it is kept short.
 _LAST_BUCKET_BYTES = 2**20
-_GROWTH = 4
 
 
 def average(
@@ -33,12 +32,11 @@ def average(
 
 def _buckets(gradients: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
     found: list[list[torch.Tensor]] = []
-    size, limit, next_limit = 0, 0, _LAST_BUCKET_BYTES
+    size, limit = 0, 0
     for gradient in gradients:
         num_bytes = gradient.numel() * gradient.element_size()
         if size + num_bytes > limit:
-            limit = min(bucket_bytes, next_limit)
-            next_limit *= _GROWTH
+            limit = bucket_bytes if found else min(bucket_bytes, _LAST_BUCKET_BYTES)
             found.append([])
             size = 0
         found[-1].append(gradient)
