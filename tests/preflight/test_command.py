@@ -122,7 +122,7 @@ def test_what_xla_made_is_kept_and_can_be_laid_beside_another(resnet50) -> None:
 
 def test_eight_gpus_reduce_beside_the_backward_pass() -> None:
     flags = ("--model=resnet18", "--image_size=64", "--batch_size=16", "--gpu=a100_80")
-    found = result_of(*flags, "--nproc_per_node=8", "--amp_dtype=bfloat16", "--xla.bucket_mib=8")
+    found = result_of(*flags, "--nproc_per_node=8", "--xla.bucket_mib=8")
     assert found["num_gpus"] == 8
     reduction = found["reduction"]
     # every gradient, the loss scale's none: 11.7 million parameters of four bytes
