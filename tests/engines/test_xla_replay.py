@@ -41,9 +41,7 @@ def test_fifty_steps_are_bit_for_bit_the_traced_ones(amp: str) -> None:
     traced, replayed = both("long", amp)
     assert replayed["numbers"] == traced["numbers"]
     assert traced["replayed"] == 0
-    # The others were recorded, or traced where a rate was 0. A layer that is frozen leaves the
-    # others' step count, and what is recorded then is recorded once more.
-    assert replayed["replayed"] >= 18
+    assert replayed["replayed"] >= 20  # the others were recorded, or traced where a rate was 0
     # 50 steps, the last 10 of them from the optimizer's state after 20; overflows skip some
     assert traced["applied"] == replayed["applied"]
     assert (traced["applied"] < 30) == (amp == "float16")

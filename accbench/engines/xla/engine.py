@@ -339,6 +339,12 @@ class Engine(engines.Engine):
     ) -> torch.Tensor:
         if self._replay is None:
             return step(self, model, spec, optimizer, batch)
+        if self.task.optimizer == "adamw":
+            # Before the step is recorded, for which the state must stay where it is.
+            trained = {
+                p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+            }
+            optimizer.keep_apart(trained, lambda count: self.to_device((count.cpu(),))[0])  # type: ignore[attr-defined]
 
         def traced(batch: engines.Batch) -> torch.Tensor:
             return step(self, model, spec, optimizer, batch)

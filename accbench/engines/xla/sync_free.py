@@ -44,7 +44,7 @@ class AdamW(syncfree.AdamW):
         assert found_inf is not None
         taken = found_inf == 0
         active = {p for p in self._parameters() if p.grad is not None}
-        self._split_counts(active)
+        self.keep_apart(active, torch.clone)
         for count in {id(c): c for c in (self.state[p]["step"] for p in active)}.values():
             count.add_(taken.to(count.dtype))
         for group in self.param_groups:
@@ -62,14 +62,18 @@ class AdamW(syncfree.AdamW):
         for group in self.param_groups:
             yield from group["params"]
 
-    def _split_counts(self, active: set[torch.Tensor]) -> None:
-        """Give a count of their own to parameters that step now while others of theirs do not."""
-        left = {id(self.state[p]["step"]) for p in self._parameters() if p not in active}
-        own: dict[int, torch.Tensor] = {}
+    def keep_apart(
+        self, active: set[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Give another count to parameters that stay while others of the same count step."""
+        stepping = {id(self.state[p]["step"]) for p in active}
+        left: dict[int, torch.Tensor] = {}
         for parameter in self._parameters():
             count = self.state[parameter]["step"]
-            if parameter in active and id(count) in left:
-                self.state[parameter]["step"] = own.setdefault(id(count), count.clone())
+            if parameter not in active and id(count) in stepping:
+                if id(count) not in left:
+                    left[id(count)] = copy(count)
+                self.state[parameter]["step"] = left[id(count)]
 
 
 def _factors(group: dict[str, Any], count: torch.Tensor) -> tuple[torch.Tensor, ...]:
