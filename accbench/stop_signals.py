@@ -1,6 +1,9 @@
 """SIGTERM and Ctrl-C: the first is a wish to save and end, one more is an order to end at once."""
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -9,6 +12,19 @@ from types import FrameType
 # closer together than this are one wish.
 SAME_WISH_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def die_with_parent(parent: int | None) -> None:
+    """Have the kernel end this process if its parent is killed; Linux alone can.
+
+    Args:
+        parent: its process id where it is known; one that is gone already ends this process too.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)  # it was killed before that was asked
 
 
 class StopSignals:

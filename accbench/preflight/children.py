@@ -52,7 +52,7 @@ def run(
                     break
                 waiting(time.perf_counter() - started)
                 time.sleep(_LOOK_EVERY_S)
-        except BaseException:
+        except BaseException:  # Ctrl-C for one: nobody would be left to read what it makes
             process.kill()
             process.wait()
             raise

@@ -1,7 +1,7 @@
 """One compilation, in a process of its own, for XLA ends the process on some errors.
 
-`python -m accbench.preflight.compiling FOLDER GPU NUM_REPLICAS` compiles FOLDER/step.hlo.pb and
-leaves FOLDER/compiled.json and, as XLA dumps it, FOLDER/compiled/*.
+`python -m accbench.preflight.compiling FOLDER GPU NUM_REPLICAS` compiles
+FOLDER/step.hlo_module.pb and leaves FOLDER/compiled.json and, as XLA dumps it, FOLDER/compiled/*.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from accbench.pjrt import nvidia
 from accbench.preflight import gpu
-from accbench.preflight.pjrt_c_api import CompilerError, Plugin, module_of
+from accbench.preflight.pjrt_c_api import CompilerError, Plugin
 
 FACTS_FILE = "compiled.json"
 EXECUTABLE_FILE = "executable.bin"
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     folder, target, num_replicas = Path(argv[0]), gpu.load(argv[1]), int(argv[2])
     library = nvidia.find_plugin()
     assert library is not None
-    program = module_of((folder / "step.hlo.pb").read_bytes())
+    program = (folder / "step.hlo_module.pb").read_bytes()
     try:
         plugin = Plugin(library)
         started = time.perf_counter()

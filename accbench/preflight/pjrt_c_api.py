@@ -154,16 +154,6 @@ def _struct(**fields: Any) -> Any:
     return type("Arguments", (C.Structure,), {"_fields_": [*head, *fields.items()]})
 
 
-def module_of(hlo_proto: bytes) -> bytes:
-    """The HloModuleProto in an HloProto, whose first field it is."""
-    size, start, shift = 0, 1, 0
-    while True:
-        size |= (hlo_proto[start] & 127) << shift
-        shift, start = shift + 7, start + 1
-        if hlo_proto[start - 1] < 128:
-            return hlo_proto[start : start + size]
-
-
 def _compile_options(num_replicas: int) -> bytes:
     """CompileOptionsProto (xla/pjrt/proto/compile_options.proto): replica i on device i."""
     computation = _bytes_field(1, b"".join(_varint(i) for i in range(num_replicas)))

@@ -1,11 +1,9 @@
 """One worker, top to bottom. `main.py`, torchrun and the launchers all come here."""
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -35,6 +33,7 @@ from accbench.logger import RunLogger
 from accbench.recording import board, provenance, records, terminal
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
+from accbench.stop_signals import die_with_parent
 from accbench.training import checkpoints, process_group, resume
 from accbench.training.epochs import Epochs
 from accbench.training.process_group import Topology
@@ -72,7 +71,8 @@ def _worker(
     topology = Topology.from_env()
     launched = ERROR_FILE_VARIABLE in os.environ
     if launched or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is a launcher, too
-        _die_with_launcher()
+        launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+        die_with_parent(None if launcher is None else int(launcher))
     with contextlib.ExitStack() as stack:
         try:
             task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
@@ -286,16 +286,6 @@ def end_record(
         num_bad_samples=num_bad_samples,
         samples_per_epoch=steps_per_epoch * samples_a_step,
     )
-
-
-def _die_with_launcher() -> None:
-    """Have the kernel end this process if its launcher is killed; Linux alone can."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
-    if launcher is not None and os.getppid() != int(launcher):
-        os.kill(os.getpid(), signal.SIGKILL)  # it was killed before that was asked
 
 
 def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> int:

@@ -2,9 +2,10 @@
 
 `python -m accbench.engines.xla.tracing FOLDER FLAGS` builds what a worker of such a run builds,
 takes one step of the one training loop and ends when XLA, on the CPU, begins to compile it: its
-program before any optimisation is FOLDER/step.hlo.pb (an HloProto of xla/service/hlo.proto), and
-FOLDER/trace.json has facts. The device is the CPU's, everything else as for the GPU: flags,
-autocast, the scaler, the reduction in the graph. The step itself is not computed.
+program before any optimisation is FOLDER/step.hlo_module.pb (an HloModuleProto of
+xla/service/hlo.proto), and FOLDER/trace.json has facts. The device is the CPU's, everything else
+as for the GPU: flags, autocast, the scaler, the reduction in the graph. The step itself is not
+computed.
 """
 
 import json
@@ -27,7 +28,7 @@ from accbench.errors import RequestError
 from accbench.training import train_loop
 from accbench.training.process_group import Topology
 
-PROGRAM_FILE = "step.hlo.pb"
+PROGRAM_FILE = "step.hlo_module.pb"
 FACTS_FILE = "trace.json"
 # Torch, the engines and the loop: what stands above these in a stack is the model.
 _NOT_THE_MODEL = (
@@ -161,25 +162,26 @@ def _watch(folder: Path, done: set[str], finish: Any) -> None:
     """Call `finish` with the first program that is not in `done`, once it is there as a whole."""
     while True:
         for path in _programs(folder):
-            content = path.read_bytes()
-            if path.name not in done and is_whole(content):
-                finish(content)
+            module = None if path.name in done else module_of(path.read_bytes())
+            if module is not None:
+                finish(module)
         time.sleep(0.02)
 
 
-def is_whole(proto: bytes) -> bool:
-    """Whether the bytes of an HloProto end where its fields do."""
-    at = 0
-    while at < len(proto):
-        key, at = _varint(proto, at)
+def module_of(hlo_proto: bytes) -> bytes | None:
+    """The HloModuleProto in an HloProto, whose first field it is; None if the bytes are cut off."""
+    at, module = 0, None
+    while at < len(hlo_proto):
+        key, at = _varint(hlo_proto, at)
         if key & 7 == 2:
-            size, at = _varint(proto, at)
+            size, at = _varint(hlo_proto, at)
+            module = hlo_proto[at : at + size] if module is None else module
             at += size
         elif key & 7 == 0:
-            _, at = _varint(proto, at)
+            _, at = _varint(hlo_proto, at)
         else:
-            return False
-    return at == len(proto) > 0
+            return None
+    return module if at == len(hlo_proto) else None
 
 
 def _varint(proto: bytes, at: int) -> tuple[int, int]:
