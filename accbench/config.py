@@ -39,9 +39,12 @@ class TaskConfig:
     batch_size: int | None = None
     """Samples a worker and step. Unset: 128 on an accelerator, 8 on a CPU."""
     model: str = "resnet50"
-    """A model's name, or package.module:callable, which is called with num_classes."""
+    """A model's name, FAMILY:NAME as timm:vit_small_patch16_224, or package.module:attribute: a
+    callable, called with num_classes, or a spec with a loss of its own."""
     image_size: int = 224
     """Height and width of the images the model sees, in pixels."""
+    seq_len: int = 128
+    """Tokens of a sample, of models for text and of --data tokens."""
     data: str = "mock"
     """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR, recordio:FILE.rec or
     recordio:DIR, s3://BUCKET/PREFIX."""
@@ -153,8 +156,9 @@ class TaskConfig:
 # field -> smallest value allowed. A plug-in's `Options` may have such a `minimum` of its own,
 # and a `maximum`.
 _MINIMUM: Mapping[str, float] = {
-    "nproc_per_node": 1, "batch_size": 1, "image_size": 1, "epochs": 1, "max_steps": 1,
-    "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0, "weight_decay": 0,
+    "nproc_per_node": 1, "batch_size": 1, "image_size": 1, "seq_len": 1, "epochs": 1,
+    "max_steps": 1, "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0,
+    "weight_decay": 0,
     "momentum": 0, "clip_norm": 1e-12, "accumulate": 1, "ema_decay": 0, "label_smoothing": 0,
     "mixup": 0, "cutmix": 0,
     "lr_warmup_epochs": 0, "lr_final": 0, "lr_step_epochs": 1e-6, "lr_step_factor": 0,

@@ -45,6 +45,25 @@ def check_data(task: TaskConfig) -> None:
     plugins.load("data", source_name).check(location)
 
 
+def check_kind(task: TaskConfig) -> None:
+    """Look whether the task's data is what its model takes.
+
+    Raises:
+        RequestError: it is not, or there is no such model.
+    """
+    spec = models.of_task(task)
+    source_name, _ = config.data_name(task.data)
+    gives = plugins.load("data", source_name).gives
+    takes = getattr(spec, "takes", models.IMAGES)
+    if gives is None or takes == gives:
+        return
+    fitting = [n for n, s in plugins.classes("data").items() if s.gives in (takes, None)]
+    raise RequestError(
+        f"--model {task.model} takes {takes}, and --data {source_name} gives {gives}; "
+        f"there is --data {' or '.join(fitting)}"
+    )
+
+
 def fill(task: TaskConfig, device: Any) -> TaskConfig:
     """The task on this device, with what was not given, its flags checked against each other.
 
@@ -56,7 +75,7 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
     """
     plugins.load("launchers", task.launcher)
     plugins.load("data", config.data_name(task.data)[0])
-    models.of_task(task)
+    check_kind(task)
     cores_per_worker = max(1, num_cores() // task.nproc_per_node)
     task = dataclasses.replace(
         task,

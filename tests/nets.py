@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from accbench.models import Spec
+
 
 def tiny(num_classes: int) -> nn.Module:
     """A convolution, BatchNorm and a linear layer."""
@@ -312,3 +314,53 @@ class _Asks(nn.Module):
 
 def asks_the_host(num_classes: int) -> nn.Module:
     return _Asks(num_classes)
+
+
+class _Returns(nn.Module):
+    """`tiny`, whose logits come in another form."""
+
+    def __init__(self, num_classes: int, form) -> None:
+        super().__init__()
+        self.net, self.form = tiny(num_classes), form
+
+    def forward(self, images: torch.Tensor):
+        return self.form(self.net(images))
+
+
+def returns_dict(num_classes: int) -> nn.Module:
+    return _Returns(num_classes, lambda logits: {"features": logits[:, :1], "logits": logits})
+
+
+def returns_tuple(num_classes: int) -> nn.Module:
+    return _Returns(num_classes, lambda logits: (logits, logits.sum()))
+
+
+def returns_words(num_classes: int) -> nn.Module:
+    return _Returns(num_classes, lambda logits: "logits")
+
+
+def takes_nothing() -> nn.Module:
+    """Has ten classes, whatever is asked for."""
+    return tiny(10)
+
+
+def no_module(num_classes: int):
+    return tiny  # which should have been called
+
+
+class Autoencoder(Spec):
+    """A model with a loss and batches of its own: vectors that it should give back."""
+
+    name = "tests.nets:Autoencoder"
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))
+
+    def loss(self, model: nn.Module, batch) -> torch.Tensor:
+        vectors, weight = batch["vectors"]["of 8"], batch["weight"]
+        away = (model(vectors) - vectors).float().square().mean(1)
+        return (away * weight).mean()
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        vectors = torch.randn(batch_size, 8, generator=generator)
+        return {"vectors": {"of 8": vectors}, "weight": torch.ones(batch_size)}

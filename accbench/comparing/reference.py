@@ -24,11 +24,11 @@ from accbench import config, models, plugins
 from accbench.comparing import dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig
+from accbench.data import nested
 from accbench.engines import Batch
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.training.process_group import Topology
-from accbench.training.train_loop import parts_of
 
 FOLDER = "reference"
 _FACTS, _START = "facts.json", "start.safetensors"
@@ -98,8 +98,11 @@ class _Plain:
         self.net = net.to(self.device, torch.float64)
         self.parameters = dict(self.net.named_parameters())
 
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
+    def send(self, batch: Batch) -> Batch:
+        """What engines would compute with in float32 is float64 here."""
+        return nested.mapped(
+            batch, lambda t: t.to(self.device, torch.float64 if t.is_floating_point() else None)
+        )
 
     def place(self, rank: int) -> None:
         """Put the weights and a rank's buffers into the model."""
@@ -120,7 +123,7 @@ class _Plain:
         trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         sums: dict[str, torch.Tensor] = {}
         mean_loss = 0.0
-        parts = parts_of(tuple(self.send(tensor) for tensor in batch), self.task.accumulate)
+        parts = nested.chunks(self.send(batch), self.task.accumulate)
         for part in parts:
             loss = self.spec.loss(self.net, part) / len(parts)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
@@ -133,7 +136,7 @@ class _Plain:
     @torch.no_grad()
     def score(self, batch: Batch) -> float:
         self.net.eval()
-        scores = self.spec.score(self.net, tuple(self.send(tensor) for tensor in batch))
+        scores = self.spec.score(self.net, self.send(batch))
         self.net.train()
         return float(scores[0].item())
 

@@ -1,7 +1,8 @@
 """The data contract: where batches come from.
 
-`accbench/data/<name>.py` defines `class Source(data.Source)`. A batch is
-(images (N, 3, H, W) uint8, labels (N,) int64) on the host.
+`accbench/data/<name>.py` defines `class Source(data.Source)`. A batch is on the host, and of
+tensors in any nesting; of a source that gives images it is (images (N, 3, H, W) uint8,
+labels (N,) int64).
 """
 
 import abc
@@ -9,19 +10,21 @@ import dataclasses
 import signal
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from accbench.config import TaskConfig
+from accbench.data import nested
 from accbench.data.loader import naming_dead_workers
 from accbench.data.mixing import Mixing
 from accbench.data.samplers import DistributedSampler
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
 
-Batch = tuple[torch.Tensor, ...]
+Batch = Any
+"""Tensors in any nesting of tuples, lists and mappings; see `accbench.data.nested`."""
 # (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)
 Sample = tuple[torch.Tensor, int, str | None]
 PADDING_LABEL = -1
@@ -40,6 +43,9 @@ class Source(abc.ABC):
         """
 
     num_classes: int
+    """Of the labels, or the size of the vocabulary."""
+    gives: ClassVar[str | None] = "images"
+    """The kind of batches, to be the same as the model's `takes`; None: whatever that takes."""
 
     @classmethod
     @abc.abstractmethod
@@ -52,7 +58,10 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def train_loader(self) -> Any:
-        """Full batches of this rank's shard; see `Loader` for what a loader has."""
+        """Full batches of this rank's shard; see `Loader` for what a loader has.
+
+        Its `check` is called with each batch, and `problems` with a line on what was left out.
+        """
 
     def eval_loader(self) -> Any | None:
         """The rank's part of the validation set, every sample once; None if there is none."""
@@ -177,6 +186,7 @@ class Loader:
             dataset = Subset(dataset, range(topology.rank, size, topology.world_size))
         self.num_bad_samples = 0
         self.problems: Callable[[str], None] = lambda problem: None
+        self.check: Callable[[Batch], None] = lambda batch: None
         self._max_bad_samples = task.max_bad_samples
         self._sampler, self._batch_size = sampler, task.batch_size
         collate: Any = _CollateInEpoch(mixing) if train else Collate(task.batch_size)
@@ -205,12 +215,12 @@ class Loader:
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
-    def preview(self, num_images: int) -> torch.Tensor:
+    def preview(self, num_images: int) -> torch.Tensor | None:
         """The first images of the epoch, as training sees them: (n, 3, H, W) uint8."""
         assert self._keys is not None, "only a training loader has keys"
         keys = [*islice(self._keys, min(num_images, self._batch_size))]
-        images_NCHW, _, _ = self._collate(self._dataset.__getitems__(keys))
-        return images_NCHW
+        batch, _ = self._collate(self._dataset.__getitems__(keys))
+        return images_of(batch, num_images)
 
     def state_dict(self, num_batches: int) -> dict[str, Any]:
         """Where this epoch is after this rank trained on `num_batches` of it here.
@@ -230,10 +240,11 @@ class Loader:
         self._sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Batch]:
-        for images_NCHW, labels_N, problems in naming_dead_workers(iter(self._loader)):
+        for batch, problems in naming_dead_workers(iter(self._loader)):
             for problem in problems:
                 self._count(problem)
-            yield images_NCHW, labels_N
+            self.check(batch)
+            yield batch
 
     def _count(self, problem: str) -> None:
         self.num_bad_samples += 1
@@ -245,9 +256,17 @@ class Loader:
         self.problems(problem)
 
 
+def images_of(batch: Batch, num_images: int) -> torch.Tensor | None:
+    """The batch's first images (n, 3, H, W) uint8, if it has such."""
+    for tensor in nested.tensors_of(batch):
+        if tensor.dtype is torch.uint8 and tensor.dim() == 4:
+            return tensor[:num_images]
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Collate:
-    """Samples to (images (N, 3, H, W) uint8, labels (N,), problems).
+    """Samples to ((images (N, 3, H, W) uint8, labels (N,)), problems).
 
     The images are NHWC in memory, as decoders write them: torch calls that
     channels_last, and nothing is copied twice. With `pad_to`, a short batch is
@@ -257,7 +276,7 @@ class Collate:
 
     pad_to: int = 0
 
-    def __call__(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    def __call__(self, samples: list[Sample]) -> tuple[Batch, list[str]]:
         # torch's own, for in a worker process it stacks into memory that is shared already.
         images_NHWC = default_collate([image for image, _, _ in samples])
         labels_N = torch.tensor([label for _, label, _ in samples])
@@ -268,7 +287,7 @@ class Collate:
             )
             labels_N = torch.cat([labels_N, labels_N.new_full((missing,), PADDING_LABEL)])
         problems = [problem for _, _, problem in samples if problem is not None]
-        return images_NHWC.permute(0, 3, 1, 2), labels_N, problems
+        return (images_NHWC.permute(0, 3, 1, 2), labels_N), problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,10 +296,10 @@ class _CollateInEpoch:
 
     mixing: Mixing | None
 
-    def __call__(self, batch: _KeyedSamples) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-        images_NCHW, labels_N, problems = Collate()(batch.samples)
+    def __call__(self, batch: _KeyedSamples) -> tuple[Batch, list[str]]:
+        (images_NCHW, labels_N), problems = Collate()(batch.samples)
         if self.mixing is None:
-            return images_NCHW, labels_N, problems
+            return (images_NCHW, labels_N), problems
         images_NHWC = images_NCHW.permute(0, 2, 3, 1)
         mixed_NHWC, weights_NC = self.mixing(images_NHWC, labels_N, batch.key)
-        return mixed_NHWC.permute(0, 3, 1, 2), weights_NC, problems
+        return (mixed_NHWC.permute(0, 3, 1, 2), weights_NC), problems

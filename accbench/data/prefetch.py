@@ -1,16 +1,16 @@
 """Batches fetched, and moved to the device, while the step before them computes."""
 
 import contextlib
-import copy
 import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
+
+from accbench.data import nested
 
 # Batches that an engine keeps ready: one to copy while another waits is enough to
 # hide the copy, and each costs memory of the device.
@@ -176,7 +176,7 @@ def _on_consumers_stream(copied: tuple[Any, Any], device: torch.device) -> Any:
     item, event = copied
     consumer = torch.cuda.current_stream(device)
     consumer.wait_event(event)
-    for tensor in tensors_of(item):
+    for tensor in nested.tensors_of(item):
         if tensor.is_cuda:
             # Or the allocator would reuse the memory while the consumer still reads it.
             tensor.record_stream(consumer)
@@ -185,28 +185,4 @@ def _on_consumers_stream(copied: tuple[Any, Any], device: torch.device) -> Any:
 
 def move(item: Any, device: torch.device) -> Any:
     """The same nesting of tuples, named tuples, lists and mappings, its tensors on the device."""
-    if isinstance(item, (torch.Tensor, PackedSequence)):  # the latter keeps a part on the host
-        return item.to(device, non_blocking=True)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(move(part, device) for part in item))
-    if isinstance(item, (tuple, list)):
-        return type(item)(move(part, device) for part in item)
-    if isinstance(item, Mapping):
-        moved = {key: move(part, device) for key, part in item.items()}
-        if not isinstance(item, MutableMapping):
-            return moved
-        same = copy.copy(item)  # of its own type, as torch's pinning does it
-        same.update(moved)
-        return same
-    return item
-
-
-def tensors_of(item: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a nesting of tuples, lists and mappings."""
-    if isinstance(item, torch.Tensor):
-        yield item
-    elif isinstance(item, (tuple, list)):
-        for part in item:
-            yield from tensors_of(part)
-    elif isinstance(item, Mapping):
-        yield from tensors_of(list(item.values()))
+    return nested.mapped(item, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,27 +1,29 @@
 """`--data synthetic`: fixed random batches that live on the device, to measure without input."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 
-from accbench import data
+from accbench import data, models
 from accbench.config import TaskConfig
 from accbench.data import mixing
 from accbench.training.process_group import Topology
 
 
 class Source(data.Source):
-    """Random bytes as images."""
+    """Random batches as the model takes them."""
+
+    gives = None
 
     @dataclasses.dataclass(frozen=True)
     class Options:
         """Options of the data source synthetic."""
 
         minimum: ClassVar = {"num_classes": 1, "num_batches": 1, "steps_per_epoch": 1}
-        num_classes: int = 1000
-        """Classes of the random labels."""
+        num_classes: int | None = None
+        """Classes of the random labels, or the vocabulary. Unset: 1000, or the model's own."""
         num_batches: int = 2
         """Different batches a worker; they take turns."""
         steps_per_epoch: int = 100
@@ -35,18 +37,14 @@ class Source(data.Source):
         self, location: str | None, task: TaskConfig, options: Options, topology: Topology
     ) -> None:
         self.options = options
-        self.num_classes = options.num_classes
+        spec = models.of_task(task)
+        self.num_classes = options.num_classes or spec.usual_num_classes
         generator = torch.Generator().manual_seed(data.seed_of_rank(task, topology))
         assert task.batch_size is not None
-        shape_NHWC = (task.batch_size, task.image_size, task.image_size, 3)
         self.batches: list[data.Batch] = [
-            (
-                torch.randint(0, 256, shape_NHWC, dtype=torch.uint8, generator=generator)
-                .permute(0, 3, 1, 2),
-                torch.randint(0, options.num_classes, (task.batch_size,), generator=generator),
-            )
+            spec.synthetic_batch(task.batch_size, self.num_classes, generator)
             for _ in range(options.num_batches)
-        ]  # fmt: skip
+        ]
         mix = mixing.of_task(task, self.num_classes)
         if mix is not None:
             for index, (images_NCHW, labels_N) in enumerate(self.batches):
@@ -65,6 +63,7 @@ class FixedBatches:
 
     def __init__(self, batches: list[data.Batch], num_steps: int) -> None:
         self.batches, self.num_steps = batches, num_steps
+        self.check: Callable[[data.Batch], None] = lambda batch: None
         self.epoch = 0
         self.num_done = 0
         """Steps of this epoch that another process has done."""
@@ -73,16 +72,18 @@ class FixedBatches:
         return self.num_steps - self.num_done
 
     def __iter__(self) -> Iterator[data.Batch]:
-        return iter(self.batches)
+        for batch in self.batches:
+            self.check(batch)
+            yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing but where it begins differs between epochs."""
         if epoch != self.epoch:
             self.epoch, self.num_done = epoch, 0
 
-    def preview(self, num_images: int) -> torch.Tensor:
+    def preview(self, num_images: int) -> torch.Tensor | None:
         """As `data.Loader` has it."""
-        return self.batches[0][0][:num_images]
+        return data.images_of(self.batches[0], num_images)
 
     def state_dict(self, num_batches: int) -> dict[str, Any]:
         """As `data.Loader` has it."""

@@ -21,7 +21,8 @@ from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import ReductionError
 from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
 
-Batch = tuple[torch.Tensor, ...]
+Batch = Any
+"""Tensors in any nesting of tuples, lists and mappings; see `accbench.data.nested`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accbench import engines
 from accbench.config import TaskConfig
-from accbench.data import prefetch
+from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import optimizers
 from accbench.recording import provenance
@@ -115,12 +115,12 @@ class Engine(engines.Engine):
         return optimizer
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
-        return tuple(
-            tensor.to(self.device, non_blocking=True, memory_format=self.memory_format)
-            if tensor.dim() == 4
-            else tensor.to(self.device, non_blocking=True)
-            for tensor in batch
-        )
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 4:
+                return tensor.to(self.device, non_blocking=True, memory_format=self.memory_format)
+            return tensor.to(self.device, non_blocking=True)
+
+        return nested.mapped(batch, send)
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
         return BackgroundGenerator(

@@ -85,7 +85,7 @@ class ArcFace(ImageClassification):
     image_size: int = 112
 
     def build(self, num_classes: int) -> nn.Module:
-        return Classifier(FaceNet(_UNITS[self.name], self.image_size, num_classes))
+        return Classifier(FaceNet(_UNITS[self.name], self.image_size, num_classes), num_classes)
 
     def loss_of_logits(self, logits_NC: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Cross-entropy where the angle to the right class is made larger by `MARGIN`."""

@@ -33,7 +33,8 @@ class _VisionTransformer(ImageClassification):
             VisionTransformer(
                 image_size=self.image_size, patch_size=_PATCH, num_layers=num_layers,
                 num_heads=num_heads, hidden_dim=width, mlp_dim=4 * width, num_classes=num_classes,
-            )
+            ),
+            num_classes,
         )  # fmt: skip
 
 

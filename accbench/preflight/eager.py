@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from accbench import models
 from accbench.config import TaskConfig
+from accbench.data import nested
 from accbench.engines import ddp
 from accbench.preflight import kernels, summary
 from accbench.preflight.cuda_rules import CudaRules, is_tensor, tensors_in
@@ -72,14 +73,11 @@ _GATHERED = {
 }  # fmt: skip
 
 
-def count(
-    task: TaskConfig, gpu: Gpu, num_classes: int, batch: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def count(task: TaskConfig, gpu: Gpu, num_classes: int, batch: Any) -> dict[str, Any] | None:
     """What one step moves and computes, and how fast it is at best.
 
     Args:
-        batch: of one GPU and step: `shape` and `dtype` (such as torch.uint8) of each tensor; the
-            first's first dimension are the samples.
+        batch: of one GPU and step, as `nested.described` has it.
 
     Returns:
         `launches`, `bytes`, `flops`, `bound_s` (the sum over operations of the longer of their
@@ -101,7 +99,7 @@ def count(
         "bytes": sum(kernel.num_bytes for kernel in found),
         "flops": sum(kernel.flops for kernel in found),
         "bound_s": bound_s,
-        "samples_per_s_at_most": batch[0]["shape"][0] / bound_s if bound_s else None,
+        "samples_per_s_at_most": task.batch_size / bound_s if bound_s and task.batch_size else None,
         "note": NOTE,
     }
 
@@ -119,9 +117,7 @@ def _in_silence() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-def of_step(
-    task: TaskConfig, spec: Any, num_classes: int, batch: Sequence[Mapping[str, Any]]
-) -> list[Kernel]:
+def of_step(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> list[Kernel]:
     """The step's operations in their order, named as torch names them.
 
     Args:
@@ -140,14 +136,10 @@ def of_step(
         model = engine.prepare(spec.build(num_classes))
         optimizer = engine.build_optimizer(model)
         model.train()
-        on_device = engine.to_device(tuple(map(_tensor, batch)))
+        on_device = engine.to_device(nested.empty(batch))
         with _Counter(rules) as counter:
             engine.run_step(train_loop.train_step, model, spec, optimizer, on_device)
     return counter.found
-
-
-def _tensor(given: Mapping[str, Any]) -> torch.Tensor:
-    return torch.empty(given["shape"], dtype=getattr(torch, given["dtype"].removeprefix("torch.")))
 
 
 class AbsentGpu(ddp.Engine):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accbench.data import nested
 from accbench.engines import Batch, Engine
 from accbench.recording.records import EvalRecord, finite_or_none
 from accbench.training.process_group import gather_values
@@ -19,7 +20,7 @@ def train_step(
     """One optimizer step; returns the loss on the device, for nobody to wait for."""
     optimizer.zero_grad(set_to_none=True)
     kept = engine.keep_buffers(model)
-    *earlier, last = parts_of(batch, engine.task.accumulate)
+    *earlier, last = nested.chunks(batch, engine.task.accumulate)
     total = None
     for part in earlier:
         with engine.without_reduction(model):
@@ -39,13 +40,6 @@ def _backward(engine: Engine, model: nn.Module, spec: Any, batch: Batch) -> torc
         loss = loss / engine.task.accumulate
     engine.backward(loss)
     return loss.detach()
-
-
-def parts_of(batch: Batch, num_parts: int) -> list[Batch]:
-    """The batch cut along its first dimension into equal parts."""
-    if num_parts == 1:
-        return [batch]
-    return list(zip(*(tensor.chunk(num_parts) for tensor in batch), strict=True))
 
 
 def train_epoch(

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     for loader in (train_loader, eval_loader):
         if loader is not None:
             loader.problems = log.warning
+            loader.check = partial(_check, task, spec, source.num_classes)
     steps_per_epoch = len(train_loader)
     num_steps = min(task.max_steps or sys.maxsize, task.epochs * steps_per_epoch)
     keeper = resume.Keeper(
@@ -176,6 +178,17 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     log.info(f"done: {end.num_steps} steps, {end.num_samples} samples, records in {task.run_dir}")
 
 
+def _check(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> None:
+    """Look at a batch on the host, for some devices read whatever lies at a wrong index.
+
+    Raises:
+        RequestError: the model has no place for what is in it.
+    """
+    problem = spec.problem(batch, num_classes) if hasattr(spec, "problem") else None
+    if problem is not None:
+        raise RequestError(f"--data {task.data} with --model {task.model}: {problem}")
+
+
 def _writer(task: TaskConfig, topology: Topology) -> checkpoints.Writer | None:
     if topology.rank != 0 or not task.save_interval:
         return None
@@ -188,8 +201,9 @@ def _board(task: TaskConfig, topology: Topology, loader: Any, num_steps: int) ->
     if topology.rank != 0 or task.tensorboard == "off" or not board.installed():
         return None
     opened = Board(task.run_dir, num_steps)
-    if num_steps == 0:
-        opened.images(loader.preview(_NUM_PREVIEWED))
+    images = loader.preview(_NUM_PREVIEWED) if num_steps == 0 else None
+    if images is not None:
+        opened.images(images)
     return opened
 
 

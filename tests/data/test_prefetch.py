@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accbench.data.loader import DataLoaderX
-from accbench.data.prefetch import BackgroundGenerator, move, tensors_of
+from accbench.data.nested import tensors_of
+from accbench.data.prefetch import BackgroundGenerator, move
 from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
 from tests.conftest import HANG_S, ROOT
 

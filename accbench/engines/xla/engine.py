@@ -22,7 +22,7 @@ from torch import nn
 
 from accbench import engines, extras
 from accbench.config import TaskConfig
-from accbench.data import prefetch
+from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import optimizers
 from accbench.engines.ddp import peak_resident_bytes
@@ -279,8 +279,9 @@ class Engine(engines.Engine):
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
         # in the training thread would take for a part of the step, and compile it anew.
-        on_host = [tensor.contiguous() for tensor in batch]
-        return tuple(self.xm.send_cpu_data_to_device(on_host, self.device))
+        on_host = [tensor.contiguous() for tensor in nested.tensors_of(batch)]
+        sent = self.xm.send_cpu_data_to_device(on_host, self.device) if on_host else []
+        return nested.with_tensors(batch, sent)
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
         return BackgroundGenerator(
@@ -346,7 +347,7 @@ class Engine(engines.Engine):
             }
             optimizer.keep_apart(trained, lambda count: self.to_device((count.cpu(),))[0])  # type: ignore[attr-defined]
 
-        def traced(batch: engines.Batch) -> torch.Tensor:
+        def traced() -> torch.Tensor:
             return step(self, model, spec, optimizer, batch)
 
         loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch)

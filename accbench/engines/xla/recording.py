@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines import Batch
-
 Slot = tuple[str, int]
-TracedStep = Callable[[Batch], torch.Tensor]
+TracedStep = Callable[[], torch.Tensor]
 
 
 class NotReplayable(Exception):
@@ -125,7 +123,7 @@ class Recorder:
         step: TracedStep,
         state: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
-        batch: Batch,
+        batch: list[torch.Tensor],
     ) -> Plan:
         """Trace a step and compile it; the state is as before.
 
@@ -136,13 +134,13 @@ class Recorder:
         self._xm.wait_device_ops()  # handles are known once buffers are there
         seed = self._lib._xla_get_rng_seed()
         places = _places(self._lib._get_tensors_handle([*state, *batch]), len(state))
-        self._check(step, state, optimizer, batch, places, seed)
+        self._check(step, state, optimizer, places, seed)
         rates = [group["lr"] for group in optimizer.param_groups]
         # Numbers that nothing else in the step is likely to be, to find the rates by.
         markers = [1.2345678e-3 * (1 + index / 1024) for index in range(len(rates))]
         try:
             _set_learning_rates(optimizer, markers)
-            trace = self._trace(step, state, optimizer, batch)
+            trace = self._trace(step, state)
         finally:
             _set_learning_rates(optimizer, rates)
         slots, constants = self._slots(trace, places, markers)
@@ -160,13 +158,12 @@ class Recorder:
         step: TracedStep,
         state: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
-        batch: Batch,
         places: dict[int, Slot],
         seed: int,
     ) -> None:
         """Trace the step as it is; one that cannot be taken back is done, and the reason raised."""
         fallbacks = num_fallbacks()
-        trace = self._trace(step, state, optimizer, batch)
+        trace = self._trace(step, state)
         others = sum(self._lib._check_device_tensor_need_materialization(self._device))
         others -= len(trace.roots)
         read = {places[handle] for handle in trace.handles if handle in places}
@@ -184,16 +181,10 @@ class Recorder:
             raise NotReplayable(problem, trace.loss)
         self._compile_and_take_back(trace, state, places, seed, compile=False)
 
-    def _trace(
-        self,
-        step: TracedStep,
-        state: list[torch.Tensor],
-        optimizer: torch.optim.Optimizer,
-        batch: Batch,
-    ) -> Trace:
+    def _trace(self, step: TracedStep, state: list[torch.Tensor]) -> Trace:
         self.recording = True
         try:
-            loss = step(batch)
+            loss = step()
         finally:
             self.recording = False
         pending = self._lib._check_tensor_need_materialization(state)

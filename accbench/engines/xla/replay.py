@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accbench.data import nested
 from accbench.engines import Batch
 from accbench.engines.xla.recording import (
     NotReplayable,
@@ -65,23 +66,24 @@ class StepReplay:
     def run(
         self, step: TracedStep, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
     ) -> torch.Tensor:
-        """One step, replayed where that is known to be right; the loss, on the device."""
+        """A step, replayed where that is known to be right; the loss, on the device."""
         rates = [group["lr"] for group in optimizer.param_groups]
+        tensors = nested.tensors_of(batch)
         if self.given_up is not None or any(rate in _WRITTEN_INTO_GRAPH for rate in rates):
-            return step(batch)
+            return step()
         try:
             state = self._unchanged_state(model, optimizer)
-            key = _signature(state, optimizer, batch)
+            key = _signature(state, optimizer, nested.signature(batch))
             plan, confirmed = self._plans.get(key, (None, False))
             self._num_steps += 1
             if plan is not None and confirmed and self._num_steps % _RECHECK_EVERY:
                 self.num_replayed += 1
             else:
-                plan = self._record(key, plan, step, optimizer, batch)
-            return self._execute(plan, state.tensors, optimizer, batch)
+                plan = self._record(key, plan, step, optimizer, tensors)
+            return self._execute(plan, state.tensors, optimizer, tensors)
         except NotReplayable as why:
             self._give_up(str(why))
-            return step(batch) if why.loss is None else why.loss
+            return step() if why.loss is None else why.loss
 
     def _give_up(self, why: str) -> None:
         self.given_up = why
@@ -118,7 +120,7 @@ class StepReplay:
         before: Plan | None,
         step: TracedStep,
         optimizer: torch.optim.Optimizer,
-        batch: Batch,
+        batch: list[torch.Tensor],
     ) -> Plan:
         """Record the step; a second recording that agrees with the first confirms the plan."""
         assert self._state is not None
@@ -136,7 +138,7 @@ class StepReplay:
         plan: Plan,
         state: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
-        batch: Batch,
+        batch: list[torch.Tensor],
     ) -> torch.Tensor:
         """Run a plan's graph and put its results where the state is kept."""
         lib, device = self._lib, str(self._device)
@@ -171,7 +173,7 @@ class StepReplay:
         return self._learning_rates[key]
 
 
-def _signature(state: TrainingState, optimizer: torch.optim.Optimizer, batch: Batch) -> Any:
+def _signature(state: TrainingState, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
     """What a plan holds for: shapes, modes and hyperparameters, the learning rate excepted.
 
     Raises:
@@ -186,7 +188,7 @@ def _signature(state: TrainingState, optimizer: torch.optim.Optimizer, batch: Ba
         del settings["lr"]
         groups.append((repr(settings), len(group["params"])))
     return (
-        tuple((tensor.shape, tensor.dtype) for tensor in batch),
+        batch,
         tuple(module.training for module in state.modules),
         tuple(parameter.requires_grad for parameter in state.parameters),
         tuple(groups),

@@ -22,6 +22,7 @@ import torch
 
 from accbench import config, models, plugins, resolving
 from accbench.config import TaskConfig
+from accbench.data import nested
 from accbench.engines.xla import engine, module_scopes
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
@@ -123,7 +124,7 @@ def _trace(task: TaskConfig, folder: Path) -> None:
         "num_parameters": sum(p.numel() for p in parameters),
         "parameter_sizes": sorted({p.numel() for p in parameters}),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
-        "batch": [{"shape": list(t.shape), "dtype": str(t.dtype)} for t in batch],
+        "batch": nested.described(batch),
         "num_classes": source.num_classes,
     }
     done = {path.name for path in _programs(folder)}
