@@ -58,8 +58,12 @@ setup(
             "ipykernel>=6",
         ],
         # Pinned is what judges the code; the rest only has to work on every Python named above.
+        # Models of other libraries: --model timm:NAME, and the language models.
+        "models": ["timm>=1.0.9", "transformers>=4.56"],
         "dev": [
             "build>=1.2",
+            "timm>=1.0.9",
+            "transformers>=4.56",
             # XLA's compiler for GPUs, to compile for some that are not there; 0.4 GB.
             "jax-cuda12-pjrt==0.6.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
             "nvidia-cuda-nvcc-cu12==12.8.93; "
