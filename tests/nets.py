@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from accbench.models import Spec
 
@@ -364,3 +365,112 @@ class Autoencoder(Spec):
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
         vectors = torch.randn(batch_size, 8, generator=generator)
         return {"vectors": {"of 8": vectors}, "weight": torch.ones(batch_size)}
+
+
+class _Unused(nn.Module):
+    """`tiny` with a layer that no sample passes."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net, self.spare = tiny(num_classes), nn.Linear(4, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.net(images)
+
+
+def unused(num_classes: int) -> nn.Module:
+    return _Unused(num_classes)
+
+
+class _Checkpointed(nn.Module):
+    """Two blocks, computed again in the backward pass; the second with dropout."""
+
+    def __init__(self, num_classes: int, reentrant: bool, dropout: float) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.GELU(), nn.Dropout(p))
+            for p in (0.0, dropout)
+        )
+        self.head, self.reentrant = nn.Linear(16, num_classes), reentrant
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=self.reentrant)
+        return self.head(hidden.mean((2, 3)))
+
+
+def checkpointed(num_classes: int) -> nn.Module:
+    return _Checkpointed(num_classes, reentrant=False, dropout=0.0)
+
+
+def checkpointed_reentrant(num_classes: int) -> nn.Module:
+    return _Checkpointed(num_classes, reentrant=True, dropout=0.0)
+
+
+def checkpointed_dropping(num_classes: int) -> nn.Module:
+    return _Checkpointed(num_classes, reentrant=False, dropout=0.3)
+
+
+def cumulative(num_classes: int) -> nn.Module:
+    """`tiny`, whose BatchNorm averages over all batches."""
+    net = tiny(num_classes)
+    net[1].momentum = None
+    return net
+
+
+class _Masks(nn.Module):
+    """Picks pixels by their value: how many is known when they are there."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net = tiny(num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        bright = images[images > 0.5]
+        return self.net(images) + bright.mean()
+
+
+def masks(num_classes: int) -> nn.Module:
+    return _Masks(num_classes)
+
+
+class _TiedDeep(nn.Module):
+    """A weight in three places: by assignment, in a list of parameters, and registered again."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, num_classes, 4, stride=4)
+        self.one = nn.Linear(num_classes, num_classes)
+        self.two = nn.Linear(num_classes, num_classes, bias=False)
+        self.two.weight = self.one.weight
+        self.others = nn.ParameterList([self.one.weight, nn.Parameter(torch.ones(num_classes))])
+        self.register_parameter("alias", self.one.weight)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.one(self.stem(images).mean((2, 3))))
+        return self.two(hidden) @ self.others[0].t() * self.others[1]
+
+
+def tied_deep(num_classes: int) -> nn.Module:
+    return _TiedDeep(num_classes)
+
+
+def tied_buffers(num_classes: int) -> nn.Module:
+    """Two BatchNorms that count in the same tensors."""
+    net = tiny(num_classes)
+    net.insert(3, nn.Conv2d(16, 16, 1, bias=False))
+    net.insert(4, nn.BatchNorm2d(16))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        net[4]._buffers[name] = net[1]._buffers[name]
+    return net
+
+
+def shared_memory(num_classes: int) -> nn.Module:
+    """Two parameters that are views of one memory."""
+    net = tiny(num_classes)
+    net.append(nn.Linear(num_classes, num_classes, bias=False))
+    net.append(nn.Linear(num_classes, num_classes, bias=False))
+    net[-1].weight = nn.Parameter(net[-2].weight.detach())
+    return net

@@ -57,7 +57,7 @@ class Examination:
         torch.manual_seed(self.task.seed)
         self.net: nn.Module = self.spec.build(num_classes)
         process_group.broadcast_module(self.net)
-        self.model = self.engine.prepare(self.net)
+        self.model = self.engine.prepared(self.net)
         self.optimizer = self.engine.build_optimizer(self.model)
         self.engine.seed(self.task.seed + self.topology.rank)
         self.model.train()

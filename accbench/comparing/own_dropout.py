@@ -54,7 +54,7 @@ def own_dropout(
     Rate, scale, and that neither steps nor ranks share a mask. All ranks call this.
     """
     net = _Probe(probabilities)
-    model = engine.prepare(net)
+    model = engine.prepared(net)
     optimizer = engine.build_optimizer(model)
     engine.seed(seed + topology.rank)  # as in training
     model.train()

@@ -25,7 +25,7 @@ from accbench.comparing import dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig
 from accbench.data import nested
-from accbench.engines import Batch
+from accbench.engines import Batch, sharing
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.training.process_group import Topology
@@ -95,7 +95,9 @@ class _Plain:
         ]
         cuda = task.device == "cuda" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
+        places = sharing.places(net)
         self.net = net.to(self.device, torch.float64)
+        sharing.tie(places)
         self.parameters = dict(self.net.named_parameters())
 
     def send(self, batch: Batch) -> Batch:

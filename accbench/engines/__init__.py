@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
-from accbench.engines import state
+from accbench.engines import sharing, state
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import ReductionError
 from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
@@ -232,6 +232,10 @@ class Engine(abc.ABC):
         """Counts of the compiler; zeros where there is none."""
         return CompileStats()
 
+    def left_compiler(self) -> list[str]:
+        """What the compiler did not take of the first steps, with its place in the model."""
+        return []
+
     def start_profile(self, folder: Path, expected_s: float) -> Callable[[], None]:
         """Begin the compiler's own profile, if it has one; returns what ends it.
 
@@ -246,6 +250,24 @@ class Engine(abc.ABC):
         return
 
     # The same for all.
+
+    def prepared(self, net: nn.Module) -> nn.Module:
+        """`prepare`, after which the same parameters and buffers must be one tensor as before.
+
+        Raises:
+            RequestError: parameters share memory in a way that cannot be kept.
+            RuntimeError: they are not, so that another model would be trained.
+        """
+        sharing.refuse_views(net)
+        before = sharing.names(net)
+        model = self.prepare(net)
+        parted = before ^ sharing.names(net)
+        if parted:
+            raise RuntimeError(
+                f"engine {self.task.engine} keeps {', '.join(min(parted))} otherwise than the "
+                "model does: tied weights have come apart, or others are tied"
+            )
+        return model
 
     def device_batches(self, loader: Any) -> Generator[Batch, None, None]:
         """The loader's batches on the device; those of a resident loader are copied once.

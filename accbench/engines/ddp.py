@@ -17,7 +17,8 @@ from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import optimizers
+from accbench.engines import optimizers, sharing
+from accbench.errors import RequestError
 from accbench.recording import provenance
 from accbench.training.process_group import Topology
 
@@ -44,6 +45,9 @@ class Engine(engines.Engine):
 
         channels_last: bool = True
         """Keep images and weights NHWC in memory, which convolutions are fastest in."""
+        find_unused_parameters: bool = False
+        """Of several workers: look in every step for parameters that the loss does not depend on.
+        A model that has such needs it, others are slowed down by it."""
 
     collectives = "process_group"
 
@@ -71,6 +75,7 @@ class Engine(engines.Engine):
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
+        self._is_checked = False
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
@@ -89,8 +94,13 @@ class Engine(engines.Engine):
         return provenance.cpu_name()
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        return self._distributed(self._moved(model))
+
+    def _moved(self, model: nn.Module) -> nn.Module:
+        places = sharing.places(model)
         model = model.to(self.device, memory_format=self.memory_format)  # type: ignore[call-overload]
-        return self._distributed(model)
+        sharing.tie(places)  # of buffers a move makes one for each place
+        return model
 
     def _distributed(self, model: nn.Module) -> nn.Module:
         if self.topology.world_size == 1:
@@ -101,6 +111,7 @@ class Engine(engines.Engine):
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            find_unused_parameters=self.options.find_unused_parameters,
             **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
         )
 
@@ -141,7 +152,21 @@ class Engine(engines.Engine):
             return model.no_sync()
         return contextlib.nullcontext()
 
+    def _check_all_reduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """DDP sends a bucket when all of it have a gradient; the other ones are not averaged."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        unused = [tuple(p.shape) for p in parameters if p.requires_grad and p.grad is None]
+        if unused and not self.options.find_unused_parameters:
+            raise RequestError(
+                f"the loss does not depend on {len(unused)} parameters, the first of shape "
+                f"{unused[0]}; with several workers say --{self.task.engine}.find_unused_parameters"
+                ", or freeze them (requires_grad = False)"
+            )
+
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.topology.world_size > 1 and not self._is_checked:
+            self._check_all_reduced(optimizer)
+            self._is_checked = True
         if self.task.on_nan == "skip":
             self.find_nonfinite(optimizer)
             if not self.scaler.is_enabled():  # or it tells the optimizer, in these two

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,18 @@ from torch import nn
 
 from accbench import engines, extras
 from accbench.config import TaskConfig
-from accbench.engines import ddp
+from accbench.engines import ddp, places
 from accbench.training.process_group import Topology
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
 # compilation, and the backward's where that is put off to the first backward pass.
 _PHASES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")
+
+
+def _in_a_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
+    where = places.in_model(stack)
+    what = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+    return f"the graph breaks: {what}{f' at {where}' if where else ''}"
 
 
 class Engine(ddp.Engine):
@@ -124,8 +131,13 @@ class Engine(ddp.Engine):
             yield
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        model = model.to(self.device, memory_format=self.memory_format)  # type: ignore[call-overload]
-        return self._distributed(self._compiled(model))
+        return self._distributed(self._compiled(self._moved(model)))
+
+    def left_compiler(self) -> list[str]:
+        from torch._dynamo.utils import graph_break_reasons
+
+        lines = [_in_a_line(str(r.reason), r.user_stack) for r in graph_break_reasons]
+        return [*dict.fromkeys(lines)]
 
     def compile_stats(self) -> engines.CompileStats:
         from torch._dynamo.utils import compile_times, counters

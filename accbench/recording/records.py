@@ -119,6 +119,8 @@ class EndRecord:
     """Compiled graphs that a training step after the warm-up executes; 0 where eager."""
     num_fallbacks: int | None = None
     """Operations in training steps that left the compiler."""
+    left_compiler: list[str] | None = None
+    """Which of them, and where in the model, as far as that was found out."""
     skipped_steps: int | None = None
     """Optimizer steps left out because a float16 gradient overflowed."""
     num_steps: int = 0

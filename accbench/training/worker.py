@@ -147,7 +147,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     torch.manual_seed(task.seed)
     model = spec.build(source.num_classes)
     process_group.broadcast_module(model)
-    net, model = model, engine.prepare(model)
+    net, model = model, engine.prepared(model)
     optimizer = engine.build_optimizer(model)
     engine.seed(task.seed + topology.rank)  # dropout and the like differ by rank
 
@@ -226,6 +226,9 @@ class Reporter:
         """Record a window and show it."""
         record = replace(record, lr=float(self.optimizer.param_groups[0]["lr"]))
         self.logger.write(record)
+        if record.warmup:
+            for line in self.engine.left_compiler():
+                log.warning(f"left the compiler: {line}")
         assert self.task.batch_size is not None
         self.display.window(record, self.task.batch_size)
         if self.task.on_nan == "skip" and self.engine.loss_scale() is None:
@@ -294,6 +297,7 @@ def end_record(
         num_recompiles=steady.num_compiles,
         num_graphs=steady.num_executions / steps if steps else None,
         num_fallbacks=(timer.warmup + steady).num_fallbacks,
+        left_compiler=engine.left_compiler() or None,
         skipped_steps=timer.num_steps - engine.applied_steps(optimizer),
         num_steps=timer.num_steps,
         num_samples=timer.num_steps * samples_a_step,

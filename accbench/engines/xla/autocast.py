@@ -11,7 +11,7 @@ is heeded, for the device's type is xla.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,8 @@ _library: list[torch.library.Library] = []
 
 
 class _Spelling:
-    """Whether `half_ops` are in use; autograd's threads never ask."""
+    """Whether `half_ops` are in use: as it was in the last forward pass, for a part of that may
+    be computed again in autograd's thread (activation checkpointing)."""
 
     lean = False
 
@@ -39,24 +40,27 @@ def autocast(dtype: torch.dtype, lean: bool) -> Iterator[None]:
         lean: take BatchNorm, ReLU and max-pooling from `half_ops`.
     """
     _replace_rules()
-    kept_lean, _Spelling.lean = _Spelling.lean, lean
+    _Spelling.lean = lean
     enabled = torch.is_autocast_enabled("xla")
-    kept = [(key, torch.get_autocast_dtype(key)) for key in ("xla", "cuda")]
+    kept_dtype = torch.get_autocast_dtype("xla")
     torch.autocast_increment_nesting()
     # Tensors of XLA:CUDA do not have the key by themselves.
     with _in_force(_KEY):
         try:
-            for key, _ in kept:
-                torch.set_autocast_dtype(key, dtype)
+            torch.set_autocast_dtype("xla", dtype)
             torch.set_autocast_enabled("xla", True)
             yield
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             torch.set_autocast_enabled("xla", enabled)
-            for key, old_dtype in kept:
-                torch.set_autocast_dtype(key, old_dtype)
-            _Spelling.lean = kept_lean
+            torch.set_autocast_dtype("xla", kept_dtype)
+
+
+def in_reach() -> AbstractContextManager[Any]:
+    """Backward passes run in this: where one repeats a part of the forward pass under autocast,
+    by `torch.autocast("xla")`, the rules are found."""
+    return _in_force(_KEY)
 
 
 @cache
@@ -101,6 +105,7 @@ def _as_on_cuda(operation: Any) -> Callable[..., Any]:
         # A device's rules are in force where its autocast is enabled.
         torch.set_autocast_enabled("xla", False)
         torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.get_autocast_dtype("xla"))
         try:
             with _in_force(_RULES):
                 return operation(*args, **kwargs)

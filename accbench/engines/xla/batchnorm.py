@@ -1,4 +1,5 @@
-"""BatchNorm's running variance, which torch_xla 2.8 leaves biased.
+"""BatchNorm's running statistics: the variance, which torch_xla 2.8 leaves biased, and cumulative
+averages, for which torch asks the host.
 
 PyTorch keeps the variance with Bessel's correction, n / (n - 1) of the batch's own,
 for n values a channel (see `torch.nn.BatchNorm2d`). torch_xla keeps the batch's own:
@@ -8,6 +9,10 @@ Correcting every step would trace some operations more for every layer. So the b
 stays as torch_xla has it, and is corrected where it is read: in evaluation and in
 `state_dict()`. With c = n / (n - 1), after t steps from the variance v0, the buffer holds
 (1 - momentum)^t v0 and the sum of what the batches gave; that sum should be c times as large.
+
+Where momentum is None, torch reads the count of batches into Python to divide by it: every step
+would wait, and be another graph. There the layer gets a momentum of 1 and buffers that it fills
+with the batch's own statistics, which the device then adds to the average.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,14 +27,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def track_unbiased_variance(model: nn.Module, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Have the BatchNorm layers of `model` track the unbiased variance.
 
-    The buffer `running_var` itself does not hold it: read it through `state_dict()`.
-    Layers whose average is cumulative (momentum None) stay as they are.
+    The buffer `running_var` itself does not hold it: read it through `state_dict()`; but it does
+    in layers whose average is cumulative (momentum None).
 
     Args:
         send: copies a tensor from the host to the model's device, with nothing left to compute.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.momentum and module.track_running_stats:
+        if not isinstance(module, _BatchNorm) or not module.track_running_stats:
+            continue
+        if module.momentum is None:
+            module.register_forward_pre_hook(_lend_for_one_batch)
+            module.register_forward_hook(_average, always_call=True)
+        elif module.momentum:
             module._correction = None  # type: ignore[assignment]  # n / (n - 1) of the first batch
             begin_with_loaded = partial(_begin_with_loaded, send)
             begin_with_loaded(module, module.state_dict(), "")
@@ -38,6 +48,35 @@ def track_unbiased_variance(model: nn.Module, send: Callable[[torch.Tensor], tor
             module.register_forward_hook(_take_back, always_call=True)
             module.register_state_dict_post_hook(_save_unbiased)
             module.register_load_state_dict_pre_hook(begin_with_loaded)
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+@torch.no_grad()
+def _lend_for_one_batch(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    if not module.training:
+        return
+    module._own_statistics = {name: module._buffers[name] for name in _STATISTICS}
+    for name, own in module._own_statistics.items():
+        module._buffers[name] = torch.zeros_like(own)
+    module.momentum = 1.0
+
+
+@torch.no_grad()
+def _average(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+    own = module.__dict__.pop("_own_statistics", None)
+    if own is None:
+        return
+    of_batch = {name: module._buffers[name] for name in _STATISTICS}
+    module._buffers.update(own)
+    module.momentum = None
+    if output is None:  # the forward pass failed
+        return
+    of_batch["running_var"] = of_batch["running_var"] * _correction(inputs[0])
+    count = module.num_batches_tracked.to(own["running_var"].dtype)  # this batch is in it
+    for name, tensor in own.items():
+        tensor.add_((of_batch[name] - tensor) / count)
 
 
 def _begin_with_loaded(

@@ -24,10 +24,18 @@ from accbench import engines, extras
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import optimizers
+from accbench.engines import optimizers, sharing
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors
-from accbench.engines.xla import autocast, batchnorm, buckets, cuda, host_reduction, profiling
+from accbench.engines.xla import (
+    autocast,
+    batchnorm,
+    buckets,
+    cuda,
+    device_module,
+    host_reduction,
+    profiling,
+)
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
 from accbench.pjrt import nvidia
@@ -118,6 +126,7 @@ class Engine(engines.Engine):
         import torch_xla.runtime as xr
 
         self.xla, self.xm, self.xr = torch_xla, xm, xr
+        device_module.register()
         self._cache = self._start_cache()
         self.device = self._open_device()
         xm.set_replication(self.device, xm.get_xla_supported_devices())
@@ -132,6 +141,8 @@ class Engine(engines.Engine):
         self._no_overflow = torch.zeros(()).to(self.device)
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         self._replay = self._start_replay()
+        self._num_run = 0
+        self._left_compiler: list[str] = []
 
     def _open_device(self) -> torch.device:
         if self.task.device == "cuda":
@@ -186,12 +197,9 @@ class Engine(engines.Engine):
             return self.to_device((tensor,))[0]
 
         batchnorm.track_unbiased_variance(model, send)
-        places = _shared_places(model)
+        places = sharing.places(model)
         model = model.to(self.device)
-        # XLA's tensors are new ones, one for each place: tied weights would be tied no more.
-        for (owner, name), *others in places:
-            for other, its_name in others:
-                other[its_name] = owner[name]
+        sharing.tie(places)  # XLA's tensors are new ones, one for each place
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -210,8 +218,13 @@ class Engine(engines.Engine):
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             return self.to_device((tensor.cpu(),))[0]
 
-        if self.task.optimizer == "adamw":
-            optimizer.as_vectors = self._lean  # type: ignore[attr-defined]
+        if isinstance(optimizer, sync_free.AdamW):
+            optimizer.as_vectors = self._lean
+            if self._replay is not None:
+                optimizer.is_recorded = lambda: self._replay.recording  # type: ignore[method-assign, union-attr]
+                self._replay.settle = lambda: optimizer.keep_apart(
+                    optimizer.stepped, lambda count: self.to_device(count.cpu())
+                )
         # In the order of the model's modules, whatever groups they are in.
         self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
         # State that appears in the first step would make the second another graph.
@@ -294,7 +307,8 @@ class Engine(engines.Engine):
         return autocast.autocast(self.autocast_dtype, self._lean)
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        with autocast.in_reach():
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -338,14 +352,26 @@ class Engine(engines.Engine):
         optimizer: torch.optim.Optimizer,
         batch: engines.Batch,
     ) -> torch.Tensor:
+        self._num_run += 1
+        # Of the first step one only knows that operations have left the compiler.
+        if self._num_run == 2 and self.compile_stats().num_fallbacks:
+            from accbench.engines.xla.fallbacks import Finder
+
+            with Finder() as finder:
+                loss = self._run_step(step, model, spec, optimizer, batch)
+            self._left_compiler = finder.lines()
+            return loss
+        return self._run_step(step, model, spec, optimizer, batch)
+
+    def left_compiler(self) -> list[str]:
+        return self._left_compiler
+
+    def _run_step(
+        self, step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,
+        optimizer: torch.optim.Optimizer, batch: engines.Batch,
+    ) -> torch.Tensor:  # fmt: skip
         if self._replay is None:
             return step(self, model, spec, optimizer, batch)
-        if self.task.optimizer == "adamw":
-            # Before the step is recorded, for which the state must stay where it is.
-            trained = {
-                p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-            }
-            optimizer.keep_apart(trained, lambda count: self.to_device((count.cpu(),))[0])  # type: ignore[attr-defined]
 
         def traced() -> torch.Tensor:
             return step(self, model, spec, optimizer, batch)
@@ -388,17 +414,6 @@ class Engine(engines.Engine):
             num_executions=num_executions,
             num_fallbacks=sum(metrics.counter_value(name) or 0 for name in fallbacks),
         )
-
-
-def _shared_places(model: nn.Module) -> list[list[tuple[Any, str]]]:
-    """Where parameters and buffers are kept that stand in more than one place."""
-    places: dict[int, list[tuple[Any, str]]] = {}
-    for module in model.modules():
-        for owner in (module._parameters, module._buffers):
-            for name, tensor in owner.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((owner, name))
-    return [found for found in places.values() if len(found) > 1]
 
 
 def _user_cache_folder() -> Path:

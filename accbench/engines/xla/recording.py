@@ -22,6 +22,10 @@ class NotReplayable(Exception):
         self.loss = loss
 
 
+class StateChanged(Exception):
+    """The training state is kept elsewhere now; a recording has to begin anew."""
+
+
 class TrainingState:
     """All tensors that a step may change, and where each of them is kept."""
 
@@ -124,17 +128,25 @@ class Recorder:
         state: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
         batch: list[torch.Tensor],
+        settle: Callable[[], bool],
     ) -> Plan:
         """Trace a step and compile it; the state is as before.
 
+        Args:
+            settle: changes what a first trace, taken back, has shown to be wrong with the state;
+                returns whether it did.
+
         Raises:
             NotReplayable: the step cannot be replayed.
+            StateChanged: `settle` did something.
         """
         self.sync_keeping_seed(wait=True)
         self._xm.wait_device_ops()  # handles are known once buffers are there
         seed = self._lib._xla_get_rng_seed()
         places = _places(self._lib._get_tensors_handle([*state, *batch]), len(state))
         self._check(step, state, optimizer, places, seed)
+        if settle():
+            raise StateChanged
         rates = [group["lr"] for group in optimizer.param_groups]
         # Numbers that nothing else in the step is likely to be, to find the rates by.
         markers = [1.2345678e-3 * (1 + index / 1024) for index in range(len(rates))]

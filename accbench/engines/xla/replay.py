@@ -23,6 +23,7 @@ from accbench.engines.xla.recording import (
     NotReplayable,
     Plan,
     Recorder,
+    StateChanged,
     TracedStep,
     TrainingState,
 )
@@ -50,6 +51,8 @@ class StepReplay:
         self._recorder = Recorder(device)
         self.num_replayed = 0
         self.given_up: str | None = None
+        self.settle: Callable[[], bool] = lambda: False
+        """Called after a step was traced once and taken back; whether it changed the state."""
         self._plans: dict[Any, tuple[Plan, bool]] = {}  # signature -> plan, confirmed
         self._disagreements = self._num_steps = 0
         self._state: TrainingState | None = None
@@ -71,19 +74,29 @@ class StepReplay:
         tensors = nested.tensors_of(batch)
         if self.given_up is not None or any(rate in _WRITTEN_INTO_GRAPH for rate in rates):
             return step()
+        self._num_steps += 1
         try:
-            state = self._unchanged_state(model, optimizer)
-            key = _signature(state, optimizer, nested.signature(batch))
-            plan, confirmed = self._plans.get(key, (None, False))
-            self._num_steps += 1
-            if plan is not None and confirmed and self._num_steps % _RECHECK_EVERY:
-                self.num_replayed += 1
-            else:
-                plan = self._record(key, plan, step, optimizer, tensors)
+            plan, state = self._plan(step, model, optimizer, batch)
             return self._execute(plan, state.tensors, optimizer, tensors)
         except NotReplayable as why:
             self._give_up(str(why))
             return step() if why.loss is None else why.loss
+
+    def _plan(
+        self, step: TracedStep, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+    ) -> tuple[Plan, TrainingState]:
+        """A plan of this step, confirmed or new, and the state that it is for."""
+        while True:
+            state = self._unchanged_state(model, optimizer)
+            key = _signature(state, optimizer, nested.signature(batch))
+            plan, confirmed = self._plans.get(key, (None, False))
+            if plan is not None and confirmed and self._num_steps % _RECHECK_EVERY:
+                self.num_replayed += 1
+                return plan, state
+            try:
+                return self._record(key, plan, step, optimizer, nested.tensors_of(batch)), state
+            except StateChanged:
+                continue
 
     def _give_up(self, why: str) -> None:
         self.given_up = why
@@ -124,7 +137,7 @@ class StepReplay:
     ) -> Plan:
         """Record the step; a second recording that agrees with the first confirms the plan."""
         assert self._state is not None
-        plan = self._recorder.record(step, self._state.tensors, optimizer, batch)
+        plan = self._recorder.record(step, self._state.tensors, optimizer, batch, self.settle)
         confirmed = before is not None and plan.agrees_with(before)
         self._plans[key] = (plan, confirmed)
         if before is not None and not confirmed:

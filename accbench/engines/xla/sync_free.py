@@ -21,6 +21,14 @@ class AdamW(syncfree.AdamW):
     on a GPU, and XLA would lay out the parameter and both moments like it, and all three back;
     on a CPU it is slower."""
 
+    stepped: frozenset[torch.Tensor] | set[torch.Tensor] = frozenset()
+    """Parameters that had a gradient in the last step."""
+
+    @staticmethod
+    def is_recorded() -> bool:
+        """Whether this step is traced to be kept: then its state has to stay where it is."""
+        return False
+
     def share_counts(self, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Have all parameters of one step count share it.
 
@@ -43,8 +51,9 @@ class AdamW(syncfree.AdamW):
         assert closure is None
         assert found_inf is not None
         taken = found_inf == 0
-        active = {p for p in self._parameters() if p.grad is not None}
-        self.keep_apart(active, torch.clone)
+        active = self.stepped = {p for p in self._parameters() if p.grad is not None}
+        if not self.is_recorded():
+            self.keep_apart(active, torch.clone)
         for count in {id(c): c for c in (self.state[p]["step"] for p in active)}.values():
             count.add_(taken.to(count.dtype))
         for group in self.param_groups:
@@ -63,9 +72,15 @@ class AdamW(syncfree.AdamW):
             yield from group["params"]
 
     def keep_apart(
-        self, active: set[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Give another count to parameters that stay while others of the same count step."""
+        self,
+        active: frozenset[torch.Tensor] | set[torch.Tensor],
+        copy: Callable[[torch.Tensor], torch.Tensor],
+    ) -> bool:
+        """Give another count to parameters that stay while others of the same count step.
+
+        Returns:
+            Whether there were any.
+        """
         stepping = {id(self.state[p]["step"]) for p in active}
         left: dict[int, torch.Tensor] = {}
         for parameter in self._parameters():
@@ -74,6 +89,7 @@ class AdamW(syncfree.AdamW):
                 if id(count) not in left:
                     left[id(count)] = copy(count)
                 self.state[parameter]["step"] = left[id(count)]
+        return bool(left)
 
 
 def _factors(group: dict[str, Any], count: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -23,6 +23,7 @@ import torch
 from accbench import config, models, plugins, resolving
 from accbench.config import TaskConfig
 from accbench.data import nested
+from accbench.engines import places
 from accbench.engines.xla import engine, module_scopes
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
@@ -31,12 +32,6 @@ from accbench.training.process_group import Topology
 
 PROGRAM_FILE = "step.hlo_module.pb"
 FACTS_FILE = "trace.json"
-# Torch, the engines and the loop: what stands above these in a stack is the model.
-_NOT_THE_MODEL = (
-    f"{os.sep}torch{os.sep}",
-    f"{os.sep}torch_xla{os.sep}",
-    f"{os.sep}accbench{os.sep}",
-)
 
 
 class AbsentGpu(engine.Engine):
@@ -94,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
         return _failed(folder, "this machine has not enough memory to build the step")
     except Exception as error:
         traceback.print_exc()
-        place = _place_in_model(traceback.extract_tb(error.__traceback__))
+        place = places.in_model(traceback.extract_tb(error.__traceback__))
         text = " ".join(str(error).split())[:500]
-        return _failed(folder, f"{type(error).__name__}: {text}{place}")
+        return _failed(folder, f"{type(error).__name__}: {text}{f' at {place}' if place else ''}")
     return _failed(folder, "the step left nothing for XLA to compile")
 
 
@@ -133,13 +128,13 @@ def _trace(task: TaskConfig, folder: Path) -> None:
     def finish(program: bytes) -> NoReturn:
         if not absent.in_sync:
             frames = sys._current_frames()[threading.main_thread().ident or 0]
-            place = _place_in_model(traceback.extract_stack(frames))
+            place = places.in_model(traceback.extract_stack(frames))
             counts = absent.compile_stats().num_fallbacks
             os._exit(
                 _failed(
                     folder,
                     "the step is not one program: a value is needed on the host in its midst"
-                    f"{place}; {counts} operations left the compiler",
+                    f"{f' at {place}' if place else ''}; {counts} operations left the compiler",
                 )
             )
         facts["trace_s"] = time.perf_counter() - traced
@@ -194,14 +189,6 @@ def _varint(proto: bytes, at: int) -> tuple[int, int]:
         if proto[at - 1] < 128:
             return value, at
     return value, at + 1  # cut off: behind the end
-
-
-def _place_in_model(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Where in the model a stack stands, ` at FILE:LINE: code`; nothing if it is in none."""
-    for frame in reversed(frames):
-        if not any(part in frame.filename for part in _NOT_THE_MODEL):
-            return f" at {frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
 
 
 def _failed(folder: Path, why: str) -> int:

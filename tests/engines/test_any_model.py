@@ -1,0 +1,59 @@
+"""Models of many kinds in each engine: they train as plain PyTorch in float64 has them train."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from tests.conftest import HANG_S, ROOT
+from tests.engines.any_model import MODELS
+
+ENGINES = [
+    "ddp", "inductor",
+    pytest.param("xla", marks=[
+        pytest.mark.xla,
+        pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla"),
+    ]),
+]  # fmt: skip
+
+
+@cache
+def found_by(engine: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.any_model", engine], cwd=ROOT, text=True,
+        capture_output=True, timeout=HANG_S, env={**os.environ, "NPROC": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "shared_memory"])
+def test_weights_and_buffers_are_those_of_float64(engine: str, model: str) -> None:
+    """Tied weights and buffers, unused and frozen ones, activation checkpointing, cumulative
+    BatchNorm, other forms of logits. Rounding makes 1e-5 of it; one step left out, more than a
+    tenth."""
+    assert found_by(engine)[model].get("away", found_by(engine)[model]) < 1e-3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_that_are_views_of_one_memory_are_refused(engine: str) -> None:
+    raised = found_by(engine)["shared_memory"]["raised"]
+    assert raised.startswith("RequestError: parameters net.6.weight and net.7.weight share memory")
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_what_leaves_the_compiler_is_named_with_its_line(engine: str) -> None:
+    (line,) = found_by(engine)["masks"]["left"]
+    assert "tests/nets.py:" in line
+    assert line.endswith(": bright = images[images > 0.5]")
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla")
+def test_dropout_that_is_computed_again_drops_the_same() -> None:
+    assert found_by("xla")["masks of dropout"]["away"] == 0
