@@ -54,40 +54,43 @@ class DataLoaderX(DataLoader[Any]):
             device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
         self.local_rank, self.device = local_rank, torch.device(device)
         self.max_prefetch = max_prefetch
-        self._num_delivered = 0
-        self._running: weakref.ref[BackgroundGenerator] | None = None
+        self._passes = _Passes()
+        # Of the pass that has the persistent worker processes.
+        self._persistent: weakref.ref[BackgroundGenerator] | None = None
         dataloader_arguments.setdefault("pin_memory", self.device.type == "cuda")
         super().__init__(**dataloader_arguments)
 
     def __iter__(self) -> Any:
-        running = self._running() if self._running is not None else None
-        if running is not None and self.persistent_workers:
-            running.close()  # left early; torch gives the same worker processes to this pass
-        self._num_delivered = 0
-        on_host = naming_dead_workers(super().__iter__())
+        earlier = self._persistent() if self._persistent is not None else None
+        # torch would take the worker processes from a loop that still goes on.
+        are_taken = self.persistent_workers and earlier is not None and earlier.is_fetching
+        on_host = self._get_iterator() if are_taken else super().__iter__()
         batches = BackgroundGenerator(
-            on_host, self.local_rank, self.max_prefetch, device=self.device
+            naming_dead_workers(on_host), self.local_rank, self.max_prefetch, device=self.device
         )
-        self._running = weakref.ref(batches)
-        return _Counted(batches, self)
+        if not are_taken:
+            self._persistent = weakref.ref(batches)
+        return _Counted(batches, self._passes)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass it to the sampler, or the batch sampler, that has it."""
         for sampler in self._samplers():
             if hasattr(sampler, "set_epoch"):
                 if getattr(sampler, "epoch", None) != epoch:
-                    self._num_delivered = 0  # those were of the epoch before
+                    self._passes.forget()  # what they gave was of the epoch before
                 sampler.set_epoch(epoch)
                 return
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state as of the batches that the loop got, not those fetched ahead.
 
+        Of several loops at once the one that began last counts.
+
         Raises:
             TypeError: the sampler has no state.
         """
         sampler, unit = self._resumable()
-        state: dict[str, Any] = sampler.state_dict(self._num_delivered * unit)
+        state: dict[str, Any] = sampler.state_dict(self._passes.num_delivered * unit)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,7 +100,7 @@ class DataLoaderX(DataLoader[Any]):
             TypeError: the sampler has no state.
             ValueError: the state does not fit.
         """
-        self._num_delivered = 0
+        self._passes.forget()
         self._resumable()[0].load_state_dict(state)
 
     def _samplers(self) -> list[Any]:
@@ -123,25 +126,56 @@ class DataLoaderX(DataLoader[Any]):
         )
 
 
+class _Pass:
+    num_delivered = 0
+
+
+class _Passes:
+    """What each loop over a loader got."""
+
+    def __init__(self) -> None:
+        self._going_on: list[_Pass] = []
+        self._last = _Pass()  # of those that ended
+
+    @property
+    def num_delivered(self) -> int:
+        """Batches of the loop that began last; of the one that ended last where none goes on."""
+        return (self._going_on[-1] if self._going_on else self._last).num_delivered
+
+    def begin(self) -> _Pass:
+        self._going_on.append(_Pass())
+        return self._going_on[-1]
+
+    def end(self, ended: _Pass) -> None:
+        if ended in self._going_on:
+            self._going_on.remove(ended)
+            self._last = ended
+
+    def forget(self) -> None:
+        for one in (*self._going_on, self._last):
+            one.num_delivered = 0
+
+
 class _Counted:
     """Counts what the loop gets. Holds the only strong reference to the thread's owner."""
 
-    def __init__(self, batches: BackgroundGenerator, loader: DataLoaderX) -> None:
-        self._batches, self._loader = batches, loader
+    def __init__(self, batches: BackgroundGenerator, passes: _Passes) -> None:
+        self._batches, self._pass = batches, passes.begin()
+        self._end = weakref.finalize(self, passes.end, self._pass)
 
     def __iter__(self) -> "_Counted":
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
-        if self._is_latest():
-            self._loader._num_delivered += 1
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self._end()
+            raise
+        self._pass.num_delivered += 1
         return batch
-
-    def _is_latest(self) -> bool:
-        running = self._loader._running
-        return running is not None and running() is self._batches
 
     def close(self) -> None:
         """End the thread and free what it fetched."""
+        self._end()
         self._batches.close()

@@ -78,10 +78,18 @@ class BackgroundGenerator:
         self._shared.free.release()
         if error is not None:
             self.close()
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or it and this frame, with all that called it, would hold each other
         if self._consumer_device is not None:
             item = _on_consumers_stream(item, self._consumer_device)
         return item
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether the thread still iterates the generator."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """End the thread and free what it fetched."""

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import OrderedDict, UserDict, defaultdict
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -123,6 +124,21 @@ def test_leaving_early_ends_the_thread_and_frees_what_it_held(how):
     gc.collect()
     assert closed == [True]
     assert not any(item() for item in alive)
+
+
+def test_loop_that_ended_holds_nothing_of_who_ran_it():
+    def run() -> weakref.ref:
+        large = Payload()
+        assert list(BackgroundGenerator(range(3), 0)) == [0, 1, 2]
+        for _ in BackgroundGenerator(range(3), 0):
+            pass
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_wakes_a_consumer_that_waits():
@@ -321,6 +337,51 @@ def test_two_passes_at_once_are_two_passes():
     assert loader.state_dict()["stages"] == [[1, 4]]  # of the pass that began last
     earlier.close()
     later.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_looking_at_the_next_batch_ends_no_loop(workers):
+    """Also where the worker processes are kept, which torch takes from the first of two loops."""
+    data = numbers(40)
+    loader = DataLoaderX(
+        0, device="cpu", dataset=data, batch_size=2, sampler=DistributedSampler(data, 1, 0, False),
+        num_workers=workers, persistent_workers=workers > 0, max_prefetch=2,
+        multiprocessing_context="fork" if workers else None,
+    )  # fmt: skip
+    found = []
+    for (batch,) in loader:
+        found += batch.tolist()
+        if len(found) in (2, 6):
+            assert next(iter(loader))[0].tolist() == [0, 1]
+            assert loader.state_dict()["stages"] == [[1, len(found)]]  # of the loop
+    assert found == list(range(40))
+
+
+def test_loader_that_was_left_goes_with_its_thread_and_processes():
+    loader = DataLoaderX(
+        0, device="cpu", dataset=numbers(40), batch_size=2, num_workers=1, persistent_workers=True,
+        multiprocessing_context="fork", max_prefetch=2,
+    )  # fmt: skip
+
+    def processes() -> int:
+        return sum(p.name() == "pt_data_worker" for p in psutil.Process().children())
+
+    before = threads()
+    for _ in loader:
+        next(iter(loader))
+        assert processes() == 1  # those of the look are gone
+        break
+    assert threads() == before
+    next(iter(loader))
+    assert processes() == 1  # kept, and used again
+    left = iter(loader)
+    next(left)
+    alive = weakref.ref(loader)
+    del loader
+    assert alive() is None
+    assert values(left) == list(range(2, 40))
+    del left
+    assert processes() == 0
 
 
 def test_what_has_no_state_says_what_has():
