@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler
 
 
-class GroupedBatchSampler(Sampler[list[int]]):
+class GroupedBatchSampler(BatchSampler):
     """Batches of samples of one group each, in the order of their first samples.
 
     As maskrcnn-benchmark's; a group without a sample is no failure. On several
@@ -23,7 +23,7 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     Args:
         group_ids: the group of every sample of the dataset.
-        drop_uneven: leave out batches that are not full.
+        drop_uneven: leave out batches that are not full; `drop_last` is the same.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        self.sampler, self.batch_size, self.drop_uneven = sampler, batch_size, drop_uneven
+        super().__init__(sampler, int(batch_size), bool(drop_uneven))
+        self.drop_uneven = drop_uneven
         self.group_ids = torch.as_tensor(group_ids).tolist()
         # Of the last `len`: (what the order depended on, the number of batches). Counting takes
         # a whole pass, and loops ask for the length of their loader in every step.
@@ -105,9 +106,11 @@ def _random_numbers_kept() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-class IterationBasedBatchSampler(Sampler[list[int]]):
+class IterationBasedBatchSampler(BatchSampler):
     """Batches of another batch sampler, over and over, `num_iterations` in all.
 
+    `len` is `num_iterations`, as in maskrcnn-benchmark, wherever it begins; `num_left` counts
+    from there. Has the attributes `sampler`, `batch_size` and `drop_last` that the other has.
     The passes count as epochs. With `start_iter` the batches are those that an
     uninterrupted run would have had from there; for that the order must depend on
     the epoch or on a seeded generator alone.
@@ -121,6 +124,9 @@ class IterationBasedBatchSampler(Sampler[list[int]]):
         self, batch_sampler: Sampler[list[int]], num_iterations: int, start_iter: int = 0
     ) -> None:
         self.batch_sampler, self.num_iterations = batch_sampler, num_iterations
+        for name in ("sampler", "batch_size", "drop_last"):
+            if hasattr(batch_sampler, name):
+                setattr(self, name, getattr(batch_sampler, name))
         self._generator = getattr(getattr(batch_sampler, "sampler", None), "generator", None)
         self._before_all = self._generator.get_state() if self._generator is not None else None
         self._start_at(start_iter)
@@ -134,6 +140,11 @@ class IterationBasedBatchSampler(Sampler[list[int]]):
         self.start_iter = start_iter
 
     def __len__(self) -> int:
+        return self.num_iterations
+
+    @property
+    def num_left(self) -> int:
+        """Batches of the next pass: those from `start_iter` on."""
         return max(0, self.num_iterations - self.start_iter)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -154,8 +165,17 @@ class IterationBasedBatchSampler(Sampler[list[int]]):
         return {"start_iter": self.start_iter + num_consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, also where batches were drawn since."""
-        self._start_at(state["start_iter"])
+        """Go on from there, also where batches were drawn since.
+
+        Raises:
+            ValueError: the state is none of this class.
+        """
+        start = state.get("start_iter")
+        if not isinstance(start, int):
+            raise ValueError(
+                f"the sampler's state has start_iter {start}; it must be what `state_dict` gave"
+            )
+        self._start_at(start)
         if self._generator is not None:
             self._generator.set_state(self._before_all)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from accbench.data.batch_samplers import IterationBasedBatchSampler
 from accbench.data.prefetch import BackgroundGenerator
 
 
@@ -73,7 +74,12 @@ class DataLoaderX(DataLoader[Any]):
         return _Counted(batches, self._passes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass it to the sampler, or the batch sampler, that has it."""
+        """Pass it to the sampler, or the batch sampler, that has it.
+
+        An `IterationBasedBatchSampler` counts its epochs itself.
+        """
+        if isinstance(self.batch_sampler, IterationBasedBatchSampler):
+            return
         for sampler in self._samplers():
             if hasattr(sampler, "set_epoch"):
                 if getattr(sampler, "epoch", None) != epoch:

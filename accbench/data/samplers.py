@@ -112,6 +112,7 @@ class _Sharded(Sampler[int]):
                 raise ValueError(
                     f"the sampler's state has {name} {state.get(name)}, but here it is {value}"
                 )
+        _check_position(state)
         self.epoch = state["epoch"]
         stages = copy.deepcopy(state["stages"])
         self._earlier, self._start = stages, 0
@@ -165,6 +166,24 @@ class _Sharded(Sampler[int]):
         if not self.contiguous:
             return min(total, ranks * done)
         return total - int(self._unread(total, ranks, done).sum())
+
+
+def _check_position(state: dict[str, Any]) -> None:
+    epoch, stages = state.get("epoch"), state.get("stages")
+    are_stages = isinstance(stages, (list, tuple)) and all(
+        isinstance(stage, (list, tuple))
+        and len(stage) == 2
+        and all(isinstance(number, int) and number >= 0 for number in stage)
+        and stage[0] > 0
+        for stage in stages
+    )
+    for name, value, fits in (
+        ("epoch", epoch, isinstance(epoch, int)), ("stages", stages, are_stages)
+    ):  # fmt: skip
+        if not fits:
+            raise ValueError(
+                f"the sampler's state has {name} {value}; it must be what `state_dict` gave"
+            )
 
 
 class DistributedSampler(_Sharded):
@@ -260,11 +279,30 @@ class DistributedWeightedRandomSampler(_Sharded):
 
 
 def make_data_sampler(
-    dataset: Any, shuffle: bool, distributed: bool, seed: int = 0
+    dataset: Any,
+    shuffle: bool,
+    distributed: bool,
+    seed: int = 0,
+    num_replicas: int | None = None,
+    rank: int | None = None,
 ) -> Sampler[int]:
-    """The sampler for a dataset: distributed, random (seeded), or sequential."""
+    """The sampler for a dataset: distributed, random (seeded), or sequential.
+
+    Args:
+        num_replicas: ranks, where distributed; those of the process group if None.
+        rank: this one's number; that in the process group if None.
+
+    Raises:
+        ValueError: distributed, without a process group to ask for what is None.
+    """
     if distributed:
-        return DistributedSampler(dataset, shuffle=shuffle, seed=seed)
+        in_group = dist.is_available() and dist.is_initialized()
+        if None in (num_replicas, rank) and not in_group:
+            raise ValueError(
+                "a distributed sampler needs to know its rank: call "
+                "torch.distributed.init_process_group first, or give num_replicas and rank"
+            )
+        return DistributedSampler(dataset, num_replicas, rank, shuffle, seed)
     if shuffle:
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
     return SequentialSampler(dataset)

@@ -347,9 +347,10 @@ def test_resumed_iterations_are_the_uninterrupted_ones(distributed, grouped, sta
             return {"height": 100 + 10 * (index % 3), "width": 110}
 
     def batches(start_iter: int) -> list[list[int]]:
-        sampler = make_data_sampler(Pictures(), shuffle=True, distributed=distributed)
+        sampler = make_data_sampler(Pictures(), True, distributed, num_replicas=1, rank=0)
         made = make_batch_data_sampler(Pictures(), sampler, grouped, 4, 25, start_iter)
-        assert len(made) == 25 - start_iter
+        assert len(made) == 25  # as maskrcnn-benchmark's, whose trainer takes it for the last one
+        assert made.num_left == 25 - start_iter
         return list(made)
 
     whole = batches(0)
@@ -395,9 +396,49 @@ def test_bounds_of_aspect_ratios_can_be_given():
 
 
 def test_make_data_sampler_chooses():
-    assert isinstance(make_data_sampler(range(3), True, True), DistributedSampler)
+    of_two = make_data_sampler(range(4), False, True, num_replicas=2, rank=1)
+    assert isinstance(of_two, DistributedSampler)
+    assert list(of_two) == [1, 3]
     assert isinstance(make_data_sampler(range(3), True, False), torch_data.RandomSampler)
     assert isinstance(make_data_sampler(range(3), False, False), torch_data.SequentialSampler)
+
+
+@pytest.mark.parametrize("given", [{}, {"rank": 0}, {"num_replicas": 2}])
+def test_distributed_without_a_process_group_is_refused(given):
+    with pytest.raises(ValueError, match="call torch.distributed.init_process_group first"):
+        make_data_sampler(range(3), True, True, **given)
+
+
+def test_batch_samplers_are_torchs_with_what_callers_read():
+    grouped = GroupedBatchSampler(torch_data.SequentialSampler(range(5)), [0] * 5, 2, True)
+    iterations = IterationBasedBatchSampler(grouped, 9)
+    for batches in (grouped, iterations):
+        assert isinstance(batches, torch_data.BatchSampler)
+        assert (batches.sampler, batches.batch_size, batches.drop_last) == (
+            grouped.sampler,
+            2,
+            True,
+        )
+    # Of any other batches there is nothing to know.
+    assert not hasattr(IterationBasedBatchSampler([[0], [1]], 3), "batch_size")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("epoch", None), ("epoch", "1"), ("stages", None), ("stages", [[2]]), ("stages", [[0, 3]]),
+     ("stages", [[2, "3"]])],
+)  # fmt: skip
+def test_state_that_is_none_of_a_sampler_is_one_clear_line(name, wrong):
+    sampler = DistributedSampler(range(9), 2, 0)
+    state = {**sampler.state_dict(), name: wrong}
+    if wrong is None:
+        del state[name]
+    with pytest.raises(ValueError, match=f"the sampler's state has {name} .*state_dict"):
+        sampler.load_state_dict(state)
+    assert sampler.epoch == 0
+    batches = IterationBasedBatchSampler([[0]], 5)
+    with pytest.raises(ValueError, match="the sampler's state has start_iter None"):
+        batches.load_state_dict({})
 
 
 def test_torchs_samplers_are_torchs():
