@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from accbench.data import decode
+from accbench.data import decode, files
 from accbench.data.recordio.file import image_record, write_record
 from accbench.errors import RequestError
 
@@ -62,7 +62,7 @@ def _write(samples: list[tuple[str, int]], rec_part: Path, idx_part: Path) -> No
     with rec_part.open("wb") as rec, idx_part.open("w") as idx:
         for key, (path, label) in enumerate(track(samples, f"{len(samples)} images")):
             try:
-                payload = Path(path).read_bytes()
+                payload = files.read(path)
                 decode.size_of(payload)
             except OSError as error:
                 raise RequestError(f"cannot read {path}: {error.strerror}") from None

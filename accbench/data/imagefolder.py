@@ -9,7 +9,7 @@ import torch
 
 from accbench import data
 from accbench.config import TaskConfig
-from accbench.data import decode, mixing
+from accbench.data import decode, files, mixing
 from accbench.errors import RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
 
@@ -93,7 +93,7 @@ class ReadableImages(data.ReadableSamples):
     def read(self, index: int) -> tuple[torch.Tensor, int]:
         path, label = self.samples[index]
         try:
-            return decode.decode_view(Path(path).read_bytes(), self.viewer), label
+            return decode.decode_view(files.read(path), self.viewer), label
         except (OSError, decode.ImageError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UnreadableSampleError(f"cannot read image {path}: {why}") from None

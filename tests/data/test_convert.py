@@ -64,6 +64,13 @@ def test_a_file_that_is_no_image_is_named_and_nothing_is_left(folder, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.timeout(120)
+def test_what_is_no_file_is_named_not_waited_for(folder, tmp_path):
+    os.mkfifo(folder / "class1" / "a.jpg")
+    with pytest.raises(RequestError, match="class1/a.jpg: not a regular file"):
+        convert(folder, tmp_path / "a.rec")
+
+
 def test_what_is_there_is_not_written_over(folder, tmp_path):
     (tmp_path / "a.rec").write_bytes(b"precious")
     with pytest.raises(RequestError, match="already there"):

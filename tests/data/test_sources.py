@@ -1,5 +1,6 @@
 """Real JPEG files to batches."""
 
+import os
 import shutil
 
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 
 from accbench import config, plugins, resolving
 from accbench.data import PADDING_LABEL
-from accbench.errors import BadSampleError, RequestError
+from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.recording import records
 from accbench.training.process_group import Topology
 from tests.conftest import TINY, end_of, of_kind, run
@@ -144,6 +145,20 @@ def test_bad_image_is_named_with_its_path(images, tmp_path):
         list(source(folder).train_loader())
     assert str(file) in str(caught.value)
     assert "--max_bad_samples" in str(caught.value)
+
+
+@pytest.mark.timeout(120)
+def test_what_is_no_file_is_named_not_waited_for(images, tmp_path):
+    folder = tmp_path / "images"
+    shutil.copytree(images, folder)
+    file = next((folder / "train").rglob("*.jpg"))
+    file.unlink()
+    os.mkfifo(file)
+    train_set = source(folder).train_set
+    index = [path for path, _ in train_set.samples].index(str(file))
+    with pytest.raises(UnreadableSampleError) as caught:
+        train_set.read(index)
+    assert str(caught.value) == f"cannot read image {file}: not a regular file"
 
 
 def test_bad_images_within_the_limit_are_replaced_and_counted(images, tmp_path):
