@@ -21,11 +21,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
+from torchvision import transforms
 
 from accbench import config, plugins, resolving
 from accbench.data.recordio import MXFaceDataset, RecordIODataset
 from accbench.data.recordio import index as recordio_index
-from accbench.data.recordio.file import MAGIC, RecordFile, image_record, offsets, write_record
+from accbench.data.recordio.file import (
+    MAGIC,
+    RecordFile,
+    image_record,
+    offsets,
+    parse_image_record,
+    write_record,
+)
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
 from tests.conftest import HANG_S, TINY, end_of, run
@@ -182,6 +190,66 @@ def test_faces_are_scaled_and_mirrored(mxnets):
     mirrored = [bool(torch.equal(image, plain.flip(2))) for image in seen]
     assert all(m or torch.equal(image, plain) for m, image in zip(mirrored, seen, strict=True))
     assert 0 < sum(mirrored) < 30
+
+
+def test_faces_have_what_insightfaces_have(mxnets):
+    dataset = MXFaceDataset(mxnets, local_rank=0)
+    expected = json.loads((WRITTEN_BY_MXNET / "expected.json").read_text())
+    assert dataset.header0 == tuple(expected["header0_label"])
+    assert dataset.imgidx.tolist() == list(range(1, 41))
+    assert dataset.imgrec.keys == list(range(44))
+    for key in (1, 40):
+        record = parse_image_record(dataset.imgrec.read_idx(int(key)))
+        assert record.label == expected["records"][str(key)]["label"]
+        assert (
+            hashlib.sha256(record.payload).hexdigest()
+            == (expected["records"][str(key)]["payload_sha256"])
+        )
+    with pytest.raises(KeyError, match="no record of key 44"):
+        dataset.imgrec.read_idx(44)
+    label = dataset[0][1]
+    assert (label.dtype, label.shape) == (torch.int64, ())
+
+
+def test_part_of_the_faces(mxnets):
+    dataset = MXFaceDataset(mxnets, local_rank=0)
+    labels = [int(dataset[index][1]) for index in range(40)]
+    dataset.imgidx = dataset.imgidx[30:20:-5]
+    dataset = pickle.loads(pickle.dumps(dataset))
+    assert len(dataset) == 2
+    assert [int(label) for _, label in dataset] == [labels[30], labels[25]]
+    assert int(dataset[-1][1]) == labels[25]
+
+
+def test_faces_without_a_header_are_all_records(tmp_path):
+    faces(tmp_path / "train.rec", 4)
+    dataset = MXFaceDataset(tmp_path, 0)
+    assert dataset.imgidx.tolist() == [0, 1, 2, 3]
+    assert not hasattr(dataset, "header0")
+
+
+def test_faces_are_scaled_once_by_another_transform(mxnets):
+    dataset = MXFaceDataset(mxnets, local_rank=0)
+    scaled = transforms.Compose(
+        [
+            transforms.ToPILImage(),
+            transforms.ToTensor(),
+            transforms.Normalize(mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5]),
+        ]
+    )
+    plain_CHW = RecordIODataset(mxnets)[4][0]
+    dataset.transform = scaled
+    torch.testing.assert_close(dataset[4][0], plain_CHW.float() / 127.5 - 1)
+    dataset.transform = None
+    assert (dataset[4][0] == plain_CHW.permute(1, 2, 0).numpy()).all()
+
+
+def test_errors_in_a_script_name_no_flag(tmp_path):
+    with pytest.raises(RequestError) as caught:
+        MXFaceDataset(tmp_path)
+    assert str(caught.value) == f"there is no file {tmp_path / 'train.rec'}"
+    with pytest.raises(RequestError, match="^--data: there is no file"):
+        plugins.load("data", "recordio").check(str(tmp_path))
 
 
 @pytest.mark.parametrize("start", ["fork", "forkserver"])

@@ -45,6 +45,11 @@ class Index:
         return int(self._table[position, 1])
 
     @property
+    def keys(self) -> np.ndarray:
+        """(num_records,) int64, ascending."""
+        return self._table[:, 0]
+
+    @property
     def offsets(self) -> np.ndarray:
         """(num_records,) int64."""
         return self._table[:, 1]

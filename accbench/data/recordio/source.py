@@ -44,17 +44,17 @@ class Source(data.Source):
     def check(cls, location: str | None) -> None:
         if location is None:
             raise RequestError("--data recordio needs its file: --data recordio:FILE.rec or :DIR")
-        RecordIODataset(location).close()  # a large index is made here, once for all workers
+        _opened(location).close()  # a large index is made here, once for all workers
 
     def __init__(
         self, location: str, task: TaskConfig, options: Options, topology: Topology
     ) -> None:
         self.task, self.topology = task, topology
-        self.train_set = RecordIODataset(location)
+        self.train_set = _opened(location)
         val = self.train_set.path.with_name("val.rec")
-        self.eval_set = RecordIODataset(val) if Path(location).is_dir() and val.exists() else None
+        self.eval_set = _opened(val) if Path(location).is_dir() and val.exists() else None
         sets = [dataset for dataset in (self.train_set, self.eval_set) if dataset is not None]
-        self.num_classes = options.num_classes or max(s.count_classes() for s in sets)
+        self.num_classes = options.num_classes or max(map(_num_classes, sets))
         size = task.image_size
         self._whole = options.augment != "crop"
         self.chance = decode.Chance(task.seed)
@@ -74,6 +74,23 @@ class Source(data.Source):
         viewer = view(self.task.image_size)
         samples = Samples(self.eval_set, viewer, self.num_classes)
         return data.Loader(samples, self.task, self.topology, train=False)
+
+
+def _opened(path: str | Path) -> "RecordIODataset":
+    try:
+        return RecordIODataset(path)
+    except RequestError as error:
+        raise RequestError(f"--data: {error}") from None
+
+
+def _num_classes(dataset: "RecordIODataset") -> int:
+    count = dataset.count_classes()
+    if count > len(dataset):
+        raise RequestError(
+            f"{dataset.path} has a label {count - 1} but {len(dataset)} images; if that is right, "
+            f"say --recordio.num_classes {count}"
+        )
+    return count
 
 
 class RecordIODataset(Dataset[tuple[Any, int]]):
@@ -98,8 +115,8 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         path = Path(path)
         self.path = path / "train.rec" if path.is_dir() else path
         if not self.path.is_file():
-            raise RequestError(f"--data: there is no file {self.path}")
-        self.transform = transform
+            raise RequestError(f"there is no file {self.path}")
+        self.transform: Callable[[Any], Any] | None = transform
         self._file = RecordFile(self.path)
         self._index = index_of(self._file)
         self._first, self._num_images = self._image_range(self._index)
@@ -130,14 +147,18 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         return self._num_images
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
+        pixels_HWC, label = self._pixels_and_label(index)
+        if self.transform is None:
+            return torch.from_numpy(pixels_HWC).permute(2, 0, 1), label
+        return self.transform(Image.fromarray(pixels_HWC)), label
+
+    def _pixels_and_label(self, index: int) -> tuple[np.ndarray, int]:
+        """((H, W, 3) uint8 in RGB, the first label)."""
         record = self.record(index)
         try:
-            pixels_HWC = decode.decode_rgb(record.payload)
+            return decode.decode_rgb(record.payload), self.label_of(index, record)
         except decode.ImageError as error:
             raise self._unreadable(index, error) from None
-        if self.transform is None:
-            return torch.from_numpy(pixels_HWC).permute(2, 0, 1), self.label_of(index, record)
-        return self.transform(Image.fromarray(pixels_HWC)), self.label_of(index, record)
 
     def record(self, index: int) -> ImageRecord:
         """The header and the encoded bytes, which are a view into the file.
@@ -195,14 +216,10 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         return {"height": height, "width": width}
 
     def count_classes(self) -> int:
-        """The largest label and one; reads every record's header.
-
-        Raises:
-            RequestError: there are more classes than images.
-        """
+        """The largest label and one; reads every record's header."""
         largest = -1
         words = np.frombuffer(self._file.view()[: self._file.num_bytes // 4 * 4], "<u4")
-        positions = slice(self._first, self._first + len(self))
+        positions = slice(self._first, self._first + self._num_images)
         offsets = self._index.offsets[positions]
         for begin in range(0, len(offsets), 1024):
             # In words: 2 of the frame; flag, label, 4 of ids; then labels, if flag counts any.
@@ -213,37 +230,11 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
             labels = labels[(labels >= 0) & (labels < _MAX_CLASSES)]
             largest = max(largest, int(labels.max(initial=-1)))
             self._file.forget()
-        if largest >= len(self):
-            raise RequestError(
-                f"{self.path} has a label {largest} but {len(self)} images; if that is right, "
-                f"say --recordio.num_classes {largest + 1}"
-            )
         return largest + 1
 
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
-
-
-class MXFaceDataset(RecordIODataset):
-    """insightface's training set: faces mirrored at random, scaled to -1..1.
-
-    Items are ((3, H, W) float32, label).
-
-    Args:
-        root_dir: holds train.rec and train.idx.
-        local_rank: taken for the shape of the original; nothing here needs a device.
-    """
-
-    def __init__(self, root_dir: str | Path, local_rank: int = 0) -> None:
-        super().__init__(Path(root_dir) / "train.rec")
-        self.local_rank = local_rank
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image_CHW, label = super().__getitem__(index)
-        if torch.rand(()).item() < 0.5:
-            image_CHW = image_CHW.flip(2)
-        return image_CHW.contiguous().float().div_(127.5).sub_(1.0), label
 
 
 class Samples(data.ReadableSamples):

@@ -1,0 +1,99 @@
+"""insightface's data set of faces, without mxnet."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from accbench.data.recordio.file import RecordFile
+from accbench.data.recordio.index import Index
+from accbench.data.recordio.source import RecordIODataset
+
+
+class MXFaceDataset(RecordIODataset):
+    """insightface's training set: faces mirrored at random, scaled to -1..1.
+
+    Items are (what `transform` gives, label as a () int64 tensor). `transform` gets an image as
+    (H, W, 3) uint8 in RGB and gives (3, H, W) float32; another may be set, such as insightface's
+    own with `ToPILImage`, and None gives the images as they are.
+
+    Attributes:
+        imgidx: keys of the images, (num_images,) int64; part of them make a smaller data set.
+        imgrec: the records by key, with `read_idx` and `keys` of mxnet's `MXIndexedRecordIO`.
+        header0: the two labels of record 0: one more than the last key of an image, and than
+            the last key of all. Only there if record 0 is such a header.
+
+    Args:
+        root_dir: holds train.rec and train.idx.
+        local_rank: taken for the shape of the original; nothing here needs a device.
+
+    Raises:
+        RequestError: no such file, an empty one, or an index that does not fit.
+    """
+
+    def __init__(self, root_dir: str | Path, local_rank: int = 0) -> None:
+        super().__init__(Path(root_dir) / "train.rec")
+        self.root_dir, self.local_rank = root_dir, local_rank
+        self.transform: Callable[[Any], Any] | None = mirrored_and_scaled
+        self.imgidx = np.array(self._index.keys[self._first : self._first + self._num_images])
+        if self._first:
+            labels = self._parsed(self._index.offset(0)).labels
+            self.header0 = tuple(int(label) for label in labels[:2])
+
+    @property
+    def imgrec(self) -> "Records":
+        """The records by key."""
+        return Records(self._file, self._index)
+
+    def __len__(self) -> int:
+        return len(self.imgidx)
+
+    def _offset(self, index: int) -> int:
+        return self.imgrec.offset(int(self.imgidx[index]))
+
+    def __getitem__(self, index: int) -> tuple[Any, torch.Tensor]:  # type: ignore[override]
+        pixels_HWC, label = self._pixels_and_label(index)
+        sample = pixels_HWC if self.transform is None else self.transform(pixels_HWC)
+        return sample, torch.tensor(label)
+
+
+def mirrored_and_scaled(pixels_HWC: np.ndarray) -> torch.Tensor:
+    """(H, W, 3) uint8 to (3, H, W) float32 in -1..1, mirrored or not by torch's generator."""
+    image_CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1)
+    if torch.rand(()).item() < 0.5:
+        image_CHW = image_CHW.flip(2)
+    return image_CHW.contiguous().float().div_(127.5).sub_(1.0)
+
+
+class Records:
+    """The records of a file by key, as mxnet's `MXIndexedRecordIO` gives them."""
+
+    def __init__(self, file: RecordFile, index: Index) -> None:
+        self._file, self._index = file, index
+
+    @property
+    def keys(self) -> list[int]:
+        """All of them, ascending."""
+        return [int(key) for key in self._index.keys]
+
+    def offset(self, key: int) -> int:
+        """Where in the file a record begins.
+
+        Raises:
+            KeyError: there is none of this key.
+        """
+        position = self._index.position(key)
+        if position is None:
+            raise KeyError(f"{self._file.path} has no record of key {key}")
+        return self._index.offset(position)
+
+    def read_idx(self, key: int) -> bytes:
+        """A record, header and all, as mxnet's `recordio.unpack` takes it.
+
+        Raises:
+            KeyError: there is none of this key.
+            UnreadableSampleError: it is damaged.
+        """
+        return bytes(self._file.read(self.offset(key)))
