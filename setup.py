@@ -15,7 +15,7 @@ setup(
     description="Train PyTorch models plainly or compiled by XLA, and measure both alike.",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.15",
     packages=find_packages(include=["accbench", "accbench.*"]),
     package_data={
         "accbench": ["py.typed"],
@@ -36,7 +36,8 @@ setup(
         "scipy>=1.10",
     ],
     extras_require={
-        # The last torch_xla that knows the device type CUDA, and what it was built for.
+        # The last torch_xla that knows the device type CUDA, and what it was built for; there are
+        # wheels for Python 3.10 to 3.13, which prepare.sh and accbench/extras.py know too.
         "xla": ["torch==2.8.0", "torchvision==0.23.0", "torch_xla==2.8.1"],
         # The same on NVIDIA GPUs. The plugin is the release of the same summer as torch_xla's
         # XLA; nvcc brings ptxas and libdevice of the CUDA that torch 2.8 is built with. cuDNN

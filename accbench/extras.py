@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 _CLONE = Path(__file__).parents[1]
+# The last that torch 2.8 and torch_xla 2.8.1 have wheels for.
+_LAST_PYTHON = {"xla": (3, 13), "xla-cuda12": (3, 13)}
 
 
 def install_command(extra: str) -> str:
@@ -21,6 +23,35 @@ def install_command(extra: str) -> str:
         return _pip(*sorted(_requirements("accbench", extra) - _requirements("accbench")))
     except metadata.PackageNotFoundError:  # its folder was copied to here
         return f"install accbench from its repository, with the extra [{extra}]"
+
+
+def not_installed(package: str, extra: str) -> str:
+    """`PACKAGE, which is not installed` and how to install it, or why that cannot be.
+
+    Where that changes torch, which other programs may use, this says so too.
+    """
+    last = _LAST_PYTHON.get(extra)
+    if last is not None and sys.version_info[:2] > last:
+        here, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], last))
+        return (
+            f"{package}, which is not installed and has no release for Python {here}: make an "
+            f"environment with Python {wanted}"
+        )
+    return f"{package}, which is not installed{_change_of_torch(extra)}: {install_command(extra)}"
+
+
+def _change_of_torch(extra: str) -> str:
+    from packaging.requirements import Requirement
+
+    try:
+        here = metadata.version("torch")
+        asked = map(Requirement, _requirements("accbench", extra))
+    except metadata.PackageNotFoundError:
+        return ""
+    for torch in (needed.specifier for needed in asked if needed.name == "torch"):
+        if not torch.contains(here, prereleases=True):
+            return f" (installing it changes torch {here} to {str(torch).lstrip('=')})"
+    return ""
 
 
 def dependency_command(package: str, dependency: str) -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import shlex
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -30,6 +31,40 @@ def test_clone_is_installed_with_the_extra(capsys, monkeypatch, module, flags, e
     assert cli.run(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     check_command(line, extra)
+
+
+@pytest.fixture
+def without_torch_xla(monkeypatch):
+    # Stands in for an environment without the package.
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch_xla" else found(name)
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch", "told"),
+    [("2.15.0", " (installing it changes torch 2.15.0 to 2.8.0)"), ("2.8.0", ""),
+     ("2.8.0+cu128", "")],
+)  # fmt: skip
+@pytest.mark.usefixtures("without_torch_xla")
+def test_another_torch_is_told_before_it_comes(capsys, monkeypatch, torch, told):
+    # Stands in for an environment with that torch.
+    found = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: torch if name == "torch" else found(name))
+    assert cli.run(["--compiler-opt"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"needs torch_xla, which is not installed{told}: " in line
+    check_command(line, "xla")
+
+
+@pytest.mark.usefixtures("without_torch_xla")
+def test_python_that_torch_xla_is_not_there_for(capsys, monkeypatch):
+    # Stands in for that Python.
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
+    assert cli.run(["--compiler-opt"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("has no release for Python 3.14: make an environment with Python 3.13")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")

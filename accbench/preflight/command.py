@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from accbench import config, plugins, resolving
+from accbench import config, extras, plugins, resolving
 from accbench.config import TaskConfig
 from accbench.errors import RequestError, interrupted, refused
 from accbench.pjrt import nvidia
@@ -149,7 +149,7 @@ def _tracer(engine: str) -> str:
     library = nvidia.find_plugin()
     install = nvidia.install_command()
     if importlib.util.find_spec("torch_xla") is None:
-        raise RequestError(f"preflight needs torch_xla, which is not installed: {install}")
+        raise RequestError(f"preflight needs {extras.not_installed('torch_xla', 'xla-cuda12')}")
     if library is None or not library.exists():
         where = "is not installed" if library is None else f"is not at {library}"
         raise RequestError(f"preflight needs a PJRT plugin for CUDA, which {where}: {install}")

@@ -86,10 +86,7 @@ class Engine(engines.Engine):
     @classmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
         if importlib.util.find_spec("torch_xla") is None:
-            return (
-                "--compiler-opt (--engine xla) needs torch_xla, which is not installed: "
-                + extras.install_command("xla")
-            )
+            return f"--compiler-opt (--engine xla) needs {extras.not_installed('torch_xla', 'xla')}"
         options = task.options.get("xla", cls.Options())
         try:
             xla_flags.parse(options.flags)
