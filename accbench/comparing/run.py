@@ -24,6 +24,9 @@ from accbench.recording.device_watch import Watch
 Kind = Literal["run", "reference", "check"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
 _GRACE_S = 15
+# Keeps Python (3.11 and later) from looking for modules in the current folder first, where a file
+# of a user's hides the module of its name that multiprocessing imports.
+_SAFE_PATH, _SET_HERE = "PYTHONSAFEPATH", "for the fork server"
 _PRELOADED = ["accbench.comparing.run", "accbench.launchers.local", "accbench.comparing.numerics"]
 
 
@@ -84,10 +87,15 @@ def _start_fork_server() -> None:
     # It and all that it forks leave Ctrl-C in a terminal, which reaches every process there,
     # to the comparison.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    is_ours = _SAFE_PATH not in os.environ and Path(__file__).parents[2] != Path.cwd()
+    if is_ours:
+        os.environ[_SAFE_PATH] = _SET_HERE
     try:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
+        if is_ours:
+            del os.environ[_SAFE_PATH]
 
 
 def _launch(
@@ -97,6 +105,8 @@ def _launch(
     from accbench.comparing import numerics
     from accbench.launchers import run
 
+    if os.environ.get(_SAFE_PATH) == _SET_HERE:
+        del os.environ[_SAFE_PATH]  # workers find modules as they do in a run
     threading.Thread(target=_die_with_comparison, daemon=True).start()
     with log.open("w") as file:
         for descriptor in (1, 2):

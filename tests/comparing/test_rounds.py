@@ -40,6 +40,31 @@ def finish(process, timeout_s: float = HANG_S) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+ONE_RUN = """
+import sys
+from pathlib import Path
+from accbench.comparing.run import run_to_its_end
+if __name__ == "__main__":
+    flags = ["--model=no_such", "--data=synthetic", "--device=cpu"]
+    sys.exit(run_to_its_end("run", "", flags, Path("../run"), Path("../log"), 0))
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
+def test_file_here_does_not_hide_a_module_of_pythons(tmp_path):
+    """One that multiprocessing imports, with the command's own file elsewhere."""
+    (tmp_path / "here").mkdir()
+    for name in ("random", "grp"):
+        (tmp_path / "here" / f"{name}.py").write_text("raise SystemExit('of the user')")
+    (tmp_path / "one_run").write_text(ONE_RUN)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "one_run"], cwd=tmp_path / "here",
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "unknown model 'no_such'" in (tmp_path / "log").read_text()
+
+
 def rows_of(folder) -> dict:
     return {row["name"]: row for row in json.loads((folder / "report.json").read_text())["rows"]}
 
