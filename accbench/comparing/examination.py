@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accbench import models, plugins
-from accbench.comparing import distances, dropout, reference
+from accbench.comparing import distances, dropout, reference, roundings
 from accbench.comparing.own_dropout import own_dropout
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
@@ -43,8 +43,10 @@ class Examination:
 
     def __init__(
         self, task: TaskConfig, topology: Topology, engine: Engine, against: Reference,
-        logger: RunLogger,
+        logger: RunLogger, num_draws: int = 0,
     ) -> None:  # fmt: skip
+        """`num_draws`: how often to do each step again, to see what rounding does in it."""
+        self.num_draws = num_draws
         self.task, self.topology, self.engine = task, topology, engine
         self.against, self.logger = against, logger
         self.spec = models.of_task(task)
@@ -81,6 +83,27 @@ class Examination:
                     **distances.of_step(own, self.against),
                 }
                 self.write("step", step + 1, found, loss=loss, own=own)
+                self._draws_of_step(step, batch)
+
+    def _draws_of_step(self, step: int, batch: Batch) -> None:
+        for draw in range(self.num_draws):
+            self._load_perturbed(self.against.state, step, draw)
+            self._draw(step)
+            with roundings.other_norms(self.engine.autocast_dtype):
+                loss = self._step(batch)
+            self.engine.wait()
+            own = self.engine.training_state(self.net, self.optimizer)
+            found = distances.of_draw(own, self.against)
+            self.write("noise", step + 1, {"loss": self._of_loss(loss, step), **found})
+
+    def _load_perturbed(self, state: TrainingState, step: int, draw: int) -> None:
+        """Other draws in each pass, for the floors are two; that it can be loaded is known."""
+        name = f"{self.logger.path.parent.name} {self.task.seed} {step} {draw}"
+        weights = {n: state.model[n] for n in self.against.weights.parameters}
+        dtype = self.engine.autocast_dtype
+        weights = roundings.perturbed(weights, dtype, zlib.crc32(name.encode()))
+        state = dataclasses.replace(state, model={**state.model, **weights})
+        self.engine.load_training_state(self.net, self.optimizer, state)
 
     def evaluation(self, source: Any) -> None:
         """The first batch, scored with the weights after the last step."""
@@ -91,6 +114,10 @@ class Examination:
         except Exception as error:  # that it cannot evaluate says nothing of its training
             unknown = f"it could not evaluate: {_in_a_line(error)}"
         self.write("evaluation", self.num_steps, {"loss": off}, note=unknown)
+        for draw in range(0 if unknown else 2 * self.num_draws):
+            self._load_perturbed(self.against.state_after, self.num_steps, draw)
+            off = distances.relative(self._score(source), self._expected_score)
+            self.write("noise of evaluation", self.num_steps, {"loss": off})
 
     @property
     def _expected_score(self) -> float:

@@ -2,7 +2,8 @@
 
 `python -m accbench.comparing.numerics reference NUM_SHARDS FLAGS` makes a reference in the
 run's folder; `... check REFERENCE FLAGS` holds an engine against it and leaves a run's
-folder whose records hold `numerics` lines in place of windows.
+folder whose records hold `numerics` lines in place of windows. `... floor REFERENCE FLAGS` is
+that for plain ddp, which also does each step again to see what rounding may do in it.
 
 Before each checked step the engine is put into the reference's state, so that every step is
 a test by itself and nothing drifts. Then it trains freely from the start, as in a run.
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accbench.comparing import dropout, reference, update_rules
+from accbench.comparing import dropout, reference, roundings, update_rules
 from accbench.comparing.examination import Examination, engine_of
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
@@ -28,8 +29,11 @@ from accbench.training import worker
 from accbench.training.process_group import Topology
 
 
-def check(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
+def check(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: int = 0) -> None:
     """Hold `task.engine` against a reference and record what was found.
+
+    Args:
+        num_draws: how often to do each step again from weights that are off by some roundings.
 
     Raises:
         RequestError: there is no reference, or it is of another task.
@@ -45,7 +49,7 @@ def check(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
     (source,) = reference.sources(task, [topology])
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
     engine.prove_reduction()
-    examination = Examination(task, topology, engine, against, logger)
+    examination = Examination(task, topology, engine, against, logger, num_draws)
     examination.build(source.num_classes)
     try:
         with dropout.given():
@@ -80,8 +84,8 @@ def make_reference(task: TaskConfig, num_shards: int) -> None:
 def main(argv: Sequence[str], started: float) -> int:
     """The launcher, and behind it each worker; `argv` is what to do, its argument, flags."""
     what, argument, *flags = argv
-    if what not in ("reference", "check"):
-        raise RequestError(f"reference or check, not {what!r}")
+    if what not in ("reference", "floor", "check"):
+        raise RequestError(f"reference, floor or check, not {what!r}")
     if ERROR_FILE_VARIABLE not in os.environ:
         command = ["-m", "accbench.comparing.numerics", what, argument]
         return run(flags, prog="accbench numerics", worker=command)
@@ -90,7 +94,8 @@ def main(argv: Sequence[str], started: float) -> int:
         if what == "reference":
             make_reference(task, int(argument))
         else:
-            check(task, topology, Path(argument))
+            num_draws = roundings.NUM_DRAWS if what == "floor" else 0
+            check(task, topology, Path(argument), num_draws)
 
     return worker.main(flags, started, job)
 

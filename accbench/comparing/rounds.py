@@ -193,7 +193,7 @@ def _numerics_jobs(
         at = comparison.numerics_folder(folder, name)
         floor = {**plain, "ddp": {"channels_last": channels_last}}
         label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
-        yield Job(label, row, at, floor, None, "check", str(reference))
+        yield Job(label, row, at, floor, None, "floor", str(reference))
     for other, its_task in rows:
         at = comparison.numerics_folder(folder, other.folder)
         checked = {**its_task, **steps}
@@ -251,7 +251,7 @@ def _is_done(job: Job, tensors: Path, plan: Plan, folder: Path) -> bool:
     done = runs.read_if_there(job.folder).status == "ok"
     if not done or job.kind != "reference" or tensors.exists():
         return done
-    checks = (other for other in jobs(plan, folder) if other.kind == "check")
+    checks = (other for other in jobs(plan, folder) if other.kind in ("floor", "check"))
     return all(runs.read_if_there(check.folder).status == "ok" for check in checks)
 
 

@@ -21,7 +21,7 @@ from accbench import config, standard_streams
 from accbench.recording import records
 from accbench.recording.device_watch import Watch
 
-Kind = Literal["run", "reference", "check"]
+Kind = Literal["run", "reference", "floor", "check"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
 _GRACE_S = 15
 # Keeps Python (3.11 and later) from looking for modules in the current folder first, where a file

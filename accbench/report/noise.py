@@ -2,8 +2,9 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from accbench.report.draws import Draws
 from accbench.report.run import Run
 
 # A step is a sharp test where this relative error of the whole gradient would be found in it.
@@ -57,16 +58,6 @@ def steps_of(run: Run) -> Steps:
     return [record.distances for record in run.numerics if record.phase == "step"]
 
 
-def in_most(values: Iterable[float]) -> float:
-    """The size that three of four values have or exceed, with its sign.
-
-    What is wrong in all steps is found by it as by the median, and jumps from rounding, which
-    one program may have in every second step and another in every third, are not.
-    """
-    by_size = sorted(values, key=abs)
-    return by_size[(len(by_size) - 1) // 4]
-
-
 def kind_of(name: str) -> str:
     """`gradient of net.fc.weight` -> gradient."""
     for kind in ("second moment", "average", "gradient", "scale", "update", "buffer", "state"):
@@ -76,15 +67,19 @@ def kind_of(name: str) -> str:
 
 
 class Noise:
-    """What right programs of a type are away from float64, from passes of plain ddp."""
+    """What right programs of a type are away from float64, from passes of plain ddp.
 
-    def __init__(self, floors: Sequence[Steps], dtype: str | None) -> None:
-        self.floors, self.spacing = floors, _SPACING.get(dtype or "", 0.0)
+    Their draws tell how much each step makes of rounding, which two floors alone do not.
+    """
+
+    def __init__(self, floors: Sequence[Run], dtype: str | None) -> None:
+        self.draws = Draws(floors)
+        self.floors, self.spacing = [steps_of(f) for f in floors], _SPACING.get(dtype or "", 0.0)
         self.of_16_bit = self.spacing > 0
-        self.num_steps = min(len(floor) for floor in floors)
-        names = floors[0][0].keys() if self.num_steps else ()
+        self.num_steps = min(len(floor) for floor in self.floors)
+        names = self.floors[0][0].keys() if self.num_steps else ()
         self.medians = {
-            name: max(statistics.median(abs(s[name]) for s in floor) for floor in floors)
+            name: max(statistics.median(abs(s[name]) for s in floor) for floor in self.floors)
             for name in names
         }
         of_kinds: dict[str, list[float]] = {}
@@ -96,12 +91,16 @@ class Noise:
     def limit(self, step: int, name: str) -> float:
         """From where a distance in a step is a difference."""
         noise, usual = max(abs(floor[step][name]) for floor in self.floors), self._usual(name)
-        noise = max(noise, usual if self.of_16_bit else _UNSTEADY * usual)
-        return self._limit(name, noise, of_all=False)
+        if self.of_16_bit:  # whose draws are rounded as floors are, once
+            noise = max(noise, usual, self.draws.largest(step, name))
+            return self._limit(name, noise, of_all=False)
+        noise = max(noise, _UNSTEADY * usual)
+        return max(self._limit(name, noise, of_all=False), self.draws.limit(step, name))
 
     def limit_of_all(self, name: str) -> float:
         """Likewise of what a row is in three of four steps, the floors in one of two."""
-        return self._limit(name, self._usual(name), of_all=True)
+        limit = self._limit(name, self._usual(name), of_all=True)
+        return limit if self.of_16_bit else max(limit, self.draws.limit_of_all(name))
 
     def _usual(self, name: str) -> float:
         return max(self.medians[name], self.of_kinds[kind_of(name)])
@@ -122,13 +121,15 @@ class Noise:
         least = _SCALE_LEAST
         if not self.of_16_bit:
             noise = max(*(abs(value) for value in values), _UNSTEADY * self.medians[name])
-            least = max(least, _SCALE_TIMES * noise)
+            least = max(least, _SCALE_TIMES * noise, self.draws.size(step, name))
         return self._around(values, name, least)
 
     def scales_of_all(self, name: str) -> tuple[float, float]:
         """Likewise of three of four steps."""
         values = [statistics.median(step[name] for step in floor) for floor in self.floors]
-        return self._around(values, name, _SCALE_LEAST_OF_ALL)
+        drawn = 0.0 if self.of_16_bit else self.draws.limit_of_all(name)
+        least = max(_SCALE_LEAST_OF_ALL, drawn)
+        return self._around(values, name, least)
 
     def _around(self, values: list[float], name: str, least: float) -> tuple[float, float]:
         apart = statistics.median(

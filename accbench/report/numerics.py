@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 
 from accbench.recording.records import NumericsRecord
 from accbench.report.comparison import Comparison, Row
-from accbench.report.noise import BOUNDS, Bound, Noise, Steps, in_most, kind_of, steps_of
+from accbench.report.draws import root_mean_square
+from accbench.report.noise import BOUNDS, Bound, Noise, Steps, kind_of, steps_of
 from accbench.report.run import Run
+from accbench.report.statistics import in_most
 
 SAME, DIFFERS, NOT_CHECKED = "trains the same", "differs", "not checked"
 
@@ -87,7 +89,7 @@ def judge_run(run: Run, reference: Run, floors: Sequence[Run]) -> Numerics:
     other = next((r.note for r in reference.numerics if r.note), None)
     if other:
         return Numerics(NOT_CHECKED, dtype, other)
-    noise = Noise([steps_of(floor) for floor in floors], dtype)
+    noise = Noise(floors, dtype)
     found = Findings(dtype)
     found.ranks(run.numerics)
     found.exact(run.numerics)
@@ -203,7 +205,10 @@ class Findings:
             values = [_last(one, phase, name) for one in (run, *floors)]
             if values[0] is None:  # it could not be loaded
                 continue
-            limit = max(times * max(abs(value or 0.0) for value in values[1:]), least)
+            noise = [abs(value or 0.0) for value in values[1:]]
+            drawn = [value for floor in floors for value in _drawn(floor, phase, name)]
+            noise.append(root_mean_square(drawn))
+            limit = max(times * max(noise), least)
             reason = f"{what} {values[0]:.2g} off, more than {limit:.2g}"
             self._note(len(own), abs(values[0]) / limit, name, reason, 2 * _LATE)
 
@@ -239,6 +244,10 @@ class Findings:
 def _last(run: Run, phase: str, name: str) -> float | None:
     found = [r.distances.get(name) for r in run.numerics if r.phase == phase]
     return found[-1] if found else None
+
+
+def _drawn(run: Run, phase: str, name: str) -> list[float]:
+    return [r.distances[name] for r in run.numerics if r.phase == f"noise of {phase}"]
 
 
 def words(found: Numerics) -> str | None:

@@ -12,7 +12,7 @@ from accbench.comparing.update_rules import Weights
 from accbench.config import TaskConfig
 from accbench.engines import optimizers
 from tests import planted
-from tests.comparing.trials import SETTINGS, folder_of, judge, start_setting
+from tests.comparing.trials import FLOORS, SETTINGS, folder_of, judge, start_setting
 
 HAS_XLA = find_spec("torch_xla") is not None
 
@@ -125,6 +125,32 @@ def test_the_reference_trains_as_float32_does_but_for_rounding(passes):
     assert len(exact) == 8
     assert losses("ddp", "step") == pytest.approx(exact, rel=1e-5)
     assert losses("ddp", "free") == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("setting", ["tests", "tests, two workers"])
+def test_plain_ddp_does_each_step_again_as_other_programs_might(passes, setting):
+    """Off by little, each time by something else, and never in what the optimizer does."""
+    passes.verdict(setting, "ddp:again")
+    drawn: dict[int, list[dict[str, float]]] = {}
+    for floor in FLOORS:
+        path = folder_of(passes.base, setting, 0, floor) / "records.jsonl"
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line.get("phase") == "noise":
+                drawn.setdefault(line["step"], []).append(line["distances"])
+            elif line.get("phase") == "noise of evaluation":
+                drawn.setdefault(0, []).append(line["distances"])
+    num_steps = 8 if setting == "tests" else 4
+    assert sorted(drawn) == [*range(num_steps + 1)]
+    for step, of_step in drawn.items():
+        assert len(of_step) == (4 if step else 8)
+        assert max(found["loss"] for found in of_step) < 1e-4
+        if step:
+            gradients = [found["gradient"] for found in of_step]
+            assert len(set(gradients)) == 4
+            assert 0 < min(gradients) <= max(gradients) < 0.02
+        assert not any(name.startswith("update") for found in of_step for name in found)
+    path = folder_of(passes.base, setting, 0, "ddp:again") / "records.jsonl"
+    assert "noise" not in path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def run_setting(base: Path, name: str, seeds: list[int], engines: list[str], ran
 
 def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: Any) -> None:
     from accbench import plugins
-    from accbench.comparing import numerics, reference
+    from accbench.comparing import numerics, reference, roundings
     from accbench.training import process_group
 
     num_workers, rank = SETTINGS[name].num_workers, topology.rank
@@ -131,7 +131,9 @@ def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: An
         plugins.load("engines", engine.partition(":")[0])
         started = time.perf_counter()
         try:
-            numerics.check(_task(name, seed, engine, folder, topology), topology, at)
+            num_draws = roundings.NUM_DRAWS if engine in FLOORS else 0
+            task = _task(name, seed, engine, folder, topology)
+            numerics.check(task, topology, at, num_draws)
         except Exception:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"error{rank}.txt").write_text(traceback.format_exc())

@@ -236,6 +236,67 @@ def test_the_baselines_own_errors_are_no_noise(folder):
     assert row_of(folder, "xla").numerics.verdict == "differs"
 
 
+def write_floors(folder: Path, phase: str = "noise", step: int = 2, **drawn: float) -> None:
+    """Plain ddp's passes with draws: `drawn` in one step, 1e-4 in the others."""
+    at_rest = dict.fromkeys(distances(**drawn), 1e-4)
+    named = {name.replace("_", " "): distance for name, distance in drawn.items()}
+    for name in comparison.FLOORS:
+        found = fakes.numerics("ddp", 1e-5)
+        drawn_at = [
+            records.NumericsRecord("noise", n, at_rest) for n in (1, 2, 3) for _ in range(2)
+        ]
+        drawn_at += [records.NumericsRecord(phase, step, {**at_rest, **named})]
+        fakes.write_run(folder / "numerics" / name, [*found[:-1], *drawn_at, found[-1]])
+
+
+@pytest.mark.parametrize(
+    ("off", "drawn_at", "verdict"),
+    [
+        ({"gradient_of_w": 0.06}, None, "differs"),
+        ({"gradient_of_w": 0.06}, 2, "trains the same"),
+        ({"gradient_of_w": 0.06}, 3, "trains the same"),  # a jump may come in any step
+        ({"gradient_of_w": 0.2}, 3, "differs"),
+        ({"gradient": 0.06}, 2, "trains the same"),
+        ({"gradient": 0.06}, 3, "differs"),
+        ({"loss": 1e-3}, 2, "trains the same"),
+        ({"loss": 1e-3}, 3, "differs"),
+        ({"update_of_w": 0.01}, 2, "differs"),  # which rounding in the network has no part in
+        ({"applied_steps": 1.0}, 2, "differs"),
+    ],
+)  # fmt: skip
+def test_what_rounding_may_do_in_a_step_is_no_difference(folder, off, drawn_at, verdict):
+    if drawn_at:
+        write_floors(folder, step=drawn_at, gradient_of_w=0.07, gradient=0.07, loss=2e-3)
+    rounded = fakes.numerics("xla", 1e-5, distances=distances(**off))
+    fakes.write_run(folder / "numerics" / "xla", rounded)
+    found = row_of(folder, "xla").numerics
+    assert (found.verdict, found.num_sharp_steps) == (verdict, 3), found
+
+
+def test_a_step_in_which_rounding_does_much_is_no_test(folder):
+    write_floors(folder, scale=0.3)
+    found = row_of(folder, "xla").numerics
+    assert found.verdict == "not checked"
+    assert found.reason == "too noisy at step 2 (2 of 3 were sharp tests)"
+    wrong = fakes.numerics("xla", 2e-5, distances=distances(scale=-0.9))
+    fakes.write_run(folder / "numerics" / "xla", wrong)
+    assert row_of(folder, "xla").numerics.verdict == "differs"
+
+
+@pytest.mark.parametrize(("drawn", "verdict"), [(None, "differs"), (1e-3, "trains the same")])
+def test_what_rounding_may_do_in_evaluation_is_no_difference(folder, drawn, verdict):
+    if drawn:
+        write_floors(folder, "noise of evaluation", 3, loss=drawn)
+    found = [
+        dataclasses.replace(r, distances={"loss": 2e-3})
+        if isinstance(r, records.NumericsRecord) and r.phase == "evaluation"
+        else r
+        for r in fakes.numerics("xla", 1e-5)
+    ]
+    fakes.write_run(folder / "numerics" / "xla", found)
+    assert row_of(folder, "xla").numerics.verdict == verdict
+
+
 def test_steps_that_are_too_noisy_are_no_test(folder):
     noisy = distances(scale=0.08, gradient_of_w=0.3)
     for name in comparison.FLOORS:
