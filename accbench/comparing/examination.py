@@ -155,8 +155,15 @@ class Examination:
 
     def free_run(self) -> None:
         """As many steps from the start, nothing loaded or read between them."""
-        (source,) = reference.sources(self.task, [self.topology])
         self._load(self.against.start_state)
+        self._train_freely("free")
+        for draw in range(self.num_draws):
+            self._load_perturbed(self.against.start_state, self.num_steps + 1, draw)
+            with roundings.other_norms(self.engine.autocast_dtype):
+                self._train_freely("noise of free")
+
+    def _train_freely(self, phase: str) -> None:
+        (source,) = reference.sources(self.task, [self.topology])
         batches = self._batches(source)
         losses = []
         with closing(batches):
@@ -167,9 +174,9 @@ class Examination:
         own = self.engine.training_state(self.net, self.optimizer)
         for step, tensor in enumerate(losses):
             loss = float(tensor.cpu().item())
-            self.write("free", step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
+            self.write(phase, step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
         found = distances.of_free_run(own, self.against)
-        self.write("free end", self.num_steps, found, own=own)
+        self.write(f"{phase} end", self.num_steps, found, own=own)
 
     def dropout(self) -> None:
         """Whether what the engine drops by itself is dropped at random."""

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from accbench.recording.records import NumericsRecord
+from accbench.report import draws
 from accbench.report.comparison import Comparison, Row
-from accbench.report.draws import root_mean_square
 from accbench.report.noise import BOUNDS, Bound, Noise, Steps, kind_of, steps_of
 from accbench.report.run import Run
 from accbench.report.statistics import in_most
@@ -54,11 +54,11 @@ _EXACT = {
     "tensors": 0.5, "state": 1e-5, "problems": 0.5, "parameters": 0.0,
 }  # fmt: skip
 _FREE_LOSS = Bound(8, 8, 1e-3, 0)
-# (phase, quantity) -> its words, times the noise, the least that counts.
+# (phase, quantity) -> its words, from where on it counts.
 _AT_THE_END = {
-    ("free end", "parameters"): ("the weights after the free run are", 4, 0.1),
-    ("free end", "way"): ("the way of the weights in the free run is", 8, 0.05),
-    ("evaluation", "loss"): ("the loss in evaluation is", 8, 1e-3),
+    ("free end", "parameters"): ("the weights after the free run are", Bound(4, 4, 0.1, 0)),
+    ("free end", "way"): ("the way of the weights in the free run is", Bound(8, 8, 0.05, 0)),
+    ("evaluation", "loss"): ("the loss in evaluation is", Bound(8, 8, 1e-3, 0)),
 }
 
 _BESIDE_STEPS = {
@@ -191,26 +191,30 @@ class Findings:
         """Losses that part, and weights that end elsewhere, though nothing was loaded."""
         highest = 0.0
         own = {r.step: r.distances["loss"] for r in run.numerics if r.phase == "free"}
-        of_floors = [
-            {r.step: r.distances["loss"] for r in floor.numerics if r.phase == "free"}
-            for floor in floors
-        ]
         for step, distance in own.items():
-            highest = max(highest, *(floor.get(step, 0.0) for floor in of_floors))
-            limit = max(_FREE_LOSS.times * highest, _FREE_LOSS.least)
+            at_step = self._limit(floors, "free", "loss", _FREE_LOSS, step)
+            highest = limit = max(highest, at_step)
             reason = f"the loss of the free run at step {step} is {distance:.2g} off"
             reason += f", more than {limit:.2g}"
             self._note(step, distance / limit, "loss", reason, _LATE + step)
-        for (phase, name), (what, times, least) in _AT_THE_END.items():
-            values = [_last(one, phase, name) for one in (run, *floors)]
-            if values[0] is None:  # it could not be loaded
+        for (phase, name), (what, bound) in _AT_THE_END.items():
+            found = _values(run, phase, name)
+            if not found:  # it could not be loaded
                 continue
-            noise = [abs(value or 0.0) for value in values[1:]]
-            drawn = [value for floor in floors for value in _drawn(floor, phase, name)]
-            noise.append(root_mean_square(drawn))
-            limit = max(times * max(noise), least)
-            reason = f"{what} {values[0]:.2g} off, more than {limit:.2g}"
-            self._note(len(own), abs(values[0]) / limit, name, reason, 2 * _LATE)
+            limit = self._limit(floors, phase, name, bound)
+            reason = f"{what} {found[-1]:.2g} off, more than {limit:.2g}"
+            self._note(len(own), abs(found[-1]) / limit, name, reason, 2 * _LATE)
+
+    def _limit(
+        self, floors: Sequence[Run], phase: str, name: str, bound: Bound, step: int | None = None
+    ) -> float:
+        """From where a single number is a difference, by what floors and their draws have."""
+        of_floors = [v for floor in floors for v in _values(floor, phase, name, step)]
+        drawn = [v for floor in floors for v in _values(floor, f"noise of {phase}", name, step)]
+        # Draws count as one rounding, though they are four: weights that part go as far apart
+        # from one as from four.
+        noise = max(draws.root_mean_square(drawn), 0.0, *map(abs, of_floors))
+        return max(bound.times * noise, bound.least)
 
     def verdict(self, noise: Noise, run: Run) -> Numerics:
         """Differs before not checked before the same."""
@@ -241,13 +245,10 @@ class Findings:
         return common
 
 
-def _last(run: Run, phase: str, name: str) -> float | None:
-    found = [r.distances.get(name) for r in run.numerics if r.phase == phase]
-    return found[-1] if found else None
-
-
-def _drawn(run: Run, phase: str, name: str) -> list[float]:
-    return [r.distances[name] for r in run.numerics if r.phase == f"noise of {phase}"]
+def _values(run: Run, phase: str, name: str, step: int | None = None) -> list[float]:
+    """Of a phase, in all its steps or in one."""
+    found = (r for r in run.numerics if r.phase == phase and step in (None, r.step))
+    return [r.distances[name] for r in found if name in r.distances]
 
 
 def words(found: Numerics) -> str | None:

@@ -149,6 +149,10 @@ def test_plain_ddp_does_each_step_again_as_other_programs_might(passes, setting)
             assert len(set(gradients)) == 4
             assert 0 < min(gradients) <= max(gradients) < 0.02
         assert not any(name.startswith("update") for found in of_step for name in found)
+    lines = (folder_of(passes.base, setting, 0, "ddp") / "records.jsonl").read_text().splitlines()
+    phases = [json.loads(line).get("phase") for line in lines]
+    assert phases.count("noise of free") == 2 * num_steps
+    assert phases.count("noise of free end") == 2
     path = folder_of(passes.base, setting, 0, "ddp:again") / "records.jsonl"
     assert "noise" not in path.read_text()
 

@@ -283,13 +283,20 @@ def test_a_step_in_which_rounding_does_much_is_no_test(folder):
     assert row_of(folder, "xla").numerics.verdict == "differs"
 
 
-@pytest.mark.parametrize(("drawn", "verdict"), [(None, "differs"), (1e-3, "trains the same")])
-def test_what_rounding_may_do_in_evaluation_is_no_difference(folder, drawn, verdict):
+@pytest.mark.parametrize(("drawn", "verdict"), [(None, "differs"), (0.1, "trains the same")])
+@pytest.mark.parametrize(
+    ("phase", "step", "name", "off"),
+    [("evaluation", 3, "loss", 0.01), ("free", 2, "loss", 0.01),
+     ("free end", 3, "parameters", 0.15), ("free end", 3, "way", -0.1)],
+)  # fmt: skip
+def test_what_rounding_may_do_beside_the_steps_is_no_difference(
+    folder, phase, step, name, off, drawn, verdict
+):
     if drawn:
-        write_floors(folder, "noise of evaluation", 3, loss=drawn)
+        write_floors(folder, f"noise of {phase}", step, **{name: drawn})
     found = [
-        dataclasses.replace(r, distances={"loss": 2e-3})
-        if isinstance(r, records.NumericsRecord) and r.phase == "evaluation"
+        dataclasses.replace(r, distances={**r.distances, name: off})
+        if isinstance(r, records.NumericsRecord) and (r.phase, r.step) == (phase, step)
         else r
         for r in fakes.numerics("xla", 1e-5)
     ]
