@@ -87,7 +87,7 @@ def main(argv: Sequence[str], started: float) -> int:
     if what not in ("reference", "floor", "check"):
         raise RequestError(f"reference, floor or check, not {what!r}")
     if ERROR_FILE_VARIABLE not in os.environ:
-        command = ["-m", "accbench.comparing.numerics", what, argument]
+        command = ["-m", "accbench.comparing.numerics_process", what, argument]
         return run(flags, prog="accbench numerics", worker=command)
 
     def job(task: TaskConfig, topology: Topology, _started: float, _console: Any) -> None:

@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +119,10 @@ def descriptors_to(path: Path) -> Iterator[None]:
             os.close(original)
 
 
+# Of a step; then at twice the time, and so on.
+FIRST_TOLD_S = 15.0
+
+
 class TrainingDisplay:
     """Log lines for windows and evaluations; a bar over all steps where there is a terminal."""
 
@@ -128,6 +134,8 @@ class TrainingDisplay:
         )  # fmt: skip
         self._bar = self._progress.add_task("training", total=num_steps, speed="")
         self.num_steps = num_steps
+        self._is_seen = console is not None
+        self._step_done = threading.Event()
 
     def __enter__(self) -> "TrainingDisplay":
         self._progress.start()
@@ -139,6 +147,39 @@ class TrainingDisplay:
     def step(self, num_steps: int) -> None:
         """Move the bar."""
         self._progress.update(self._bar, completed=num_steps)
+        self._step_done.set()
+
+    @contextlib.contextmanager
+    def telling_of_long_steps(self, compiler: str | None) -> Iterator[None]:
+        """Say so while a step in the block takes long, which is when something is compiled."""
+        if compiler is None or not self._is_seen:
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(compiler, ended), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            self._step_done.set()
+            thread.join()
+
+    def _watch(self, compiler: str, ended: threading.Event) -> None:
+        tell_after_s, began = FIRST_TOLD_S, time.monotonic()
+        while not ended.is_set():
+            if self._step_done.wait(min(1.0, FIRST_TOLD_S)):
+                self._step_done.clear()
+                tell_after_s, began = FIRST_TOLD_S, time.monotonic()
+                continue
+            so_far_s = time.monotonic() - began
+            if so_far_s < FIRST_TOLD_S:
+                continue
+            what = f"{compiler} has been compiling, or the step runs, for {so_far_s:.0f} s"
+            self._progress.update(self._bar, speed=what)
+            if so_far_s >= tell_after_s and self._progress.disable:
+                tell_after_s *= 2
+                log.info(f"{what}; large models take minutes")
 
     def window(self, record: WindowRecord, batch_size: int) -> None:
         """A line for a window."""

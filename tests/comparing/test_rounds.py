@@ -65,6 +65,24 @@ def test_file_here_does_not_hide_a_module_of_pythons(tmp_path):
     assert "unknown model 'no_such'" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize(
+    "module", ["comparing.numerics_process", "preflight.child", "training.worker_process"]
+)
+def test_file_here_does_not_hide_a_module_from_a_worker(tmp_path, module):
+    (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
+    what = {
+        "comparing.numerics_process": ("reference", "1", "--model=no_such"),
+        "preflight.child": (str(os.getpid()), "accbench.engines.xla.tracing", "x", "--model=x"),
+        "training.worker_process": ("--model=no_such",),
+    }[module]
+    done = subprocess.run(
+        [sys.executable, "-m", f"accbench.{module}", *what], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert "of the user" not in done.stdout + done.stderr
+    assert "unknown model" in done.stdout + done.stderr
+
+
 def rows_of(folder) -> dict:
     return {row["name"]: row for row in json.loads((folder / "report.json").read_text())["rows"]}
 

@@ -1,0 +1,15 @@
+"""A worker's process of the numerics pass: what its launcher starts."""
+
+import sys
+import time
+
+STARTED = time.perf_counter()
+
+if __name__ == "__main__":
+    # `python -m` puts the current folder first, where a file of a user's hides the module of
+    # its name that torch imports.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.append(sys.path.pop(0))
+    from accbench.comparing import numerics
+
+    sys.exit(numerics.main(sys.argv[1:], STARTED))

@@ -1,0 +1,37 @@
+"""What a person is told while nothing seems to happen."""
+
+import io
+import logging
+import time
+
+import pytest
+from rich.console import Console
+
+from accbench.recording import terminal
+from accbench.recording.terminal import TrainingDisplay
+
+
+@pytest.fixture
+def lines(monkeypatch, caplog):
+    monkeypatch.setattr(terminal, "FIRST_TOLD_S", 0.2)
+    caplog.set_level(logging.INFO, logger="accbench")
+    return caplog.messages
+
+
+def test_a_long_step_is_told_less_and_less_often_and_only_while_it_lasts(lines):
+    display = TrainingDisplay(Console(file=io.StringIO()), num_steps=3)
+    with display.telling_of_long_steps("xla"):
+        time.sleep(1.0)  # told after 0.2, 0.4 and 0.8 s
+        display.step(1)
+    told = [line for line in lines if "xla has been compiling, or the step runs, for" in line]
+    assert 1 <= len(told) <= 3
+    time.sleep(0.5)
+    assert len(lines) == len(told)
+
+
+@pytest.mark.parametrize(("compiler", "console"), [(None, True), ("xla", False)])
+def test_nothing_is_told_where_nothing_is_compiled_or_nobody_reads(lines, compiler, console):
+    display = TrainingDisplay(Console(file=io.StringIO()) if console else None, num_steps=3)
+    with display.telling_of_long_steps(compiler):
+        time.sleep(0.5)
+    assert not lines
