@@ -16,7 +16,7 @@ from accbench.recording.terminal import TrainingDisplay
 def lines(monkeypatch, caplog):
     monkeypatch.setattr(terminal, "FIRST_TOLD_S", 0.2)
     caplog.set_level(logging.INFO, logger="accbench")
-    return caplog.messages
+    return caplog
 
 
 def test_a_long_step_is_told_less_and_less_often_and_only_while_it_lasts(lines):
@@ -26,10 +26,10 @@ def test_a_long_step_is_told_less_and_less_often_and_only_while_it_lasts(lines):
         time.sleep(1.0)  # told after 0.2, 0.4 and 0.8 s
         display.step(1)
     most = 1 + int(math.log2((time.monotonic() - began) / 0.2))
-    told = [line for line in lines if "xla has been compiling, or the step runs, for" in line]
+    told = [line for line in lines.messages if "xla has been compiling, or the step runs, for" in line]
     assert 1 <= len(told) <= most
     time.sleep(0.5)
-    assert len(lines) == len(told)
+    assert len(lines.messages) == len(told)
 
 
 @pytest.mark.parametrize(("compiler", "console"), [(None, True), ("xla", False)])
@@ -37,4 +37,4 @@ def test_nothing_is_told_where_nothing_is_compiled_or_nobody_reads(lines, compil
     display = TrainingDisplay(Console(file=io.StringIO()) if console else None, num_steps=3)
     with display.telling_of_long_steps(compiler):
         time.sleep(0.5)
-    assert not lines
+    assert not lines.messages
