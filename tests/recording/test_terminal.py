@@ -26,7 +26,9 @@ def test_a_long_step_is_told_less_and_less_often_and_only_while_it_lasts(lines):
         time.sleep(1.0)  # told after 0.2, 0.4 and 0.8 s
         display.step(1)
     most = 1 + int(math.log2((time.monotonic() - began) / 0.2))
-    told = [line for line in lines.messages if "xla has been compiling, or the step runs, for" in line]
+    told = [
+        line for line in lines.messages if "xla has been compiling, or the step runs, for" in line
+    ]
     assert 1 <= len(told) <= most
     time.sleep(0.5)
     assert len(lines.messages) == len(told)
