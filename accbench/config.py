@@ -89,6 +89,9 @@ class TaskConfig:
     accumulate: int = 1
     """Parts that a worker cuts each step's batch into, one after the other, which takes less
     memory; their gradients are averaged."""
+    checkpoint_modules: str | None = None
+    """Classes of modules, as TransformerBlock,Bottleneck, whose activations are not kept but
+    computed again in the backward pass: less memory, more time."""
     ema_decay: float = 0.0
     """Keep an exponential moving average of the weights, evaluate and export it too: 0.999 moves
     it by a thousandth of the way in each step. 0: none."""
@@ -127,6 +130,8 @@ class TaskConfig:
     and goes on behind the data that did it."""
     max_rollbacks: int = 3
     """Of --on_nan rollback: how often, before the run ends after all."""
+    max_recompiles: int | None = None
+    """Graphs that may be compiled after the warm-up before the run ends with what caused it."""
     max_skips: int = 3
     """Of --on_nan skip: how many steps, before the run ends after all."""
     on_oom: Literal["stop", "halve"] = "stop"
@@ -164,7 +169,7 @@ _MINIMUM: Mapping[str, float] = {
     "lr_warmup_epochs": 0, "lr_final": 0, "lr_step_epochs": 1e-6, "lr_step_factor": 0,
     "workers": 0, "threads": 1, "max_bad_samples": 0, "timeout_s": 1,
     "save_interval": 0, "save_steps": 1, "keep_checkpoints": 1, "max_restarts": 0,
-    "max_rollbacks": 0, "max_skips": 0, "profile": 1,
+    "max_rollbacks": 0, "max_skips": 0, "max_recompiles": 0, "profile": 1,
 }  # fmt: skip
 # field -> largest. Timeouts reach C++ as milliseconds in 32 bits.
 _MAXIMUM: Mapping[str, float] = {

@@ -29,6 +29,10 @@ class NonFiniteLossError(Exception):
     """The loss became infinite or NaN; the run's record ends with status `nan`."""
 
 
+class RecompiledError(RequestError):
+    """More graphs were compiled after the warm-up than `--max_recompiles` allows."""
+
+
 # Exit status of a run that was stopped and can go on: EX_TEMPFAIL of sysexits.h.
 STOPPED_STATUS = 75
 

@@ -474,3 +474,37 @@ def shared_memory(num_classes: int) -> nn.Module:
     net.append(nn.Linear(num_classes, num_classes, bias=False))
     net[-1].weight = nn.Parameter(net[-2].weight.detach())
     return net
+
+
+class _Blocks(nn.Module):
+    """A stem, two blocks and a head."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, stride=4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU()) for _ in range(2)
+        )
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden.mean((2, 3)))
+
+
+def computed_again(num_classes: int) -> nn.Module:
+    """For `--checkpoint_modules Sequential`."""
+    return _Blocks(num_classes)
+
+
+class Ragged(Autoencoder):
+    """Whose batches are of ever other sizes."""
+
+    name = "tests.nets:Ragged"
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        return super().synthetic_batch(
+            int(torch.randint(1, 64, (), generator=generator)), num_classes, generator
+        )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
-from accbench.engines import sharing, state
+from accbench.engines import checkpointing, sharing, state
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import ReductionError
 from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
@@ -64,6 +64,8 @@ class Engine(abc.ABC):
     """A module that traces a step without running it, for `accbench preflight`."""
     scaler: Any = None
     """The GradScaler, where there is one."""
+    computed_again: checkpointing.Again | None = None
+    """For `--checkpoint_modules`, see there."""
     found_inf: torch.Tensor
     """1 after a step with a gradient that is not finite, else 0; only with `--on_nan skip`."""
 
@@ -259,6 +261,9 @@ class Engine(abc.ABC):
             RuntimeError: they are not, so that another model would be trained.
         """
         sharing.refuse_views(net)
+        if self.task.checkpoint_modules:
+            names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
+            checkpointing.apply(net, names, self.computed_again)
         before = sharing.names(net)
         model = self.prepare(net)
         parted = before ^ sharing.names(net)

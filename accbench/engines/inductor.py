@@ -44,6 +44,9 @@ class Engine(ddp.Engine):
 
         mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
         """torch.compile's mode."""
+        dynamic: Literal["off", "auto", "on"] = "off"
+        """Compile for sizes that may change. off: anew for each size. auto: for any size, from a
+        second one on. on: from the start."""
         cache_dir: str | None = None
         """Folder of the compile cache. Unset: inductor's own in the temporary folder."""
 
@@ -109,7 +112,8 @@ class Engine(ddp.Engine):
             return counted
 
         # In place: the module keeps its class and its parameters' names.
-        nn.Module.compile(model, backend=backend, dynamic=False)
+        dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
+        nn.Module.compile(model, backend=backend, dynamic=dynamic)
         return model
 
     @contextlib.contextmanager

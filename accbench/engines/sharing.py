@@ -45,10 +45,8 @@ def refuse_views(net: nn.Module) -> None:
     """
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in net.named_parameters():
-        if tensor.device.type == "meta" or not tensor.numel():
-            continue
-        of_memory = (name, tensor)
-        other, first = owners.setdefault(tensor.untyped_storage().data_ptr(), of_memory)
+        # By the storage, for some tensors have one without an address.
+        other, first = owners.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
         if first is not tensor:
             raise RequestError(
                 f"parameters {other} and {name} share memory but are two tensors, which comes "

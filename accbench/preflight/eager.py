@@ -133,7 +133,7 @@ def of_step(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> list[K
     with FakeTensorMode(allow_fallback_kernels=False), rules.in_force():
         engine = AbsentGpu(task, task.options.get("ddp", ddp.Engine.Options()), Topology())
         engine.rules = rules
-        model = engine.prepare(spec.build(num_classes))
+        model = engine.prepared(spec.build(num_classes))
         optimizer = engine.build_optimizer(model)
         model.train()
         on_device = engine.to_device(nested.empty(batch))

@@ -115,6 +115,8 @@ class EndRecord:
     """Graphs compiled in the whole run, evaluation included."""
     num_recompiles: int | None = None
     """Graphs compiled in training windows after the warm-up."""
+    shape_changes: list[str] | None = None
+    """Inputs of a step that came in another shape, where one did."""
     num_graphs: float | None = None
     """Compiled graphs that a training step after the warm-up executes; 0 where eager."""
     num_fallbacks: int | None = None

@@ -71,12 +71,21 @@ def _of_compiler(row: Row) -> list[str]:
     fallbacks = max((end.num_fallbacks or 0 for end in ends), default=0)
     compiler = next((run.header.compiler for run in row.good if run.header), None)
     if recompiles:
-        reasons.append(f"{row.name} compiled {recompiles} graphs anew after the warm-up")
+        changes = next((end.shape_changes for end in ends if end.shape_changes), [])
+        reasons.append(
+            _with(f"{row.name} compiled {recompiles} graphs anew after the warm-up", changes)
+        )
     if fallbacks:
-        reasons.append(f"{row.name}: {fallbacks} operations left the compiler")
+        left = next((end.left_compiler for end in ends if end.left_compiler), [])
+        reasons.append(_with(f"{row.name}: {fallbacks} operations left the compiler", left))
     if compiler and any(end.num_graphs == 0 for end in ends):
         reasons.append(f"{row.name} compiled nothing: no compiled graph ran in a step")
     return reasons
+
+
+def _with(reason: str, details: list[str]) -> str:
+    more = f", and {len(details) - 1} more" if len(details) > 1 else ""
+    return f"{reason}: {details[0]}{more}" if details else reason
 
 
 def _of_loss(row: Row) -> list[str]:

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 
 from accbench.engines import Batch, CompileStats, Engine
-from accbench.errors import NonFiniteLossError
+from accbench.errors import NonFiniteLossError, RecompiledError
 from accbench.recording.records import WindowRecord, finite_or_none
 from accbench.training.process_group import gather_values
+from accbench.training.shapes import ShapeWatch
 
 # Below this a GradScaler has halved in thirty steps on end: gradients are infinite, not large.
 # fairseq's --min-loss-scale has the same default.
@@ -44,6 +45,7 @@ class StepTimer:
         """Of the last window behind the warm-up, the mean."""
         self.warmup, self.steady = CompileStats(), CompileStats()
         self.num_steady_steps = 0
+        self.shapes = ShapeWatch()
         self._steps_in_window = 0
         self._data_wait_s = self._dispatch_s = self._got_batch = 0.0
         # Left on the device, each a result of its step, until the window ends: a sum kept
@@ -71,6 +73,7 @@ class StepTimer:
             finally:
                 self._got_batch = time.perf_counter()
                 self._data_wait_s += self._got_batch - asked
+            self.shapes.note(batch)
             yield batch
 
     def step_done(self, loss: torch.Tensor) -> None:
@@ -139,6 +142,7 @@ class StepTimer:
         self._data_wait_s = self._dispatch_s = 0.0
         self._steps_in_window, self._losses = 0, []
         self.listener.window(window)
+        self._refuse_recompiles()
         if window.loss is None and self.engine.task.on_nan != "skip":
             raise NonFiniteLossError(
                 f"the loss is not finite at step {self.num_steps - 1}: {list(losses)} by rank; "
@@ -150,4 +154,12 @@ class StepTimer:
                 f"gradients overflow in step after step, the loss scale is down to {scale:.2g} at "
                 f"step {self.num_steps - 1}; lower --lr, or use --amp_dtype bfloat16 or "
                 "--amp_level O0"
+            )
+
+    def _refuse_recompiles(self) -> None:
+        limit, number = self.engine.task.max_recompiles, self.steady.num_compiles
+        if limit is not None and number > limit:
+            raise RecompiledError(
+                f"{number} graphs were compiled after the warm-up, --max_recompiles {limit}: "
+                f"{self.shapes.causes()}; pad batches to few lengths, or raise the limit"
             )

@@ -295,6 +295,7 @@ def end_record(
         compile_s=of_run.compile_s,
         num_compiles=of_run.num_compiles,
         num_recompiles=steady.num_compiles,
+        shape_changes=timer.shapes.changes or None,
         num_graphs=steady.num_executions / steps if steps else None,
         num_fallbacks=(timer.warmup + steady).num_fallbacks,
         left_compiler=engine.left_compiler() or None,

@@ -23,6 +23,7 @@ NUM_STEPS, LR = 6, 1e-2
 MODELS = (
     "tied", "tied_deep", "tied_buffers", "shared_memory", "unused", "frozen_first", "cumulative",
     "returns_dict", "returns_tuple", "checkpointed", "checkpointed_reentrant", "masks",
+    "computed_again",
 )  # fmt: skip
 
 
@@ -31,7 +32,8 @@ def train(name: str, engine_name: str) -> dict:
         config.parse(
             [f"--engine={engine_name}", f"--model=tests.nets:{name}", "--data=synthetic",
              "--synthetic.num_classes=10", "--batch_size=4", "--image_size=16", "--device=cpu",
-             "--amp_level=O0", f"--lr={LR}", "--threads=1", "--output_dir=unused"]
+             "--amp_level=O0", f"--lr={LR}", "--threads=1", "--output_dir=unused",
+             *(("--checkpoint_modules=Sequential",) if name == "computed_again" else ())]
         )
     )  # fmt: skip
     worker.apply_environment(task, Topology())

@@ -199,6 +199,20 @@ class Engine(engines.Engine):
         sharing.tie(places)  # XLA's tensors are new ones, one for each place
         return model
 
+    @staticmethod
+    def computed_again(given: Any, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        # XLA would find what was computed before, and keep that. A barrier hides that it is the
+        # same, and has it wait for the gradient: else all would be computed again at once.
+        import torch_xla.core.xla_model as xm
+
+        tensors = nested.tensors_of(given)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        gradient = gradient.clone()
+        xm.optimization_barrier_([gradient, *copies])
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.requires_grad_(tensor.requires_grad)
+        return nested.with_tensors(given, copies), gradient
+
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from torch_xla.amp import syncfree
 

@@ -105,7 +105,7 @@ def _trace(task: TaskConfig, folder: Path) -> None:
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
     net = spec.build(source.num_classes)
-    model = absent.prepare(net)
+    model = absent.prepared(net)
     optimizer = absent.build_optimizer(model)
     absent.seed(task.seed)
     batch = next(iter(source.train_loader()))
