@@ -45,7 +45,7 @@ def _auxiliary_logits(output: Any) -> list[torch.Tensor]:
     return [logits for logits in found if isinstance(logits, torch.Tensor)]
 
 
-class Classifier(nn.Module):
+class Normalized(nn.Module):
     """A network behind the normalisation of uint8 images.
 
     Bytes travel to the device and are normalised there: a quarter of the copy.
@@ -54,13 +54,25 @@ class Classifier(nn.Module):
     scale: torch.Tensor
     shift: torch.Tensor
 
-    def __init__(self, net: nn.Module, num_classes: int) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net, self.num_classes = net, num_classes
+        self.net = net
         scale = 1 / (255 * torch.tensor(_STD))
         self.register_buffer("scale", scale.view(1, 3, 1, 1), persistent=False)
         shift = -torch.tensor(_MEAN) / torch.tensor(_STD)
         self.register_buffer("shift", shift.view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, images_NCHW: torch.Tensor) -> Any:
+        """uint8 (N, 3, H, W) to what the network returns."""
+        return self.net(images_NCHW.to(self.scale.dtype) * self.scale + self.shift)
+
+
+class Classifier(Normalized):
+    """A network that gives logits, behind the normalisation of uint8 images."""
+
+    def __init__(self, net: nn.Module, num_classes: int) -> None:
+        super().__init__(net)
+        self.num_classes = num_classes
 
     def forward(self, images_NCHW: torch.Tensor) -> Any:
         """uint8 (N, 3, H, W) to what the network returns, logits (N, num_classes) for one.
@@ -68,7 +80,7 @@ class Classifier(nn.Module):
         Raises:
             RequestError: those are fewer classes, or none.
         """
-        output = self.net(images_NCHW.to(self.scale.dtype) * self.scale + self.shift)
+        output = super().forward(images_NCHW)
         shape = logits_of(output).shape
         if len(shape) != 2 or shape[1] < self.num_classes:
             raise RequestError(
