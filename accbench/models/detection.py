@@ -79,7 +79,8 @@ class Detection(Spec):
         size = SIZES.get(self._function, self.image_size)
         if self.image_size != size:
             raise RequestError(
-                f"--model {self.name} takes images of {size} pixels; give --image_size {size}"
+                f"--model {self.name} takes images of {size} pixels, not of {self.image_size}; "
+                f"give --image_size {size}"
             )
 
     @property

@@ -1,9 +1,11 @@
 """All of timm's models for images (Wightman, PyTorch Image Models): `timm:NAME`."""
 
 import dataclasses
+import importlib
 import importlib.util
 from typing import Any
 
+import torch
 from torch import nn
 
 from accbench import extras
@@ -23,26 +25,40 @@ class _Classification(ImageClassification):
 
         name, size = self.name.partition(":")[2], self.image_size
         config: Any = timm.models.get_pretrained_cfg(name)
-        options: dict[str, Any] = {"pretrained": False, "num_classes": num_classes}
-        try:
-            net = timm.create_model(name, img_size=size, **options)
-        except TypeError as error:
-            if "img_size" not in str(error):
-                raise
-            wanted = config.input_size[-1]
-            if config.fixed_input_size and size != wanted:
-                raise RequestError(
-                    f"--model {self.name} takes images of {wanted} pixels alone; give --image_size "
-                    f"{wanted}"
-                ) from None
-            net = timm.create_model(name, **options)
-        except (AssertionError, ValueError, RuntimeError) as error:
-            why = " ".join(str(error).split()) or "it can't be built for it"
+        made_for = config.input_size[-1]
+        why = None if size == made_for else _problem(name, size)
+        if why is not None and _problem(name, made_for) is None:
             raise RequestError(
                 f"--model {self.name} does not take --image_size {size} ({why}); it was made for "
-                f"{config.input_size[-1]}"
-            ) from error
-        return Classifier(net, num_classes)
+                f"{made_for}"
+            )
+        return Classifier(_create(name, size, num_classes), num_classes)
+
+
+def _create(name: str, size: int, num_classes: int) -> nn.Module:
+    import timm
+
+    try:
+        return timm.create_model(name, pretrained=False, num_classes=num_classes, img_size=size)
+    except TypeError as error:  # it takes images of any size, or of one alone
+        if "img_size" not in str(error):
+            raise
+    return timm.create_model(name, pretrained=False, num_classes=num_classes)
+
+
+def _problem(name: str, size: int) -> str | None:
+    """Why a model takes no images of so many pixels, if that is so.
+
+    Tried on torch's meta device, whose tensors have shapes alone: neither does timm tell it nor
+    does every model refuse it when it is made.
+    """
+    importlib.import_module("torch._dynamo")  # which does not import where meta is the default
+    try:
+        with torch.device("meta"):
+            _create(name, size, 10)(torch.zeros(2, 3, size, size))
+    except Exception as error:  # each model has its own
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
 
 
 class Family:
