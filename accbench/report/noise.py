@@ -77,7 +77,9 @@ class Noise:
         self.floors, self.spacing = [steps_of(f) for f in floors], _SPACING.get(dtype or "", 0.0)
         self.of_16_bit = self.spacing > 0
         self.num_steps = min(len(floor) for floor in self.floors)
-        names = self.floors[0][0].keys() if self.num_steps else ()
+        steps = [step for floor in self.floors for step in floor]
+        # A tensor whose gradient all but vanishes in a step has no scale there.
+        names = [n for n in steps[0] if all(n in step for step in steps)] if self.num_steps else []
         self.medians = {
             name: max(statistics.median(abs(s[name]) for s in floor) for floor in self.floors)
             for name in names
