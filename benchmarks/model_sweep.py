@@ -1,13 +1,14 @@
 """Which models train here, under which engine, and the same as in float64?
 
     python benchmarks/model_sweep.py FOLDER [--engines ddp,inductor,xla] [--kinds NAME,...]
-        [--models NAME,...] [--random N --seed S] [--limit_s S] [--table_only]
+        [--models NAME,...] [--random N --seed S] [--limit_s S] [--quick] [--table_only]
         [--docs docs/models.md]
 
 For each model: float64's reference and plain ddp in both layouts, then each engine in a process
-of its own with a time limit: a run of a few steps, and the numerics pass. A result is a JSON file,
-and one that is there is not made again. Prints a table, as Markdown; with --docs puts it between
-that file's markers.
+of its own with a time limit: a run of a few steps, and the numerics pass. With --quick there are
+the runs alone, and losses beside those of ddp. A result is a JSON file, and one that is there is
+not made again, unless it is a quick one and more is asked for. Prints a table, as Markdown; with
+--docs puts it between that file's markers.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from benchmarks import sweep_models  # noqa: E402
 STEPS = 4
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 _FLOORS = {"ddp": (), "ddp-other": ("--ddp.no-channels_last",)}
-_SAME = "trains the same"
+_SAME, _TOO_SLOW = "trains the same", "not done after"
 # What is asked is whether it is right: LLVM's passes take most of the time that XLA compiles.
 _XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most_parameters", type=float, default=30e6)
     parser.add_argument("--limit_s", type=float, default=600)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table_only", action="store_true")
     parser.add_argument("--docs", type=Path)
     flags = parser.parse_args()
@@ -58,7 +60,10 @@ def main() -> None:
     if not flags.table_only:
         _start_fork_server(engines)
         for name, its_flags in models.items():
-            sweep(base / _file_name(name), name, its_flags, engines, flags.limit_s)
+            trial = Trial(
+                base / name.replace(":", "-"), name, its_flags, flags.limit_s, flags.quick
+            )
+            trial.sweep(engines)
     text = table(base, engines)
     print(text)
     if flags.docs:
@@ -67,36 +72,70 @@ def main() -> None:
         flags.docs.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
-def _file_name(model: str) -> str:
-    return model.replace(":", "-")
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A model under some engines."""
 
+    folder: Path
+    model: str
+    model_flags: tuple[str, ...]
+    limit_s: float
+    quick: bool
 
-def sweep(
-    folder: Path, model: str, model_flags: tuple[str, ...], engines: list[str], limit_s: float
-) -> None:
-    """All engines on one model; what has a result is left as it is."""
-    wanted = [engine for engine in engines if not (folder / f"{engine}.json").exists()]
-    if not wanted:
-        return
-    shutil.rmtree(folder / "work", ignore_errors=True)
-    work = folder / "work"
-    work.mkdir(parents=True)
-    flags = [
-        f"--model={model}", *model_flags, "--batch_size=2", "--amp_level=O0", "--lr=1e-4",
-        "--workers=0", "--threads=1", "--device=cpu", "--data=synthetic", "--tensorboard=off",
-        f"--synthetic.num_batches={STEPS}", f"--max_steps={STEPS}", "--save_interval=0",
-        "--warmup_steps=1", "--log_interval=1",
-    ]  # fmt: skip
-    (folder / "flags.json").write_text(json.dumps(flags))
-    problem, seconds = _process(work, "floors", flags, limit_s)
-    for engine in wanted:
-        if engine != "ddp":  # which is one of the floors
-            problem, seconds = _process(work, engine, flags, limit_s)
-        result = _result(work, engine, problem, seconds)
-        text = json.dumps({"model": model, "flags": model_flags, **result}, indent=1)
-        (folder / f"{engine}.json").write_text(text + "\n")
-        print(model, engine, result["verdict"] or result["error"], f"{seconds:.0f} s", flush=True)
-    shutil.rmtree(work)
+    @property
+    def work(self) -> Path:
+        """Records and tensors, which are in the way once there is a result."""
+        return self.folder / "work"
+
+    def sweep(self, engines: list[str]) -> None:
+        """What has a result is left as it is."""
+        wanted = [engine for engine in engines if not self._is_done(engine)]
+        if not wanted:
+            return
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        flags = [
+            f"--model={self.model}", *self.model_flags, "--batch_size=2", "--amp_level=O0",
+            "--lr=1e-4", "--workers=0", "--threads=1", "--device=cpu", "--data=synthetic",
+            "--tensorboard=off", f"--synthetic.num_batches={STEPS}", f"--max_steps={STEPS}",
+            "--save_interval=0", "--warmup_steps=1", "--log_interval=1",
+        ]  # fmt: skip
+        (self.folder / "flags.json").write_text(json.dumps(flags))
+        problem, seconds = None, 0.0
+        if "ddp" in wanted or not self.quick:  # it is one of the floors
+            problem, seconds = self._process("ddp", flags)
+        for engine in wanted:
+            if engine != "ddp":
+                problem, seconds = self._process(engine, flags)
+            result = {"quick": self.quick, **_result(self.work, engine, problem, seconds)}
+            text = json.dumps({"model": self.model, "flags": self.model_flags, **result}, indent=1)
+            (self.folder / f"{engine}.json").write_text(text + "\n")
+            told = result["verdict"] or result["error"] or "trains"
+            print(self.model, engine, told, f"{seconds:.0f} s", flush=True)
+        shutil.rmtree(self.work)
+
+    def _is_done(self, engine: str) -> bool:
+        path = self.folder / f"{engine}.json"
+        return path.exists() and (self.quick or not json.loads(path.read_text())["quick"])
+
+    def _process(self, engine: str, flags: list[str]) -> tuple[str | None, float]:
+        """What went wrong in an engine's process, if anything, and its seconds."""
+        log = self.work / f"{engine}.log"
+        started = time.perf_counter()
+        context = multiprocessing.get_context("forkserver")
+        arguments = (self.work, engine, flags, self.quick, log)
+        process = context.Process(target=in_process, args=arguments)
+        process.start()
+        process.join(self.limit_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            return f"{_TOO_SLOW} {self.limit_s:.0f} s", self.limit_s
+        problem = None
+        if process.exitcode:
+            text = log.read_text(errors="replace").strip().splitlines()
+            problem = text[-1] if text else f"exit status {process.exitcode}"
+        return problem, time.perf_counter() - started
 
 
 def _start_fork_server(engines: list[str]) -> None:
@@ -115,26 +154,7 @@ def _start_fork_server(engines: list[str]) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
 
 
-def _process(work: Path, what: str, flags: list[str], limit_s: float) -> tuple[str | None, float]:
-    """What went wrong in a process that does `what`, if anything, and its seconds."""
-    log = work / f"{what}.log"
-    started = time.perf_counter()
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=in_process, args=(work, what, flags, log))
-    process.start()
-    process.join(limit_s)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        return f"not done after {limit_s:.0f} s", limit_s
-    problem = None
-    if process.exitcode:
-        text = log.read_text(errors="replace").strip().splitlines()
-        problem = text[-1] if text else f"exit status {process.exitcode}"
-    return problem, time.perf_counter() - started
-
-
-def in_process(work: Path, what: str, flags: list[str], log: Path) -> None:
+def in_process(work: Path, engine: str, flags: list[str], quick: bool, log: Path) -> None:
     """The runs of one process."""
     from accbench.comparing import numerics
     from accbench.training import worker
@@ -152,14 +172,15 @@ def in_process(work: Path, what: str, flags: list[str], log: Path) -> None:
     def check(task: Any, topology: Any, _started: float, _console: Any) -> None:
         numerics.check(task, topology, work / "reference")
 
-    if what == "floors":
-        do("run-ddp", None, "--engine=ddp")
-        do("reference", lambda task, *_: numerics.make_reference(task, 1))
-        for name, more in _FLOORS.items():
-            do(name, check, "--engine=ddp", *more)
+    do(f"run-{engine}", None, f"--engine={engine}")
+    if quick:
         return
-    do(f"run-{what}", None, f"--engine={what}")
-    do(what, check, f"--engine={what}")
+    if engine != "ddp":
+        do(engine, check, f"--engine={engine}")
+        return
+    do("reference", lambda task, *_: numerics.make_reference(task, 1))
+    for name, more in _FLOORS.items():
+        do(name, check, "--engine=ddp", *more)
 
 
 def _result(work: Path, engine: str, problem: str | None, seconds: float) -> dict[str, Any]:
@@ -176,8 +197,8 @@ def _result(work: Path, engine: str, problem: str | None, seconds: float) -> dic
     return {
         "trained": trained,
         "error": None if trained else run.end and run.end.error or problem or run.status,
-        "verdict": verdict.verdict if trained else None,
-        "reason": verdict.reason or (problem if trained else None),
+        "verdict": verdict.verdict if trained and own.status != "not run" else None,
+        "reason": problem or verdict.reason if trained else None,
         "worst": verdict.worst,
         "losses": [window.loss for window in run.windows],
         "reference_losses": [record.loss for record in reference.numerics],
@@ -195,6 +216,8 @@ def _result(work: Path, engine: str, problem: str | None, seconds: float) -> dic
 class _Cell:
     words: str
     trained: bool
+    checked: bool
+    """Whether the numerics pass came to a verdict."""
     same: bool
     reason: str | None
 
@@ -205,9 +228,16 @@ def _cell(folder: Path, engine: str) -> _Cell | None:
         return None
     found = json.loads(path.read_text())
     if not found["trained"]:
-        return _Cell("does not train", False, False, _short(found["error"]))
+        slow = found["error"].startswith(_TOO_SLOW)
+        return _Cell(
+            f"{len(found['losses'])} steps in time" if slow else "does not train",
+            False, False, False, _short(found["error"]),
+        )  # fmt: skip
     same = found["verdict"] == _SAME
     words = {_SAME: "same", "differs": "differs"}.get(found["verdict"], "trains")
+    apart = _apart(folder, found["losses"])
+    if found["quick"] and engine != "ddp" and apart is not None:
+        words += f", losses {apart:.0e} from ddp's"
     details = []
     if engine != "ddp":
         details = [f"{found['num_graphs'] or 0:g} graphs", f"{found['compile_s'] or 0:.0f} s"]
@@ -215,8 +245,18 @@ def _cell(folder: Path, engine: str) -> _Cell | None:
             details.append(f"{found['num_recompiles']} recompiled")
         if found["num_fallbacks"]:
             details.append(f"{found['num_fallbacks']} left it")
-    reason = None if same else _short(found["reason"])
-    return _Cell(", ".join([words, *details]), True, same, reason)
+    reason = None if same or found["quick"] else _short(found["reason"])
+    checked = same or found["verdict"] == "differs"
+    return _Cell(", ".join([words, *details]), True, checked, same, reason)
+
+
+def _apart(folder: Path, losses: list[float]) -> float | None:
+    """The largest relative distance of a run's losses from those of ddp."""
+    path = folder / "ddp.json"
+    of_ddp = json.loads(path.read_text())["losses"] if path.exists() else []
+    if not of_ddp or len(of_ddp) != len(losses) or None in (*of_ddp, *losses):
+        return None
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, of_ddp, strict=True))
 
 
 def _short(text: str | None) -> str | None:
@@ -227,7 +267,7 @@ def _short(text: str | None) -> str | None:
 def table(base: Path, engines: list[str]) -> str:
     """Model x engine as Markdown, the sums below it, and then why a cell is not `same`."""
     lines = ["| model | px | " + " | ".join(engines) + " |", "| --- " * (len(engines) + 2) + "|"]
-    counts = {engine: [0, 0, 0] for engine in engines}
+    counts = {engine: [0, 0, 0, 0] for engine in engines}
     reasons = []
     for folder in sorted(path.parent for path in base.glob("*/flags.json")):
         given = json.loads((folder / "flags.json").read_text())
@@ -238,14 +278,14 @@ def table(base: Path, engines: list[str]) -> str:
             cell = _cell(folder, engine)
             row.append("" if cell is None else cell.words)
             if cell is not None:
-                for index, counted in enumerate((True, cell.trained, cell.same)):
+                for index, counted in enumerate((True, cell.trained, cell.checked, cell.same)):
                     counts[engine][index] += counted
                 if cell.reason:
                     reasons.append(f"- {model}, {engine}: {cell.reason}")
         lines.append(f"| {model} | {size} | " + " | ".join(row) + " |")
     sums = [
-        f"{engine}: of {number} models {trained} train, {same} of them the same"
-        for engine, (number, trained, same) in counts.items()
+        f"{engine}: of {number} models {trained} train; {checked} were checked, {same} are the same"
+        for engine, (number, trained, checked, same) in counts.items()
         if number
     ]
     return "\n".join([*lines, "", "; ".join(sums) + ".", "", *reasons])
