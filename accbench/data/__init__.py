@@ -68,17 +68,17 @@ class Source(abc.ABC):
         return None
 
 
-class _InEpoch(Dataset[Sample]):
+class _InEpoch(Dataset[Any]):
     """Samples by `epoch * size + index`, augmented by that and the seed alone.
 
     So a sample is the same whichever process reads it, and whatever was read before: what a
     resumed run, or one with another number of ranks or loaders, has to see.
     """
 
-    def __init__(self, dataset: Dataset[Sample], chance: Any) -> None:
+    def __init__(self, dataset: Dataset[Any], chance: Any) -> None:
         self.dataset, self.chance = dataset, chance
 
-    def __getitem__(self, key: int) -> Sample:
+    def __getitem__(self, key: int) -> Any:
         if self.chance is not None:
             self.chance.restart(key)
         return self.dataset[key % len(self.dataset)]  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ class _KeyedSamples:
     """A batch's samples, with what tells it from all others."""
 
     key: int
-    samples: list[Sample]
+    samples: list[Any]
 
 
 class _Keys(Sampler[int]):
@@ -158,14 +158,16 @@ class Loader:
     Args:
         chance: the `decode.Chance` that the dataset augments by, if it does.
         mixing: what mixes training batches, if anything does.
+        collate: called with the samples that a short batch is padded to, or without; what it
+            gives makes (a batch, its problems) of a list of samples, as `Collate` does.
     """
 
     resident = False
     """True where the batches are few and fixed and may stay on the device."""
 
     def __init__(
-        self, dataset: Dataset[Sample], task: TaskConfig, topology: Topology, train: bool,
-        chance: Any = None, mixing: Mixing | None = None,
+        self, dataset: Dataset[Any], task: TaskConfig, topology: Topology, train: bool,
+        chance: Any = None, mixing: Mixing | None = None, collate: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         assert task.batch_size is not None
         assert task.workers is not None
@@ -178,7 +180,7 @@ class Loader:
             )
             if len(sampler) < task.batch_size:
                 raise RequestError(
-                    f"{size} images make {len(sampler)} a worker, fewer than one batch; "
+                    f"{size} samples make {len(sampler)} a worker, fewer than one batch; "
                     f"lower --batch_size {task.batch_size} or --nproc_per_node"
                 )
             dataset, keys = _InEpoch(dataset, chance), _Keys(sampler, size)
@@ -189,15 +191,16 @@ class Loader:
         self.check: Callable[[Batch], None] = lambda batch: None
         self._max_bad_samples = task.max_bad_samples
         self._sampler, self._batch_size = sampler, task.batch_size
-        collate: Any = _CollateInEpoch(mixing) if train else Collate(task.batch_size)
-        self._dataset, self._keys, self._collate = dataset, keys, collate
+        collate = collate or Collate
+        collated: Any = _CollateInEpoch(collate(), mixing) if train else collate(task.batch_size)
+        self._dataset, self._keys, self._collate = dataset, keys, collated
         self._loader = DataLoader(
             dataset,
             batch_size=task.batch_size,
             sampler=keys,
             drop_last=train,
             num_workers=task.workers,
-            collate_fn=collate,
+            collate_fn=collated,
             pin_memory=task.device == "cuda",
             # Not fork: the parent has a device and threads by now. Not forkserver: its
             # children outlive a parent that is killed, for they watch the server alone.
@@ -294,12 +297,14 @@ class Collate:
 class _CollateInEpoch:
     """Likewise, of samples that have a key, and mixed."""
 
+    collate: Callable[[list[Any]], tuple[Batch, list[str]]]
     mixing: Mixing | None
 
     def __call__(self, batch: _KeyedSamples) -> tuple[Batch, list[str]]:
-        (images_NCHW, labels_N), problems = Collate()(batch.samples)
+        whole, problems = self.collate(batch.samples)
         if self.mixing is None:
-            return (images_NCHW, labels_N), problems
+            return whole, problems
+        images_NCHW, labels_N = whole
         images_NHWC = images_NCHW.permute(0, 2, 3, 1)
         mixed_NHWC, weights_NC = self.mixing(images_NHWC, labels_N, batch.key)
         return (mixed_NHWC.permute(0, 3, 1, 2), weights_NC), problems

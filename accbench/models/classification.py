@@ -90,6 +90,18 @@ class Classifier(Normalized):
         return output
 
 
+def sums_of_logits(logits_NC: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Sums over the samples whose label is not negative: loss, top-1, top-5, samples; (4,)."""
+    logits_NC = logits_NC.float()
+    valid_N = labels_N >= 0
+    loss = functional.cross_entropy(logits_NC, labels_N, ignore_index=-1, reduction="sum")
+    best_N5 = logits_NC.topk(min(5, logits_NC.shape[1]), dim=1).indices
+    hits_N5 = (best_N5 == labels_N.unsqueeze(1)) & valid_N.unsqueeze(1)
+    return torch.stack(
+        [loss, hits_N5[:, 0].sum().float(), hits_N5.sum().float(), valid_N.sum().float()]
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ImageClassification(Spec):
     """Images (N, 3, H, W) uint8 and labels (N,) int64; cross-entropy."""
@@ -138,14 +150,7 @@ class ImageClassification(Spec):
         images_NCHW, labels_N = batch
         if labels_N.is_floating_point():
             labels_N = labels_N.argmax(dim=1)
-        logits_NC = logits_of(model(images_NCHW)).float()
-        valid_N = labels_N >= 0
-        loss = functional.cross_entropy(logits_NC, labels_N, ignore_index=-1, reduction="sum")
-        best_N5 = logits_NC.topk(min(5, logits_NC.shape[1]), dim=1).indices
-        hits_N5 = (best_N5 == labels_N.unsqueeze(1)) & valid_N.unsqueeze(1)
-        return torch.stack(
-            [loss, hits_N5[:, 0].sum().float(), hits_N5.sum().float(), valid_N.sum().float()]
-        )
+        return sums_of_logits(logits_of(model(images_NCHW)), labels_N)
 
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator) -> Any:
         """Random bytes and labels; NHWC in memory, as decoders write images."""

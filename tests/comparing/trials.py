@@ -53,6 +53,15 @@ _RECIPE = (
     "--ema_decay=0.9", "--label_smoothing=0.1", "--mixup=0.2", "--cutmix=1",
 )  # fmt: skip
 _SGD = (*_RECIPE, "--optimizer=sgd", "--nesterov", "--lr=0.05")
+
+
+def of_sequences(model: str, seq_len: int, px: int, amp: str = "O0") -> Setting:
+    """Four steps of what has no images: text, and videos."""
+    sizes = (f"--seq_len={seq_len}", "--synthetic.num_classes=64")
+    return Setting((*flags_of(model, px, 4, amp, steps=4), *sizes))
+
+
+SEQUENCES = {"gpt2_tiny": 32, "bert_tiny": 32, "llama_tiny": 32, "lstm_tiny": 8, "convlstm_tiny": 1}
 _ONE, _NETS = tuple(planted.ALWAYS), tuple(planted.OF_CONVOLUTIONS)
 _DROPS = tuple(name for name in planted.OF_DROPOUT)
 _RANKS = tuple(name for name in planted.OF_RANKS if name != "drops_the_same_on_all")
@@ -93,6 +102,11 @@ SETTINGS = {
     "two workers, dropout": Setting(
         flags_of("tests.nets:dropping", 32, 8), 2, tuple(planted.OF_RANKS) + _DROPS
     ),
+    **{name: of_sequences(name, length, 16) for name, length in SEQUENCES.items()},
+    **{
+        f"{name}, bfloat16": of_sequences(name, length, 16, "bfloat16")
+        for name, length in SEQUENCES.items()
+    },
 }  # fmt: skip
 
 

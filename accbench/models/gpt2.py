@@ -1,0 +1,42 @@
+"""GPT-2 as transformers builds it (Radford et al., Language Models are Unsupervised Multitask
+Learners, 2019), dropout of 0.1 and tied embeddings included."""
+
+from functools import partial
+
+from torch import nn
+
+from accbench.models.language import LanguageModel, options_of_transformers
+
+# name -> (layers, heads, width, tokens of the vocabulary)
+_SIZES = {
+    "gpt2": (12, 12, 768, 50257),
+    "gpt2_medium": (24, 16, 1024, 50257),
+    "gpt2_tiny": (2, 2, 64, 512),
+}
+_POSITIONS = 1024
+
+
+def _build(name: str, num_tokens: int) -> nn.Module:
+    # Imported where it is used: that takes seconds, and a launcher needs only names.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    num_layers, num_heads, width, _ = _SIZES[name]
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=num_tokens, n_positions=_POSITIONS, n_embd=width, n_layer=num_layers,
+            n_head=num_heads, **options_of_transformers(),
+           
+        )
+    )  # fmt: skip
+
+
+class Family:
+    """gpt2 is the smallest that was published, of 124 million parameters; gpt2_tiny is for CPUs."""
+
+    names = tuple(_SIZES)
+
+    @staticmethod
+    def spec(name: str) -> LanguageModel:
+        """One of `names`, with random weights."""
+        *_, num_tokens = _SIZES[name]
+        return LanguageModel(name, partial(_build, name), num_tokens, _POSITIONS)
