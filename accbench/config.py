@@ -47,7 +47,7 @@ class TaskConfig:
     """Tokens of a sample, of models for text and of --data tokens."""
     data: str = "mock"
     """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR, recordio:FILE.rec or
-    recordio:DIR, s3://BUCKET/PREFIX."""
+    recordio:DIR, s3://BUCKET/PREFIX, tokens:FILE_OR_DIR."""
     launcher: str = "local"
     """What starts the workers: a file's name in accbench/launchers."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
@@ -118,7 +118,7 @@ class TaskConfig:
     save_steps: int | None = None
     """Also a checkpoint every so many optimizer steps."""
     keep_checkpoints: int = 2
-    """The newest that stay; the one with the best top-1 stays as well."""
+    """The newest that stay; the one with the best top-1, or else the lowest loss, stays as well."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do when a checkpoint cannot be written, the disk being full for one."""
     resume: str | None = None

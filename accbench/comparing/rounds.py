@@ -269,8 +269,9 @@ def _outcome(run: runs.Run) -> str:
         return f"{sum(record.phase in ('step', 'reference') for record in run.numerics)} steps"
     if not run.samples_per_s:
         return "no steps after the warm-up"
+    unit, units_per_sample = run.counted
     return (
-        f"{run.samples_per_s:,.1f} samples/s, first step after "
+        f"{run.samples_per_s * units_per_sample:,.1f} {unit}/s, first step after "
         f"{run.end.time_to_first_step_s or 0:.1f} s"
     )
 

@@ -46,7 +46,7 @@ class Spec(abc.ABC):
 
         Top-1 and top-5 are NaN where a model has no such thing.
         """
-        number = len(nested.tensors_of(batch)[0])
+        number = len(nested.tensors_of(batch)[0]) * self.units_per_sample
         loss = self.loss(model, batch).float() * number
         unknown = torch.full_like(loss, float("nan"))
         return torch.stack([loss, unknown, unknown, torch.full_like(loss, number)])

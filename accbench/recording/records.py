@@ -47,7 +47,17 @@ class RunRecord:
     """Rank 0's environment variables that may change its speed."""
     num_classes: int | None = None
     """Of the data, and so the width of the model's last layer."""
+    unit: str = "samples"
+    """What the model counts, in the plural: images, tokens."""
+    units_per_sample: int = 1
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def counted(self) -> tuple[str, int]:
+        """What speed is told in, and how many of them a sample has; images are samples."""
+        if self.unit == "images":
+            return "samples", 1
+        return self.unit, self.units_per_sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +99,11 @@ class EvalRecord:
     kind: ClassVar[str] = "eval"
     epoch: int
     loss: float | None
-    top1: float
-    """Fraction in 0..1."""
-    top5: float
+    top1: float | None
+    """Fraction in 0..1; None where the model has no such thing."""
+    top5: float | None
     num_samples: int
+    """What the scores are means over: samples, or tokens of a language model."""
     averaged: bool = False
     """Of the moving average of the weights, and not of the weights themselves."""
 

@@ -124,9 +124,13 @@ FIRST_TOLD_S = 15.0
 
 
 class TrainingDisplay:
-    """Log lines for windows and evaluations; a bar over all steps where there is a terminal."""
+    """Log lines for windows and evaluations; a bar over all steps where there is a terminal.
 
-    def __init__(self, console: Console | None, num_steps: int) -> None:
+    Args:
+        counted: as `RunRecord.counted`.
+    """
+
+    def __init__(self, console: Console | None, num_steps: int, counted: tuple[str, int]) -> None:
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
             TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn(),
@@ -136,6 +140,7 @@ class TrainingDisplay:
         self.num_steps = num_steps
         self._is_seen = console is not None
         self._step_done = threading.Event()
+        self.unit, self.units_per_sample = counted
 
     def __enter__(self) -> "TrainingDisplay":
         self._progress.start()
@@ -185,7 +190,8 @@ class TrainingDisplay:
         """A line for a window."""
         done = record.first_step + record.num_steps
         step_s = record.wall_s / record.num_steps
-        speed = f"loss {_number(record.loss)}  {record.num_samples / record.wall_s:.1f} samples/s"
+        units_per_s = record.num_samples * self.units_per_sample / record.wall_s
+        speed = f"loss {_number(record.loss)}  {units_per_s:.1f} {self.unit}/s"
         self._progress.update(self._bar, speed=speed)
         log.info(
             f"epoch {record.epoch}  step {done}/{self.num_steps}  batch {batch_size}  {speed}"
@@ -196,11 +202,15 @@ class TrainingDisplay:
     def evaluation(self, record: EvalRecord) -> None:
         """A line for an evaluation."""
         log.info(
-            f"epoch {record.epoch}  evaluated {record.num_samples} samples  "
+            f"epoch {record.epoch}  evaluated {record.num_samples} {self.unit}  "
             f"{'averaged weights  ' if record.averaged else ''}"
-            f"loss {_number(record.loss)}  top-1 {record.top1:.1%}  top-5 {record.top5:.1%}"
+            f"loss {_number(record.loss)}  top-1 {_part(record.top1)}  top-5 {_part(record.top5)}"
         )
 
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
+
+
+def _part(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from accbench.report import comparison as comparisons
 from accbench.report import cost, numerics, statistics, verdict
 from accbench.report.comparison import Comparison, Row
 from accbench.report.cost import Cost
@@ -61,6 +62,8 @@ class Result:
     """Of the rows' order within the rounds."""
     mixed: tuple[str, ...]
     rows: tuple[RowResult, ...]
+    counted: tuple[str, int] = ("samples", 1)
+    """What tables and charts tell speeds in, and how many of them a sample has."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -77,7 +80,7 @@ def judge(comparison: Comparison) -> Result:
         name=comparison.name, headline="", setting=setting, baseline=plan.baseline,
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
         price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
-        mixed=comparison.mixed, rows=rows,
+        mixed=comparison.mixed, rows=rows, counted=comparisons.counted(comparison),
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))
 
@@ -203,6 +206,7 @@ def _break_even_words(row: RowResult) -> str:
 def as_json(result: Result) -> dict[str, Any]:
     """Plain values, as `comparison.schema.json` describes; the cost's fields lie in the row."""
     values = dataclasses.asdict(result)
+    del values["counted"]  # its speeds are of samples, and the setting has their size
     for row in values["rows"]:
         row.update(row.pop("cost"))
     return values

@@ -2,9 +2,10 @@
 
 import itertools
 
+from accbench.recording.records import EvalRecord
 from accbench.report import comparison_table, svg
 from accbench.report.analysis import Result
-from accbench.report.comparison import Comparison, Row
+from accbench.report.comparison import Comparison, Row, counted
 from accbench.report.run import Run
 from accbench.report.svg import Point, Series
 
@@ -24,18 +25,21 @@ def speedups(result: Result) -> str:
 
 def throughput(comparison: Comparison) -> str:
     """Windows after the warm-up, a line a round."""
+    unit, units_per_sample = counted(comparison)
     series = [
-        Series(row.name, _color(number), throughput_points(run), "faint")
+        Series(row.name, _color(number), throughput_points(run, units_per_sample), "faint")
         for number, row in enumerate(comparison.rows)
         for run in row.good
     ]
-    return svg.lines(series, "steps", "samples/s")
+    return svg.lines(series, "steps", f"{unit}/s")
 
 
-def throughput_points(run: Run) -> tuple[Point, ...]:
-    """(step, samples/s) of a run's steady windows; the step is the window's last."""
+def throughput_points(run: Run, units_per_sample: int) -> tuple[Point, ...]:
+    """(step, units a second) of a run's steady windows; the step is the window's last."""
     return tuple(
-        (w.first_step + w.num_steps, w.num_samples / w.wall_s) for w in run.steady if w.wall_s > 0
+        (w.first_step + w.num_steps, w.num_samples * units_per_sample / w.wall_s)
+        for w in run.steady
+        if w.wall_s > 0
     )
 
 
@@ -133,8 +137,10 @@ def evaluated(comparison: Comparison) -> bool:
     return any(run.evaluations for row in comparison.rows for run in row.rounds)
 
 
-def accuracy(comparison: Comparison) -> str:
-    """Top-1 in per cent over epochs, a line a round."""
+def accuracy(comparison: Comparison) -> tuple[str, str]:
+    """(what it shows, chart): top-1 in per cent over epochs, or else the loss; a line a round."""
+    found = [e for row in comparison.rows for run in row.rounds for e in run.evaluations]
+    of_loss = all(e.top1 is None for e in found)
     series = [
         Series(name, _color(number), points)
         for number, (averaged, row) in enumerate(itertools.product((False, True), comparison.rows))
@@ -142,13 +148,21 @@ def accuracy(comparison: Comparison) -> str:
         for run in row.rounds
         if (
             points := tuple(
-                (float(e.epoch + 1), 100 * e.top1)
+                point
                 for e in run.evaluations
-                if e.averaged == averaged
+                if e.averaged == averaged and (point := _score(e, of_loss)) is not None
             )
         )
     ]
-    return svg.lines(series, "epochs", "top-1 in per cent", height=240, from_zero=False)
+    what = "loss" if of_loss else "top-1 in per cent"
+    return what, svg.lines(series, "epochs", what, height=240, from_zero=False)
+
+
+def _score(record: EvalRecord, of_loss: bool) -> Point | None:
+    value = record.loss if of_loss else record.top1
+    if value is None:
+        return None
+    return float(record.epoch + 1), value if of_loss else 100 * value
 
 
 def memory(result: Result) -> str:
@@ -162,9 +176,10 @@ def memory(result: Result) -> str:
 
 
 def input_cost(result: Result) -> str:
-    """Samples a second with real and with synthetic data."""
+    """Speed with real and with synthetic data."""
+    unit, units_per_sample = result.counted
     rows = [
-        (f"{row.name}, {kind}", _color(number), (speed,))
+        (f"{row.name}, {kind}", _color(number), (speed * units_per_sample,))
         for number, row in enumerate(result.rows)
         for kind, speed in (
             ("as measured", row.samples_per_s),
@@ -172,7 +187,7 @@ def input_cost(result: Result) -> str:
         )
         if speed and row.synthetic_samples_per_s
     ]
-    return svg.bars(rows, ("speed",), "samples/s")
+    return svg.bars(rows, ("speed",), f"{unit}/s")
 
 
 def _color(number: int) -> int:

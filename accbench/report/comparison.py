@@ -126,6 +126,11 @@ class Comparison:
         return next(row for row in self.rows if row.name == self.plan.baseline)
 
 
+def counted(found: Comparison) -> tuple[str, int]:
+    """What the speeds of its reports are told in, and how many of them a sample has."""
+    return runs.counted(run for row in found.rows for run in row.rounds)
+
+
 def round_folder(folder: Path, number: int, row: RowPlan) -> Path:
     """Where a round's run lies; rounds count from 1."""
     return folder / "rounds" / f"{number:02}" / row.folder
@@ -178,8 +183,8 @@ def check_mixed(found: list[Run], allow_mixed: bool) -> tuple[str, ...]:
     """
     settings = [run.setting() for run in found if run.header is not None]
     lines = []
-    for key in settings[0] if settings else ():
-        values = sorted({str(setting[key]) for setting in settings})
+    for key in dict.fromkeys(key for setting in settings for key in setting):
+        values = sorted({str(setting.get(key)) for setting in settings})
         if len(values) > 1:
             lines.append(f"{key}: {', '.join(values)}")
     if lines and not allow_mixed:

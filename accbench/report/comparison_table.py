@@ -50,9 +50,21 @@ def peak_mib(row: RowResult) -> str:
     return number(row.peak_memory_bytes and row.peak_memory_bytes / 2**20, "{:,.0f}")
 
 
-COLUMNS: dict[str, Callable[[RowResult], str]] = {
-    "engine": lambda row: row.name,
-    "samples/s": lambda row: number(row.samples_per_s, "{:,.1f}"),
+def speed(row: RowResult, result: Result) -> float | None:
+    """In what the result counts, a second."""
+    return row.samples_per_s and row.samples_per_s * result.counted[1]
+
+
+def columns(result: Result) -> dict[str, Callable[[RowResult], str]]:
+    """Title -> cell."""
+    return {
+        "engine": lambda row: row.name,
+        f"{result.counted[0]}/s": lambda row: number(speed(row, result), "{:,.1f}"),
+        **_COLUMNS,
+    }
+
+
+_COLUMNS: dict[str, Callable[[RowResult], str]] = {
     "speedup (95 %)": speedup,
     "over best non-XLA": lambda row: number(row.speedup_over_best, "{:.3f}"),
     "verdict": lambda row: row.verdict,
@@ -69,8 +81,8 @@ def notes(result: Result) -> list[str]:
     setting = ", ".join(f"{key} {value}" for key, value in result.setting.items())
     lines = [setting] if setting else []
     lines.append(
-        f"samples/s of all workers after the warm-up, median of {result.repeats} rounds; "
-        f"speedup over {result.baseline}, geometric mean of the rounds' ratios; differences under "
+        f"{result.counted[0]}/s of all workers after the warm-up, median of {result.repeats} "
+        f"rounds; speedup over {result.baseline}, geometric mean of the rounds' ratios; differences under "
         f"{result.min_effect:.0%} do not count"
     )
     if result.order_seed is not None:
@@ -117,18 +129,20 @@ def _extras(row: RowResult, result: Result) -> list[str]:
 
 def as_markdown(result: Result) -> str:
     """For an issue or a README; ends in a newline."""
-    cells = [[cell(row) for cell in COLUMNS.values()] for row in result.rows]
-    body = markdown.table(list(COLUMNS), LEFT, cells)
+    titles = columns(result)
+    cells = [[cell(row) for cell in titles.values()] for row in result.rows]
+    body = markdown.table(list(titles), LEFT, cells)
     return f"**{markdown.plain(result.headline)}**\n\n{body}\n\n{markdown.bullets(notes(result))}\n"
 
 
 def terminal(result: Result, width: int = 164) -> str:
     """Ends in a newline."""
     table = Table(box=box.SIMPLE_HEAD)
-    for title in COLUMNS:
+    titles = columns(result)
+    for title in titles:
         table.add_column(title, justify="left" if title in LEFT else "right")
     for row in result.rows:
-        table.add_row(*(escape(cell(row)) for cell in COLUMNS.values()))
+        table.add_row(*(escape(cell(row)) for cell in titles.values()))
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(escape(result.headline), soft_wrap=True, highlight=False)
     console.print(table)

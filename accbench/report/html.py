@@ -42,8 +42,7 @@ def _body(comparison: Comparison, result: Result) -> str:
         _card("Compile cost and break-even", "Time since the start of a run over the steps done, "
               "with cold caches.", charts.break_even(comparison, result)),
         _card("Loss", *charts.losses(comparison), wide=True),
-        *([_card("Evaluation", "Top-1 over the whole validation set, after an epoch.",
-                 charts.accuracy(comparison), wide=True)] if charts.evaluated(comparison) else []),
+        *_evaluation(comparison),
         _card("Peak memory", "The allocator's peak; on a CPU the process's. Largest of any worker.",
               charts.memory(result)),
         _card("Input", "What the speed would be if data cost nothing.",
@@ -55,6 +54,14 @@ def _body(comparison: Comparison, result: Result) -> str:
         f"<h1>accbench · {escape(result.name)}</h1>{verdicts}{mixed}"
         f'<p class="setting">{escape(setting)}</p><div class="cards">{"".join(cards)}</div>'
     )
+
+
+def _evaluation(comparison: Comparison) -> list[str]:
+    if not charts.evaluated(comparison):
+        return []
+    what, chart = charts.accuracy(comparison)
+    text = f"{what.split()[0].capitalize()} over the whole validation set, after an epoch."
+    return [_card("Evaluation", text, chart, wide=True)]
 
 
 def _marked(row: RowResult, result: Result) -> str:
@@ -79,7 +86,7 @@ def _table(result: Result) -> str:
     def cell(tag: str, title: str, text: str) -> str:
         return f"<{tag}{' class=left' if title in left else ''}>{escape(text)}</{tag}>"
 
-    columns = comparison_table.COLUMNS
+    columns = comparison_table.columns(result)
     head = "".join(cell("th", title, title) for title in columns)
     body = "".join(
         f"<tr>{''.join(cell('td', title, get(row)) for title, get in columns.items())}</tr>"

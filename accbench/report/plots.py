@@ -28,24 +28,25 @@ def of_comparison(found: Comparison) -> list[Any]:
     from matplotlib.figure import Figure
 
     result = analysis.judge(found)
+    unit, of_sample = result.counted
     speed = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = speed.subplots(1, 2)
     names = [row.name for row in result.rows]
     for number, row in enumerate(result.rows):
-        rounds = [value for value in row.samples_per_s_rounds if value is not None]
-        left.barh(number, row.samples_per_s or 0, color=f"C{number}", alpha=0.6)
+        rounds = [value * of_sample for value in row.samples_per_s_rounds if value is not None]
+        left.barh(number, (row.samples_per_s or 0) * of_sample, color=f"C{number}", alpha=0.6)
         left.plot(rounds, [number] * len(rounds), "|", color="black", markersize=12)
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
-    left.set_xlabel("samples/s, a stroke for each round")
+    left.set_xlabel(f"{unit}/s, a stroke for each round")
     for number, one in enumerate(found.rows):
         for run in one.good:
-            points = charts.throughput_points(run)
+            points = charts.throughput_points(run, of_sample)
             label = one.name if run is one.good[0] else None
             right.plot(*zip(*points, strict=True), color=f"C{number}", alpha=0.7, label=label)
     right.set_ylim(bottom=0)
     right.set_xlabel("steps")
-    right.set_ylabel("samples/s")
+    right.set_ylabel(f"{unit}/s")
     right.legend(frameon=False)
     return [speed, _step_and_loss(found)]
 

@@ -1,6 +1,7 @@
 """One run's records, sorted by kind, with the few rates that everything else starts from."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,11 @@ class Run:
     def samples_per_s(self) -> float | None:
         """Of all ranks, over the wall seconds of the steady windows."""
         return self._per_wall(sum(window.num_samples for window in self.steady))
+
+    @property
+    def counted(self) -> tuple[str, int]:
+        """As `RunRecord.counted`."""
+        return self.header.counted if self.header else ("samples", 1)
 
     @property
     def steps_per_s(self) -> float | None:
@@ -90,6 +96,13 @@ class Run:
         wall_s = sum(window.wall_s for window in self.steady)
         return amount / wall_s if wall_s > 0 else None
 
+    @staticmethod
+    def _size(run: records.RunRecord) -> dict[str, Any]:
+        unit, number = run.counted
+        if number == 1:
+            return {"image size": run.task.get("image_size")}
+        return {f"{unit} a sample": number}
+
     def setting(self) -> dict[str, Any]:
         """What must be alike in two runs for their speeds to be compared."""
         assert self.header is not None
@@ -98,10 +111,16 @@ class Run:
             "machine": run.hostname,
             "device": f"{run.world_size} x {run.device_name}",
             "model": run.model,
-            "image size": run.task.get("image_size"),
+            **self._size(run),
             "dtype": run.amp_dtype or "float32",
             "global batch": run.world_size * run.batch_size,
         }
+
+
+def counted(found: Iterable[Run]) -> tuple[str, int]:
+    """What all these runs are counted in, see `RunRecord.counted`; samples where they differ."""
+    of_runs = {run.counted for run in found if run.header}
+    return of_runs.pop() if len(of_runs) == 1 else ("samples", 1)
 
 
 def of_records(name: str, found: list[records.Record]) -> Run:

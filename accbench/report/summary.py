@@ -21,6 +21,9 @@ class RunSummary:
     batch_size: int
     amp: str
     status: str
+    unit: str
+    """What the model counts; samples where that are images."""
+    units_per_sample: int
     samples_per_s: float | None
     """All ranks; samples over wall seconds of the windows after the warm-up."""
     step_ms: float | None
@@ -68,6 +71,8 @@ def of_records(name: str, found: list[records.Record]) -> RunSummary:
         batch_size=run.batch_size,
         amp=f"{run.amp_level} {run.amp_dtype}" if run.amp_dtype else run.amp_level,
         status=end.status if end else "killed",
+        unit=run.counted[0],
+        units_per_sample=run.counted[1],
         samples_per_s=sum(window.num_samples for window in steady) / wall_s if steady else None,
         step_ms=1e3 * wall_s / sum(window.num_steps for window in steady) if steady else None,
         data_wait_share=sum(window.data_wait_s for window in steady) / wall_s if steady else None,

@@ -30,10 +30,8 @@ def _peak(row: RunSummary) -> str:
     return _format(row.peak_memory_bytes and row.peak_memory_bytes / 2**20, "{:,.0f}")
 
 
-# title -> cell, of a row and the first row
-COLUMNS: dict[str, Callable[[RunSummary, RunSummary], str]] = {
-    "engine": lambda row, _: row.engine,
-    "samples/s": lambda row, _: _format(row.samples_per_s, "{:,.1f}"),
+Cell = Callable[[RunSummary, RunSummary], str]
+_COLUMNS: dict[str, Cell] = {
     "ratio": _ratio,
     "step ms": lambda row, _: _format(row.step_ms, "{:,.1f}"),
     "first step s": lambda row, _: _format(row.time_to_first_step_s, "{:.1f}"),
@@ -43,6 +41,22 @@ COLUMNS: dict[str, Callable[[RunSummary, RunSummary], str]] = {
     "status": lambda row, _: row.status,
 }
 LEFT = ("engine", "status")
+
+
+def _counted(rows: list[RunSummary]) -> tuple[str, int]:
+    """What the rows' speeds are told in, and how many of them a sample has."""
+    found = {(row.unit, row.units_per_sample) for row in rows}
+    return found.pop() if len(found) == 1 else ("samples", 1)
+
+
+def columns(rows: list[RunSummary]) -> dict[str, Cell]:
+    """Title -> cell, of a row and the first row."""
+    unit, units_per_sample = _counted(rows)
+
+    def speed(row: RunSummary, _: RunSummary) -> str:
+        return _format(row.samples_per_s and row.samples_per_s * units_per_sample, "{:,.1f}")
+
+    return {"engine": lambda row, _: row.engine, f"{unit}/s": speed, **_COLUMNS}
 
 
 def caption(rows: list[RunSummary]) -> list[str]:
@@ -55,7 +69,7 @@ def caption(rows: list[RunSummary]) -> list[str]:
     if len(settings) > 1:
         lines += [f"{r.name}: {r.model}, {r.world_size} x {r.device}, {r.amp}, "
                   f"batch {r.batch_size} a worker" for r in rows]  # fmt: skip
-    lines.append("samples/s of all workers after the warm-up; ratio to the first row")
+    lines.append(f"{_counted(rows)[0]}/s of all workers after the warm-up; ratio to the first row")
     return lines + [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
@@ -66,13 +80,14 @@ def render(rows: list[RunSummary], format: str, mixed: Sequence[str] = ()) -> st
     """
     if format == "json":
         return json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n"
-    cells = [[cell(row, rows[0]) for cell in COLUMNS.values()] for row in rows]
+    titles = columns(rows)
+    cells = [[cell(row, rows[0]) for cell in titles.values()] for row in rows]
     notes = [*caption(rows), *(f"MIXED {line}" for line in mixed)]
     if format == "md":
-        body = markdown.table(list(COLUMNS), LEFT, cells)
+        body = markdown.table(list(titles), LEFT, cells)
         return f"{body}\n\n{markdown.bullets(notes)}\n"
     table = Table(box=box.SIMPLE_HEAD)
-    for title in COLUMNS:
+    for title in titles:
         table.add_column(title, justify="left" if title in LEFT else "right")
     for line in cells:
         table.add_row(*map(escape, line))

@@ -47,7 +47,9 @@ class Facts:
     num_classes: int
     scaler: dict[str, float]
     top1: float | None = None
-    """Of the evaluation at this point, 0..1."""
+    """Of the evaluation at this point, 0..1; None: there was none, or it has no such thing."""
+    loss: float | None = None
+    """Of the same evaluation."""
     optimizer: str = "adamw"
     image_size: int = 224
     format: int = FORMAT

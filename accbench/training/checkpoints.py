@@ -13,7 +13,7 @@ from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.recording.records import CheckpointRecord
 from accbench.training import checkpoint_file
-from accbench.training.checkpoint_file import Checkpoint, DamagedError
+from accbench.training.checkpoint_file import Checkpoint, DamagedError, Facts
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{9,})")
@@ -93,11 +93,19 @@ def clean(run_dir: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
+def _best(facts: dict[int, Facts]) -> int | None:
+    """The step of the highest top-1, or of the lowest loss where none has a top-1."""
+    scores = {step: fact.top1 for step, fact in facts.items() if fact.top1 is not None}
+    if not scores:
+        scores = {step: -fact.loss for step, fact in facts.items() if fact.loss is not None}
+    return max(scores, key=lambda step: (scores[step], step), default=None)
+
+
 class Writer:
     """Writes one checkpoint at a time in a thread, on rank 0; training goes on meanwhile.
 
     Args:
-        keep: how many of the newest stay. The one with the best top-1 stays as well.
+        keep: how many of the newest stay. The best one stays as well, see `_best`.
         stop_on_error: whether a checkpoint that cannot be written ends the run.
         warn: told of what does not.
     """
@@ -153,8 +161,7 @@ class Writer:
                 facts[step] = checkpoint_file.read_facts(folder_of(self.run_dir, step))
             except DamagedError:
                 continue  # not ours to remove: perhaps a newer version's
-        scores = {step: fact.top1 for step, fact in facts.items() if fact.top1 is not None}
-        best = max(scores, key=lambda step: (scores[step], step), default=None)
+        best = _best(facts)
         for step in list(facts)[self.keep :]:
             if step != best:
                 checkpoint_file.remove(folder_of(self.run_dir, step))

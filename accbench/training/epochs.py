@@ -11,7 +11,7 @@ from torch import nn
 from accbench.engines import Engine, optimizers
 from accbench.errors import NonFiniteLossError, StoppedError
 from accbench.logger import RunLogger
-from accbench.recording.records import ResumeRecord
+from accbench.recording.records import EvalRecord, ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints, process_group
 from accbench.training.profile import StepProfile
@@ -106,16 +106,16 @@ class Epochs:
             )  # fmt: skip
         if not whole:
             return
-        top1, number = None, epoch + 1
+        scores, number = None, epoch + 1
         self._at = number, None
         if self.eval_loader and self.task.eval_interval and number % self.task.eval_interval == 0:
             self.engine.share_buffers(self.keeper.net)
-            top1 = self._evaluate(self.eval_loader, epoch)
+            scores = self._evaluate(self.eval_loader, epoch)
         if self.task.save_interval and number % self.task.save_interval == 0:
-            self._save(top1)
+            self._save(scores)
 
-    def _evaluate(self, loader: Any, epoch: int) -> float:
-        """Top-1 in 0..1 of what is to be kept: of the averaged weights, if there are such."""
+    def _evaluate(self, loader: Any, epoch: int) -> EvalRecord:
+        """The scores of what is to be kept: of the averaged weights, if there are such."""
         models = [self.model]
         if self.task.ema_decay:
             models.append(optimizers.Averaged(self.keeper.net, self.optimizer))
@@ -124,7 +124,7 @@ class Epochs:
             scores = dataclasses.replace(scores, averaged=model is not self.model)
             self.logger.write(scores)
             self.display.evaluation(scores)
-        return scores.top1
+        return scores
 
     def _after_step(self, num_batches: int) -> None:
         self._at, self._at_step = (self.timer.epoch, num_batches), self.timer.num_steps
@@ -170,12 +170,12 @@ class Epochs:
             self.timer.num_steps,
         )  # fmt: skip
 
-    def _save(self, top1: float | None = None) -> None:
+    def _save(self, scores: EvalRecord | None = None) -> None:
         """Save, unless this very step is saved already without knowing less."""
-        again = self._saved_step == self.timer.num_steps and top1 is None
+        again = self._saved_step == self.timer.num_steps and scores is None
         if again or not self.task.save_interval:
             return
-        self.keeper.save(self.timer.num_steps, *self._at, top1)
+        self.keeper.save(self.timer.num_steps, *self._at, scores)
         self._saved_step = self.timer.num_steps
 
     def _stop(self, stops: StopRequests) -> None:

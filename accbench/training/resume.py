@@ -69,14 +69,16 @@ class Keeper:
         self.num_classes, self.topology, self.writer = num_classes, topology, writer
 
     def save(
-        self, step: int, epoch: int, num_batches: int | None = None, top1: float | None = None
-    ) -> None:
+        self, step: int, epoch: int, num_batches: int | None = None,
+        scores: records.EvalRecord | None = None,
+    ) -> None:  # fmt: skip
         """Have a checkpoint written; all ranks call it, and training goes on while it is.
 
         Args:
             step: optimizer steps done.
             epoch: the one to go on with.
             num_batches: of that epoch, trained on in this process; None: none of it.
+            scores: of the evaluation at this point, if there was one.
 
         Raises:
             RequestError: the one before could not be written, and that is to end the run.
@@ -91,7 +93,9 @@ class Keeper:
                 loader=None if num_batches is None else self.loader.state_dict(num_batches),
                 world_size=self.topology.world_size, engine=self.engine.task.engine,
                 model=self.engine.task.model, seed=self.engine.task.seed,
-                num_classes=self.num_classes, scaler=state.scaler, top1=top1,
+                num_classes=self.num_classes, scaler=state.scaler,
+                top1=None if scores is None else scores.top1,
+                loss=None if scores is None else scores.loss,
                 optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
             )  # fmt: skip
             of_ranks = tuple(

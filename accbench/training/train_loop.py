@@ -69,7 +69,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: int) -> EvalRecord:
-    """Loss and accuracy over the validation set; every rank scores its part."""
+    """Loss and, if it has such, accuracy over the validation set; every rank scores its part."""
     model.eval()
     sums: torch.Tensor | None = None
     with closing(engine.device_batches(loader)) as batches:
@@ -83,10 +83,8 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
     loss, top1, top5, num_samples = (
         sum(values) for values in zip(*gather_values(own), strict=True)
     )
-    return EvalRecord(
-        epoch=epoch,
-        loss=finite_or_none(loss / num_samples),
-        top1=top1 / num_samples,
-        top5=top5 / num_samples,
-        num_samples=int(num_samples),
-    )
+
+    def mean(total: float) -> float | None:
+        return finite_or_none(total / num_samples) if num_samples else None
+
+    return EvalRecord(epoch, mean(loss), mean(top1), mean(top5), int(num_samples))

@@ -136,7 +136,8 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     source = plugins.load("data", source_name)(
         location, task, task.options.get(source_name), topology
     )
-    logger.write(run_record(task, engine, topology, source.num_classes))
+    header = run_record(task, engine, topology, source.num_classes)
+    logger.write(header)
     log.info(
         f"{task.engine} on {topology.world_size} x {engine.device_name}, {task.model}, "
         f"{task.amp_level}{' ' + str(task.amp_dtype) if engine.autocast_dtype else ''}, "
@@ -161,7 +162,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     keeper = resume.Keeper(
         engine, net, optimizer, train_loader, source.num_classes, topology, _writer(task, topology)
     )
-    with TrainingDisplay(console, num_steps) as display:
+    with TrainingDisplay(console, num_steps, header.counted) as display:
         timer = StepTimer(engine, started, Reporter(logger, display, task, engine, optimizer))
         epochs = Epochs(
             engine, model, spec, optimizer, train_loader, eval_loader, timer,
@@ -257,6 +258,7 @@ def run_record(
 ) -> records.RunRecord:
     """The record's first line."""
     assert task.batch_size is not None
+    spec = models.of_task(task)  # perhaps of someone's own, with no more than training needs
     return records.RunRecord(
         task=config.as_mapping(task),
         engine=task.engine,
@@ -276,6 +278,8 @@ def run_record(
         compiler=engine.compiler,
         environment=provenance.environment(),
         num_classes=num_classes,
+        unit=getattr(spec, "unit", "samples"),
+        units_per_sample=getattr(spec, "units_per_sample", 1),
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
