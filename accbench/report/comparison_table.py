@@ -82,8 +82,8 @@ def notes(result: Result) -> list[str]:
     lines = [setting] if setting else []
     lines.append(
         f"{result.counted[0]}/s of all workers after the warm-up, median of {result.repeats} "
-        f"rounds; speedup over {result.baseline}, geometric mean of the rounds' ratios; differences under "
-        f"{result.min_effect:.0%} do not count"
+        f"rounds; speedup over {result.baseline}, geometric mean of the rounds' ratios; "
+        f"differences under {result.min_effect:.0%} do not count"
     )
     if result.order_seed is not None:
         lines.append(f"the order within each round was drawn: --order_seed {result.order_seed}")

@@ -34,6 +34,7 @@ from accbench.engines.xla import (
     cuda,
     device_module,
     host_reduction,
+    lstm,
     profiling,
 )
 from accbench.engines.xla import flags as xla_flags
@@ -194,6 +195,7 @@ class Engine(engines.Engine):
             return self.to_device((tensor,))[0]
 
         batchnorm.track_unbiased_variance(model, send)
+        lstm.as_loops(model)
         places = sharing.places(model)
         model = model.to(self.device)
         sharing.tie(places)  # XLA's tensors are new ones, one for each place
