@@ -508,3 +508,20 @@ class Ragged(Autoencoder):
         return super().synthetic_batch(
             int(torch.randint(1, 64, (), generator=generator)), num_classes, generator
         )
+
+
+class Recolours(Spec):
+    """Images that it should give back; it has no accuracy."""
+
+    name = "tests.nets:Recolours"
+    takes = "images"
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Conv2d(3, 3, 1)
+
+    def loss(self, model: nn.Module, batch) -> torch.Tensor:
+        images_NCHW = batch[0].to(next(model.parameters()).dtype) / 255
+        return (model(images_NCHW) - images_NCHW).float().square().mean()
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        raise NotImplementedError

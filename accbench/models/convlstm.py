@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from accbench.models.spec import Spec
 
-# name -> channels of the layers, from the input on
-_SIZES = {"convlstm": (128, 64, 64), "convlstm_tiny": (8, 8)}
+# name -> (channels of the layers, from the input on; frames, the paper's 10 and 10)
+_SIZES = {"convlstm": ((128, 64, 64), 20), "convlstm_tiny": ((8, 8), 6)}
 _KERNEL = 5
 # Of the moving squares, as parts of the image.
 _SQUARE, _MAX_STEP = 0.25, 0.1
@@ -77,8 +77,8 @@ class NextFrames(Spec):
     usual_num_classes: ClassVar = 1
     name: str
     widths: tuple[int, ...]
-    num_frames: int = 20
-    """Of a video, the first included, which is not told; the paper's 10 and 10."""
+    num_frames: int
+    """Of a video, the first included, which is not told."""
     image_size: int = 64
     """Height and width in pixels."""
 
@@ -127,4 +127,4 @@ class Family:
     @staticmethod
     def spec(name: str) -> NextFrames:
         """One of `names`, with random weights."""
-        return NextFrames(name, _SIZES[name])
+        return NextFrames(name, *_SIZES[name])

@@ -528,3 +528,38 @@ def test_figures_for_a_notebook(folder):
     assert len(figures) == 2
     labels = [text.get_text() for text in figures[0].axes[0].get_yticklabels()]
     assert labels == ["ddp", "inductor", "xla"]
+
+
+def of_text(record):
+    """Records of a model that counts tokens, 64 a sample, and has no accuracy."""
+    if isinstance(record, records.RunRecord):
+        return dataclasses.replace(record, unit="tokens", units_per_sample=64)
+    return record
+
+
+def test_speeds_are_told_in_what_the_model_counts(folder):
+    for engine in fakes.SPEED:
+        rewrite(folder, engine, of_text)
+    scores = records.EvalRecord(0, 1.5, None, None, 64)
+    records.append(round_of(folder, 1, "ddp") / "records.jsonl", scores)
+    found = comparison.read(folder)
+    table = publish.render([found], "md")
+    assert "| engine | tokens/s | speedup" in table
+    assert "| ddp | 6,400.0 | 1 |" in table
+    assert "tokens a sample 64" in table
+    assert "samples/s" not in table
+    assert "image size" not in table
+    page = publish.render([found], "html")
+    assert "tokens/s" in page
+    assert "samples/s" not in page
+    assert "Loss over the whole validation set" in page
+    # JSON is of samples as ever, and fits its schema.
+    values = json.loads(publish.render([found], "json"))
+    jsonschema.validate(values, json.loads(SCHEMA.read_text()))
+    assert values["rows"][0]["samples_per_s"] == pytest.approx(100)
+
+
+def test_texts_of_different_lengths_do_not_belong_side_by_side(folder):
+    rewrite(folder, "ddp", of_text)
+    with pytest.raises(RequestError, match="tokens a sample: 64, None"):
+        comparison.read(folder)

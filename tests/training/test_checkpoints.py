@@ -15,7 +15,9 @@ from accbench.training.checkpoint_file import Checkpoint, DamagedError, Facts
 from tests.conftest import small_disk
 
 
-def checkpoint(step: int = 3, top1: float | None = None, size: int = 8) -> Checkpoint:
+def checkpoint(
+    step: int = 3, top1: float | None = None, size: int = 8, loss: float | None = None
+) -> Checkpoint:
     """A made-up one of `size` x `size` weights."""
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(size, size, 3, 3, generator=generator)
@@ -28,7 +30,7 @@ def checkpoint(step: int = 3, top1: float | None = None, size: int = 8) -> Check
     loader = {"epoch": 1, "stages": [[2, 5]], "seed": 0}
     facts = Facts(
         step=step, epoch=1, loader=loader, world_size=2, engine="ddp", model="m", seed=0,
-        num_classes=10, scaler=state.scaler, top1=top1,
+        num_classes=10, scaler=state.scaler, top1=top1, loss=loss,
     )  # fmt: skip
     rng = tuple({"torch": torch.full((4,), rank, dtype=torch.uint8)} for rank in range(2))
     return Checkpoint(facts, state, rng)
@@ -129,6 +131,19 @@ def test_newest_and_best_are_kept(tmp_path, keep):
     found = records.read(tmp_path / "records.jsonl")
     assert [record.step for record in found] == list(range(1, 9))
     assert all(record.num_bytes > 3000 for record in found)
+
+
+def test_the_lowest_loss_is_best_where_there_is_no_top1(tmp_path):
+    saving, _ = writer(tmp_path, keep=1)
+    for step, loss in enumerate([0.9, None, 0.1, 0.5, 0.1, 0.3], start=1):
+        saving.save(checkpoint(step, loss=loss), stall_s=0.0)
+    saving.save(checkpoint(7), stall_s=0.0)
+    saving.finish()
+    assert checkpoints.steps_of(tmp_path) == [7, 5]
+    saving.save(checkpoint(8, top1=0.2, loss=9.0), stall_s=0.0)
+    saving.save(checkpoint(9), stall_s=0.0)
+    saving.finish()
+    assert checkpoints.steps_of(tmp_path) == [9, 8]  # a top-1 wins where there is one
 
 
 def test_full_disk_leaves_the_one_before_whole(tmp_path):

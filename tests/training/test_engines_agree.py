@@ -79,6 +79,33 @@ def results(tmp_path_factory):
     return found
 
 
+def test_language_models_agree(tmp_path):
+    """Rotary positions, attention and ignored labels; without dropout, which engines draw alone."""
+    pytest.importorskip("transformers")
+    flags = (
+        *FLAGS,
+        "--model=llama_tiny",
+        "--data=tokens:docs",
+        "--seq_len=32",
+        "--max_steps=4",
+        "--lr=1e-3",
+    )
+    found = {}
+    for engine in ("ddp", "xla"):
+        (tmp_path / engine).mkdir()
+        result = torchrun(str(tmp_path / engine), *flags, f"--engine={engine}")
+        assert result.returncode == 0, result.stderr
+        found[engine] = [
+            torch.load(tmp_path / engine / f"rank{r}.pt", weights_only=True) for r in range(2)
+        ]
+    for of_ddp, of_xla in zip(found["ddp"], found["xla"], strict=True):
+        assert of_xla["losses"] == pytest.approx(of_ddp["losses"], rel=1e-4)
+        assert of_ddp["losses"][3] < of_ddp["losses"][0] - 0.02
+        for name, expected in of_ddp["state"].items():
+            distance = (of_xla["state"][name] - expected).abs()
+            assert distance.mean() < 1e-5, name  # four steps move a weight by up to 4e-3
+
+
 ENGINES = pytest.mark.parametrize("engine", ["ddp", "xla"])
 
 

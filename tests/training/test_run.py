@@ -176,3 +176,20 @@ def test_a_windows_mean_loss_is_that_of_its_steps(tmp_path):
     means = [sum(steps[:3]) / 3, sum(steps[3:]) / 3]
     assert [window.mean_loss for window in losses[3]] == pytest.approx(means)
     assert len(set(steps)) == 6
+
+
+def test_a_model_without_accuracy_is_evaluated_by_its_loss(images, tmp_path):
+    """The checkpoint of the lowest loss stays; the losses fall, so that it is the last epoch's."""
+    flags = (*TINY, "--model=tests.nets:Recolours", f"--data=imagefolder:{images}", "--epochs=2",
+             "--max_steps=26", "--keep_checkpoints=1")  # fmt: skip
+    result = run(*flags, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    scores = of_kind(tmp_path / "run", records.EvalRecord)
+    assert [(s.top1, s.top5, s.num_samples) for s in scores] == [(None, None, 12)] * 2
+    assert scores[0].loss > scores[1].loss > 0
+    assert f"loss {scores[1].loss:.4f}  top-1 -  top-5 -" in result.stdout
+    (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
+    facts = json.loads((kept / "checkpoint.json").read_text())
+    assert facts["step"] == 24
+    assert facts["loss"] == pytest.approx(scores[1].loss)
+    assert facts["top1"] is None
