@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accbench.comparing import update_rules
+from accbench.data import nested
 from accbench.engines import Batch, Engine
 from accbench.training.process_group import Topology, gather_values
 
@@ -29,11 +30,11 @@ class _Probe(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(PROBE_SIZE)) for _ in probabilities)
         self.dropouts = nn.ModuleList(nn.Dropout(p) for p in probabilities)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
         # zip(strict=True) is more than dynamo of torch 2.8 can trace.
         dropped = [self.dropouts[i](self.weights[i]).sum() for i in range(len(self.dropouts))]
         # The batch is only looked at because engines expect a model to.
-        return torch.stack(dropped).sum() + 0 * images.reshape(-1)[:1].float().sum()
+        return torch.stack(dropped).sum() + 0 * samples.reshape(-1)[:1].float().sum()
 
 
 class _ProbeSpec:
@@ -41,7 +42,7 @@ class _ProbeSpec:
 
     @staticmethod
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = model(batch[0])
+        loss: torch.Tensor = model(nested.tensors_of(batch)[0])
         return loss
 
 

@@ -83,6 +83,7 @@ SETTINGS = {
         (*flags_of("tests.nets:dropping", 32, 8, steps=4), *_RECIPE), 2,
         (*planted.OF_RECIPES, "not_averaged"),
     ),
+    "tests, text": of_sequences("lstm_tiny", 8, 32),
     # As a GPU would get them.
     "lean, convolutions": Setting(flags_of("resnet10", 96, 8, "bfloat16", steps=4), 1),
     "lean, transformer": Setting(flags_of("tests.nets:transformer", 32, 8, "float16", steps=4), 1),
