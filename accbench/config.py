@@ -45,6 +45,11 @@ class TaskConfig:
     """Height and width of the images the model sees, in pixels."""
     seq_len: int = 128
     """Tokens of a sample, of models for text and of --data tokens."""
+    script: str | None = None
+    """A script of your own, which trains by `accbench.accelerate`, to be run in each worker. What
+    it decides by itself, from the model to the learning rate, has no flag then."""
+    script_args: str = ""
+    """The script's own arguments, in one string, quoted as in a shell."""
     data: str = "mock"
     """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR, recordio:FILE.rec or
     recordio:DIR, s3://BUCKET/PREFIX, tokens:FILE_OR_DIR."""
@@ -180,6 +185,17 @@ _MAXIMUM: Mapping[str, float] = {
 }  # fmt: skip
 
 
+# What a script decides by itself, or what is not there for it.
+SCRIPTS_OWN = (
+    "model", "image_size", "seq_len", "data", "epochs", "eval_interval", "optimizer", "lr",
+    "lr_schedule", "lr_warmup_epochs", "lr_final", "lr_step_epochs", "lr_step_factor",
+    "weight_decay", "decay", "momentum", "nesterov", "clip_norm", "accumulate", "ema_decay",
+    "label_smoothing", "mixup", "cutmix", "workers", "max_bad_samples", "save_interval",
+    "save_steps", "keep_checkpoints", "on_save_error", "resume", "on_nan", "max_rollbacks",
+    "max_skips", "on_oom", "max_restarts", "profile",
+)  # fmt: skip
+
+
 def parse(argv: Sequence[str], prog: str = "launch_single_task.py") -> TaskConfig:
     """A task from command-line arguments. Nothing is looked up on the machine yet.
 
@@ -275,10 +291,23 @@ def task_of(flags: Any) -> TaskConfig:
     options = {name: getattr(flags, name) for name in used if hasattr(flags, name)}
     task = TaskConfig(**{**values, "engine": engine, "compiler_opt": False, "options": options})
     _check_range("", task, _MINIMUM, _MAXIMUM)
+    if task.script is not None:
+        _check_script(task)
     for name, group in options.items():
         minimum, maximum = getattr(group, "minimum", {}), getattr(group, "maximum", {})
         _check_range(f"{name}.", group, minimum, maximum)
     return task
+
+
+def _check_script(task: TaskConfig) -> None:
+    defaults = {f.name: f.default for f in dataclasses.fields(TaskConfig)}
+    for name in SCRIPTS_OWN:
+        # Checkpoints are made by nobody, which 0 says as well.
+        if getattr(task, name) not in (defaults[name], 0 if name == "save_interval" else None):
+            raise RequestError(
+                f"--{name} is not for a script, which decides that by itself: leave it out "
+                "with --script, or pass it on by --script_args"
+            )
 
 
 def _check_range(
@@ -308,4 +337,11 @@ def as_mapping(task: TaskConfig) -> dict[str, Any]:
     values = dataclasses.asdict(task)
     options = values.pop("options")
     del values["compiler_opt"], values["config"]
-    return {**values, **options}
+    if task.script is None:
+        del values["script"], values["script_args"]
+        return {**values, **options}
+    data_source = data_name(task.data)[0]
+    return {
+        **{name: value for name, value in values.items() if name not in SCRIPTS_OWN},
+        **{name: group for name, group in options.items() if name != data_source},
+    }

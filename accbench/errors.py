@@ -41,6 +41,14 @@ class StoppedError(Exception):
     """The run ends because it was asked to, with a checkpoint to go on from."""
 
 
+class ScriptExitError(Exception):
+    """A script of a user's ended by an exit status other than 0."""
+
+
+class RunEnded(SystemExit):  # noqa: N818
+    """A script has taken the steps that it was to take. Python ends quietly by it, status 0."""
+
+
 class ReductionError(Exception):
     """Gradients are not averaged over the ranks, so the run would train something else."""
 

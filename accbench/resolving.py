@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import shlex
+from pathlib import Path
 from typing import Any
 
 from accbench import config, extras, models, plugins
@@ -31,7 +33,8 @@ def resolve(task: TaskConfig) -> TaskConfig:
     reason = engine.unavailable_reason(task)
     if reason is not None:
         raise RequestError(reason)
-    check_data(task)
+    if task.script is None:
+        check_data(task)
     return task
 
 
@@ -74,16 +77,21 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
         RequestError: flags contradict each other, or name something that there is not.
     """
     plugins.load("launchers", task.launcher)
-    plugins.load("data", config.data_name(task.data)[0])
-    check_kind(task)
     cores_per_worker = max(1, num_cores() // task.nproc_per_node)
     task = dataclasses.replace(
         task,
         device=device,
-        batch_size=task.batch_size or (8 if device == "cpu" else 128),
         amp_dtype=task.amp_dtype or ("float16" if device == "cuda" else "bfloat16"),
-        workers=min(8, cores_per_worker) if task.workers is None else task.workers,
         threads=task.threads or cores_per_worker,
+    )
+    if task.script is not None:
+        return _of_script(task)
+    plugins.load("data", config.data_name(task.data)[0])
+    check_kind(task)
+    task = dataclasses.replace(
+        task,
+        batch_size=task.batch_size or (8 if device == "cpu" else 128),
+        workers=min(8, cores_per_worker) if task.workers is None else task.workers,
     )
     assert task.batch_size is not None
     if task.batch_size % task.accumulate:
@@ -99,3 +107,16 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
         asked = "--save_steps" if task.save_steps is not None else "--on_nan rollback"
         raise RequestError(f"{asked} needs checkpoints, and --save_interval 0 makes none")
     return task
+
+
+def _of_script(task: TaskConfig) -> TaskConfig:
+    """Raises RequestError where there is no such script."""
+    assert task.script is not None
+    path = Path(task.script)
+    if not path.is_file():
+        raise RequestError(f"--script {path}: there is no such file")
+    try:
+        shlex.split(task.script_args)
+    except ValueError as error:
+        raise RequestError(f"--script_args {task.script_args!r}: {error}") from None
+    return dataclasses.replace(task, script=str(path.absolute()), save_interval=0)

@@ -22,7 +22,8 @@ def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
     with contextlib.ExitStack() as stack:
         try:
             if task.output_dir is None:
-                folder = folders.new(f"{task.engine}-{task.model.split(':')[-1]}")
+                what = Path(task.script).stem if task.script else task.model.split(":")[-1]
+                folder = folders.new(f"{task.engine}-{what}")
             else:
                 folder = Path(task.output_dir)
                 folder.mkdir(parents=True, exist_ok=True)

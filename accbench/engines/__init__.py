@@ -142,6 +142,36 @@ class Engine(abc.ABC):
         """Backward passes in this average nothing yet: `apply_gradients` will."""
         return nullcontext()
 
+    # `apply_gradients` in parts, for a loop and an optimizer of a user's own.
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Make an optimizer that a user built one for this engine; it stays the same object.
+
+        Args:
+            optimizer: of the parameters that `model`, which is prepared, has now.
+
+        Raises:
+            RequestError: the engine cannot do what it is set to.
+        """
+        return
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average gradients over ranks, where `backward` has not done so."""
+        return
+
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the loss scale out of the gradients, at most once a step."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with gradients that are averaged; unscale those that are not; skip on overflow."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""
         if self.task.clip_norm is not None:
@@ -324,5 +354,5 @@ class Engine(abc.ABC):
     def applied_steps(optimizer: torch.optim.Optimizer) -> int:
         """Steps that changed the parameters, by the optimizer's own count; waits for it."""
         # Of a parameter that never had a gradient it stays 0.
-        steps = [state["step"] for p, state in optimizer.state.items() if p.requires_grad]
-        return max((int(step.cpu().item()) for step in steps), default=0)
+        steps = [s["step"] for p, s in optimizer.state.items() if p.requires_grad and "step" in s]
+        return max((int(torch.as_tensor(step).cpu().item()) for step in steps), default=0)

@@ -89,6 +89,8 @@ class Engine(ddp.Engine):
         return str(cache_dir())
 
     def _compiled(self, model: nn.Module) -> nn.Module:
+        from torch._dynamo import trace_rules
+        from torch._dynamo.external_utils import wrap_inline
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -114,6 +116,11 @@ class Engine(ddp.Engine):
         # In place: the module keeps its class and its parameters' names.
         dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
         nn.Module.compile(model, backend=backend, dynamic=dynamic)
+        if trace_rules.check(model.forward):
+            # A class of torch's own, nn.Sequential for one: dynamo passes over its frames, and
+            # would compile nothing. torch.compile(model) adds a frame there, too.
+            call = wrap_inline(model._call_impl)
+            model._compiled_call_impl = torch.compile(call, backend=backend, dynamic=dynamic)
         return model
 
     @contextlib.contextmanager

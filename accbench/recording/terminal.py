@@ -127,10 +127,13 @@ class TrainingDisplay:
     """Log lines for windows and evaluations; a bar over all steps where there is a terminal.
 
     Args:
+        num_steps: of the whole run; None where nobody knows.
         counted: as `RunRecord.counted`.
     """
 
-    def __init__(self, console: Console | None, num_steps: int, counted: tuple[str, int]) -> None:
+    def __init__(
+        self, console: Console | None, num_steps: int | None, counted: tuple[str, int]
+    ) -> None:
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
             TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn(),
@@ -190,11 +193,12 @@ class TrainingDisplay:
         """A line for a window."""
         done = record.first_step + record.num_steps
         step_s = record.wall_s / record.num_steps
+        of_all = "" if self.num_steps is None else f"/{self.num_steps}"
         units_per_s = record.num_samples * self.units_per_sample / record.wall_s
         speed = f"loss {_number(record.loss)}  {units_per_s:.1f} {self.unit}/s"
         self._progress.update(self._bar, speed=speed)
         log.info(
-            f"epoch {record.epoch}  step {done}/{self.num_steps}  batch {batch_size}  {speed}"
+            f"epoch {record.epoch}  step {done}{of_all}  batch {batch_size}  {speed}"
             f"  {step_s:.3f} s/step  peak {record.peak_memory_bytes / 2**30:.2f} GiB"
             + ("  (warm-up)" if record.warmup else "")
         )

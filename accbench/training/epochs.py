@@ -165,6 +165,7 @@ class Epochs:
         self.logger.write(ResumeRecord(facts.step, epoch, str(folder), rolled_back=True))
 
     def _start_schedule(self) -> None:
+        assert self.display.num_steps is not None
         self._schedule = Schedule(
             self.optimizer, self.task, self.steps_per_epoch, self.display.num_steps,
             self.timer.num_steps,

@@ -40,14 +40,18 @@ class StepTimer:
     def __init__(self, engine: Engine, started: float, listener: Listener) -> None:
         self.engine, self.started, self.listener = engine, started, listener
         self.num_steps = 0
+        self.num_samples = 0
+        """Of this rank."""
         self.time_to_first_step_s: float | None = None
         self.step_s: float | None = None
         """Of the last window behind the warm-up, the mean."""
         self.warmup, self.steady = CompileStats(), CompileStats()
         self.num_steady_steps = 0
         self.shapes = ShapeWatch()
-        self._steps_in_window = 0
+        self._steps_in_window = self._samples_before = 0
         self._data_wait_s = self._dispatch_s = self._got_batch = 0.0
+        self._in_step = False
+        self._paused: tuple[float, CompileStats] | None = None
         # Left on the device, each a result of its step, until the window ends: a sum kept
         # there would be one more operation a step, which XLA would compile.
         self._losses: list[torch.Tensor] = []
@@ -60,12 +64,34 @@ class StepTimer:
         self.epoch = epoch
         self._stats = self.engine.compile_stats()
         self._window_started = time.perf_counter()
+        self._data_wait_s = self._dispatch_s = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the clock stands still."""
+        return self._paused is not None
+
+    def pause(self) -> None:
+        """Stop the clock for what is no training, in the midst of a window."""
+        self.engine.wait()
+        self._paused = time.perf_counter(), self.engine.compile_stats()
+
+    def resume(self) -> None:
+        """Let it go on; as if there had been nothing since `pause`."""
+        assert self._paused is not None
+        self.engine.wait()
+        paused, before = self._paused
+        self._window_started += time.perf_counter() - paused
+        self._stats += self.engine.compile_stats() - before
+        self._paused, self._in_step = None, False
 
     def batches(self, on_device: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches through, timing how long the loop waits for each."""
         iterator = iter(on_device)
         while True:
             asked = time.perf_counter()
+            if self._in_step:  # it takes several batches
+                self._dispatch_s += asked - self._got_batch
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -74,12 +100,21 @@ class StepTimer:
                 self._got_batch = time.perf_counter()
                 self._data_wait_s += self._got_batch - asked
             self.shapes.note(batch)
+            self._in_step = True
             yield batch
 
-    def step_done(self, loss: torch.Tensor) -> None:
-        """Count a step; closes the window when it is full."""
-        self._dispatch_s += time.perf_counter() - self._got_batch
+    def step_done(self, loss: torch.Tensor, num_samples: int | None = None) -> None:
+        """Count a step; closes the window when it is full.
+
+        Args:
+            num_samples: that this rank took in it; those of a batch if None.
+        """
+        if self._in_step:
+            self._dispatch_s += time.perf_counter() - self._got_batch
+        self._in_step = False
+        assert self.engine.task.batch_size is not None
         self.num_steps += 1
+        self.num_samples += self.engine.task.batch_size if num_samples is None else num_samples
         self._steps_in_window += 1
         self._losses.append(loss)
         if self.time_to_first_step_s is None:
@@ -109,8 +144,9 @@ class StepTimer:
             self._data_wait_s,
             self._dispatch_s,
             float(self.engine.peak_memory_bytes()),
+            float(self.num_samples - self._samples_before),
         ]
-        losses, mean_losses, data_waits_s, dispatches_s, peaks = zip(
+        losses, mean_losses, data_waits_s, dispatches_s, peaks, samples = zip(
             *gather_values(own), strict=True
         )
         world_size = len(losses)
@@ -120,7 +156,7 @@ class StepTimer:
             epoch=self.epoch,
             first_step=self.num_steps - self._steps_in_window,
             num_steps=self._steps_in_window,
-            num_samples=self._steps_in_window * self.engine.task.batch_size * world_size,  # type: ignore[operator]
+            num_samples=int(sum(samples)),
             wall_s=now - self._window_started,
             data_wait_s=sum(data_waits_s) / world_size,
             dispatch_s=sum(dispatches_s) / world_size,
@@ -141,6 +177,7 @@ class StepTimer:
         self._window_started = now
         self._data_wait_s = self._dispatch_s = 0.0
         self._steps_in_window, self._losses = 0, []
+        self._samples_before = self.num_samples
         self.listener.window(window)
         self._refuse_recompiles()
         if window.loss is None and self.engine.task.on_nan != "skip":

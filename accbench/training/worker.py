@@ -35,7 +35,7 @@ from accbench.recording import board, provenance, records, terminal
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.stop_signals import die_with_parent
-from accbench.training import checkpoints, process_group, resume
+from accbench.training import checkpoints, process_group, resume, script
 from accbench.training.epochs import Epochs
 from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
@@ -128,6 +128,9 @@ def shared_output_dir(
 
 def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> None:
     """Train, evaluate and record."""
+    if task.script is not None:
+        script.run(task, topology, started, console)
+        return
     logger = RunLogger(task.run_dir, topology.rank)
     source_name, location = config.data_name(task.data)
     engine: Engine = plugins.load("engines", task.engine)(
@@ -254,7 +257,7 @@ class Reporter:
 
 
 def run_record(
-    task: TaskConfig, engine: Engine, topology: Topology, num_classes: int
+    task: TaskConfig, engine: Engine, topology: Topology, num_classes: int | None
 ) -> records.RunRecord:
     """The record's first line."""
     assert task.batch_size is not None

@@ -231,15 +231,14 @@ class Engine(engines.Engine):
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             return self.to_device((tensor.cpu(),))[0]
 
-        if isinstance(optimizer, sync_free.AdamW):
-            optimizer.as_vectors = self._lean
-            if self._replay is not None:
-                optimizer.is_recorded = lambda: self._replay.recording  # type: ignore[method-assign, union-attr]
-                self._replay.settle = lambda: optimizer.keep_apart(
-                    optimizer.stepped, lambda count: self.to_device(count.cpu())
-                )
-        # In the order of the model's modules, whatever groups they are in.
-        self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        if self.task.optimizer == "adamw":
+            optimizer.as_vectors = self._lean  # type: ignore[attr-defined]
+        if isinstance(optimizer, sync_free.SharedCounts) and self._replay is not None:
+            optimizer.is_recorded = lambda: self._replay.recording  # type: ignore[method-assign, union-attr]
+            self._replay.settle = lambda: optimizer.keep_apart(
+                optimizer.stepped, lambda count: self.to_device(count.cpu())
+            )
+        self._note_places(model)
         # State that appears in the first step would make the second another graph.
         optimizers.make_state(self.task, optimizer, zeros_like, copy)
         self._place_counts(optimizer)
@@ -248,6 +247,19 @@ class Engine(engines.Engine):
             self._make_scaler_state(self.scaler)
         self.xla.sync()
         return optimizer
+
+    def _note_places(self, model: nn.Module) -> None:
+        # In the order of the model's modules, whatever groups they are in.
+        self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        from accbench.engines.xla import adopting
+
+        self._note_places(model)
+        adopting.adopt(optimizer, lambda t: self.to_device((t,))[0], self._lean)
+        if self.scaler is not None:
+            self._make_scaler_state(self.scaler)
+        self.xla.sync()
 
     def _place_counts(self, optimizer: torch.optim.Optimizer) -> None:
         if self.task.optimizer == "adamw":
@@ -324,8 +336,7 @@ class Engine(engines.Engine):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._average(sorted(parameters, key=self._places.__getitem__))
+        self.reduce_gradients(optimizer)
         if self.task.on_nan == "skip":
             self.find_nonfinite(optimizer)
         if self.scaler is not None and self.task.clip_norm is not None:
@@ -339,6 +350,19 @@ class Engine(engines.Engine):
             self.scaler.update()
         # Or the step's graph would have every gradient as a result, and keep it in memory.
         optimizer.zero_grad(set_to_none=True)
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._average(sorted(parameters, key=self._places.__getitem__))
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        from accbench.engines.xla import adopting, sync_free
+
+        adopting.make_state(optimizer, lambda t: self.to_device((t,))[0])  # of a group added late
+        if self.scaler is None and isinstance(optimizer, sync_free.SharedCounts):
+            optimizer.step(found_inf=self._no_overflow)
+        else:
+            super().step_optimizer(optimizer)
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         """Average gradients over the ranks, in place."""
@@ -421,6 +445,8 @@ class Engine(engines.Engine):
         num_compiles, compile_ns, _ = metrics.metric_data("CompileTime") or (0, 0.0, None)
         num_executions, _, _ = metrics.metric_data("ExecuteTime") or (0, 0.0, None)
         fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
+        if self.task.script is not None:  # whose loop may read a loss, and prints it
+            fallbacks = [name for name in fallbacks if name != "aten::_local_scalar_dense"]
         return engines.CompileStats(
             num_compiles=num_compiles,
             compile_s=compile_ns / 1e9,

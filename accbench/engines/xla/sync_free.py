@@ -5,6 +5,7 @@ one operation a parameter, with a step count of its own and all that follows fro
 search for overflows one reduction a parameter: hundreds of kernels that move a few bytes.
 """
 
+import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch_xla.amp
 from torch_xla.amp import syncfree
 
 
-class AdamW(syncfree.AdamW):
-    """torch.optim.AdamW's update rule; parameters that step together share one step count."""
+class SharedCounts(torch.optim.Optimizer):
+    """Of optimizers here: parameters that step together share one step count."""
 
-    as_vectors = False
-    """Update every parameter as a vector. A convolution's gradient comes with its channels last
-    on a GPU, and XLA would lay out the parameter and both moments like it, and all three back;
-    on a CPU it is slower."""
+    @abc.abstractmethod
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
+    ) -> None:
+        """One step where `found_inf` is 0; where it is not, nothing changes."""
 
     stepped: frozenset[torch.Tensor] | set[torch.Tensor] = frozenset()
     """Parameters that had a gradient in the last step."""
@@ -43,29 +45,14 @@ class AdamW(syncfree.AdamW):
                     shared[count] = send(torch.tensor(count))
                 state["step"] = shared[count]
 
-    @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
-    ) -> None:
-        """One step where `found_inf` is 0; where it is not, nothing changes."""
-        assert closure is None
-        assert found_inf is not None
-        taken = found_inf == 0
+    def _count(self, taken: torch.Tensor) -> set[torch.Tensor]:
+        """Count a step where it is `taken`; the parameters that have a gradient."""
         active = self.stepped = {p for p in self._parameters() if p.grad is not None}
         if not self.is_recorded():
             self.keep_apart(active, torch.clone)
         for count in {id(c): c for c in (self.state[p]["step"] for p in active)}.values():
             count.add_(taken.to(count.dtype))
-        for group in self.param_groups:
-            of_count: dict[int, tuple[torch.Tensor, ...]] = {}
-            for parameter in group["params"]:
-                if parameter in active:
-                    state = self.state[parameter]
-                    count = state["step"]
-                    if id(count) not in of_count:
-                        of_count[id(count)] = _factors(group, count)
-                    shape = (-1,) if self.as_vectors else parameter.shape
-                    _update(group, parameter, state, of_count[id(count)], taken, shape)
+        return active
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
@@ -92,19 +79,92 @@ class AdamW(syncfree.AdamW):
         return bool(left)
 
 
+class AdamW(SharedCounts, syncfree.AdamW):
+    """The update rule of torch.optim.AdamW, and of Adam where the group's decay is coupled."""
+
+    as_vectors = False
+    """Update every parameter as a vector. A convolution's gradient comes with its channels last
+    on a GPU, and XLA would lay out the parameter and both moments like it, and all three back;
+    on a CPU it is slower."""
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
+    ) -> None:
+        """One step where `found_inf` is 0; where it is not, nothing changes."""
+        assert closure is None
+        assert found_inf is not None
+        taken = found_inf == 0
+        active = self._count(taken)
+        for group in self.param_groups:
+            of_count: dict[int, tuple[torch.Tensor, ...]] = {}
+            for parameter in group["params"]:
+                if parameter in active:
+                    state = self.state[parameter]
+                    count = state["step"]
+                    if id(count) not in of_count:
+                        of_count[id(count)] = _factors(group, count)
+                    shape = (-1,) if self.as_vectors else parameter.shape
+                    _update(group, parameter, state, of_count[id(count)], taken, shape)
+
+
+class SGD(SharedCounts, torch.optim.SGD):
+    """torch.optim.SGD's update rule, for an optimizer that a user built."""
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
+    ) -> None:
+        """One step where `found_inf` is 0; where it is not, nothing changes."""
+        assert closure is None
+        assert found_inf is not None
+        taken = found_inf == 0
+        active = self._count(taken)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in active:
+                    _descend(group, parameter, self.state[parameter], taken)
+
+
+def _descend(
+    group: dict[str, Any], parameter: torch.Tensor, state: dict[str, torch.Tensor],
+    taken: torch.Tensor,
+) -> None:  # fmt: skip
+    """As torch.optim.sgd._single_tensor_sgd has it."""
+    assert parameter.grad is not None
+    way = -parameter.grad if group["maximize"] else parameter.grad
+    if group["weight_decay"]:
+        way = way + group["weight_decay"] * parameter
+    if group["momentum"]:
+        buffer, part = state["momentum_buffer"], 1 - group["dampening"]
+        if group["dampening"]:  # which the first step is without
+            part = torch.where(state["step"] == 1, 1.0, part)
+        new = group["momentum"] * buffer + part * way
+        way = way + group["momentum"] * new if group["nesterov"] else new
+        buffer.copy_(torch.where(taken, new, buffer))
+    rate = torch.zeros_like(state["step"]) + group["lr"]  # see `_factors`
+    parameter.copy_(torch.where(taken, parameter - rate * way, parameter))
+
+
 def _factors(group: dict[str, Any], count: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(step size, the root of the second bias correction, what decay leaves of a weight)."""
     beta1, beta2 = group["betas"]
     rate = torch.zeros_like(count) + group["lr"]  # a tensor: what follows must not be recompiled
     size = rate / (1 - beta1**count)
-    return size, torch.sqrt(1 - beta2**count), 1 - rate * group["weight_decay"]
+    kept = 1 - rate * group["weight_decay"] if _decoupled(group) else torch.ones_like(count)
+    return size, torch.sqrt(1 - beta2**count), kept
+
+
+def _decoupled(group: dict[str, Any]) -> bool:
+    """Whether weights decay beside the gradient, as in AdamW, and not in it, as in Adam."""
+    return bool(group.get("decoupled_weight_decay", True))
 
 
 def _update(
     group: dict[str, Any], parameter: torch.Tensor, state: dict[str, torch.Tensor],
     factors: tuple[torch.Tensor, ...], taken: torch.Tensor, shape: Sequence[int],
 ) -> None:  # fmt: skip
-    """As torch.optim.adam._single_tensor_adam has it, with decoupled decay."""
+    """As torch.optim.adam._single_tensor_adam has it."""
     size, root_of_correction, kept = factors
     beta1, beta2 = group["betas"]
     assert parameter.grad is not None
@@ -112,6 +172,10 @@ def _update(
         tensor.reshape(shape)
         for tensor in (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])
     )
+    if group["maximize"]:
+        gradient = -gradient
+    if group["weight_decay"] and not _decoupled(group):
+        gradient = gradient + group["weight_decay"] * weights
     new_mean = torch.where(taken, mean + (1 - beta1) * (gradient - mean), mean)
     new_square = torch.where(taken, beta2 * square + (1 - beta2) * gradient * gradient, square)
     denominator = new_square.sqrt() / root_of_correction + group["eps"]

@@ -1,0 +1,119 @@
+"""A user's loader, whose batches come on the device; each rank's share of its samples."""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import SequentialSampler as InOrder
+
+from accbench.data.loader import naming_dead_workers
+from accbench.data.samplers import DistributedSampler
+from accbench.engines import Batch, Engine
+from accbench.errors import RequestError
+from accbench.training.process_group import Topology
+
+
+class Passes(Protocol):
+    """Is told of each pass over a loader."""
+
+    engine: Engine
+
+    def batches(self, loader: "Loader", on_device: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches as the loop gets them."""
+
+
+class Loader:
+    """Batches on the device. Everything else is the user's loader's own.
+
+    Where that has worker processes, it is read ahead of the loop. One without is read in the
+    loop's own thread, so that random numbers are drawn in the order of a plain loop.
+    """
+
+    def __init__(self, loader: Any, passes: Passes, sampler: DistributedSampler | None) -> None:
+        self.loader, self._passes, self._sampler = loader, passes, sampler
+        self.epoch = 0
+        """Of the next pass, which a sampler made here shuffles by."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # in the midst of unpickling there is none
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next pass by this number; passes count by themselves as well."""
+        self.epoch = epoch
+        for one in (self.loader, getattr(self.loader, "sampler", None)):
+            set_epoch = getattr(one, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._sampler is not None:
+            self._sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return self._passes.batches(self, self._on_device())
+
+    def _on_device(self) -> Generator[Batch, None, None]:
+        engine = self._passes.engine
+        if getattr(self.loader, "num_workers", 0):
+            on_host = naming_dead_workers(iter(self.loader))
+            with closing(engine.stream(on_host)) as batches:  # type: ignore[type-var]
+                yield from batches
+        else:
+            for batch in self.loader:
+                yield engine.to_device(batch)
+
+
+def of_rank(loader: Any, topology: Topology, seed: int) -> tuple[Any, DistributedSampler | None]:
+    """A loader of this rank's part of the samples, and the sampler that was made for it.
+
+    Raises:
+        RequestError: it cannot be shared out.
+    """
+    if topology.world_size == 1:
+        return loader, None
+    sampler = getattr(loader, "sampler", None)
+    if any(hasattr(one, "num_replicas") for one in (sampler, getattr(loader, "batch_sampler", 0))):
+        return loader, None
+    why = _why_whole(loader, sampler)
+    if why is not None:
+        raise RequestError(
+            f"{why} cannot be shared out over {topology.world_size} workers: give its DataLoader "
+            "a sampler of accbench.data.samplers that is distributed, or have each worker load "
+            "samples of its own and say sharded=True"
+        )
+    shuffle = isinstance(sampler, RandomSampler)
+    shared = DistributedSampler(
+        loader.dataset, topology.world_size, topology.rank, shuffle=shuffle, seed=seed
+    )
+    names = (
+        "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
+        "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
+        "persistent_workers", "pin_memory_device",
+    )  # fmt: skip
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, sampler=shared, **settings), shared
+
+
+def _why_whole(loader: Any, sampler: Any) -> str | None:
+    """What of a loader only its maker knows how to share out; None if it can be."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__}"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"the iterable dataset {type(loader.dataset).__name__}"
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return f"a DataLoader with the batch sampler {type(loader.batch_sampler).__name__}"
+    if isinstance(sampler, RandomSampler):
+        whole = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+        return None if whole else "a DataLoader that draws with replacement, or a part"
+    return None if type(sampler) is InOrder else f"the sampler {type(sampler).__name__}"
+
+
+def num_samples(tensors: list[torch.Tensor]) -> int:
+    """Of a batch: the length of its first tensor that has one."""
+    return next((len(tensor) for tensor in tensors if tensor.dim()), 1)

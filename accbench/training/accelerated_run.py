@@ -1,0 +1,330 @@
+"""A run of a user's own loop: what `accbench.accelerate` gives."""
+
+import contextlib
+import inspect
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench import plugins
+from accbench.data import nested
+from accbench.engines import Batch, Engine
+from accbench.errors import RequestError, RunEnded, end_status
+from accbench.logger import RunLogger
+from accbench.recording import board, records
+from accbench.recording.board import Board
+from accbench.recording.terminal import TrainingDisplay, log
+from accbench.training import (
+    accelerated_loader,
+    accelerated_model,
+    accelerated_optimizer,
+    process_group,
+    worker,
+)  # fmt: skip
+from accbench.training.accelerated_loader import Loader
+from accbench.training.current import Worker
+from accbench.training.step_timer import StepTimer
+
+
+class Watch:
+    """Is told of a run's steps. By itself it does nothing."""
+
+    def before_step(self) -> None:
+        """The loop asks for the first batch of a step."""
+
+    def after_step(self, loss: torch.Tensor) -> None:
+        """The step was handed to the device; its gradients are still there."""
+
+
+class Run:
+    """One model's training through an engine. Unpacks as (model, optimizer, *loaders)."""
+
+    def __init__(
+        self, begun: Worker, model: nn.Module, optimizer: torch.optim.Optimizer,
+        loaders: tuple[Any, ...], sharded: bool,
+    ) -> None:  # fmt: skip
+        self.task, self.topology = begun.task, begun.topology
+        names = accelerated_optimizer.names_of(model)
+        accelerated_optimizer.check(optimizer, names)
+        shares: list[tuple[Any, Any]] = [
+            (loader, None) if sharded
+            else accelerated_loader.of_rank(loader, self.topology, self.task.seed)
+            for loader in loaders
+        ]  # fmt: skip
+        random_state = torch.get_rng_state()
+        make = begun.make_engine or self._make_engine
+        self.engine: Engine = make()
+        self.model, self.optimizer = model, optimizer
+        self._prepare(names)
+        # Dropout differs by rank; on the first, the script's own random numbers go on.
+        self.engine.seed((torch.initial_seed() + self.topology.rank) % 2**32)
+        if self.topology.rank == 0:
+            torch.set_rng_state(random_state)
+        self.loaders = [Loader(loader, self, sampler) for loader, sampler in shares]
+        self.at_end = lambda: None
+        """Called when the record has its end."""
+        self._stack = contextlib.ExitStack()
+        display = self._stack.enter_context(
+            TrainingDisplay(begun.console, self.task.max_steps, ("samples", 1))
+        )
+        self.logger = RunLogger(self.task.run_dir, self.topology.rank)
+        self.timer = StepTimer(
+            self.engine, begun.started,
+            worker.Reporter(self.logger, display, self.task, self.engine, optimizer),
+        )  # fmt: skip
+        self.timer.start(0)
+        self._passes: list[Generator[Batch, None, None]] = []
+        self._losses: list[torch.Tensor] = []
+        self._num_samples = self._num_applied = 0
+        self._error: Exception | None = None
+        self._has_header = self._ended = self._is_unscaled = self._without_reduction = False
+        self._watch: Watch = begun.watch(self) if begun.watch else Watch()
+        self._hook = optimizer.register_step_post_hook(self._count)
+
+    def _make_engine(self) -> Engine:
+        engine: Engine = plugins.load("engines", self.task.engine)(
+            self.task, self.task.options.get(self.task.engine), self.topology
+        )
+        return engine
+
+    def _prepare(self, names: accelerated_optimizer.Names) -> None:
+        self.engine.prove_reduction()
+        if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
+            self.model.to("cpu")
+        process_group.broadcast_module(self.model)
+        self.prepared = self.engine.prepare(self.model)
+        accelerated_model.accelerate(self.model, self.prepared, self.engine)
+        accelerated_optimizer.take_over(self.optimizer, names, self.model)
+        self.engine.adopt_optimizer(self.optimizer, self.prepared)
+        accelerated_optimizer.accelerate(self.optimizer, self._step)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optimizer, *self.loaders))
+
+    @property
+    def rank(self) -> int:
+        """This worker's number; 0 where it is the only one."""
+        return self.topology.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and the loaders' batches come."""
+        return next(self.model.parameters()).device
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """In place of `loss.backward()`: gradients of the loss, averaged over all workers.
+
+        With float16 they hold the loss scale until `optimizer.step` or `finish_gradients`. Several
+        calls before a step add up.
+        """
+        self.engine.backward(loss)
+        if not self._without_reduction:
+            self.engine.reduce_gradients(self.optimizer)
+        self._losses.append(loss.detach())
+
+    @contextlib.contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Around all but the last forward and `backward` of a step: averages nothing yet.
+
+        Only saves time: gradients that were averaged may be added to, and averaged again.
+        """
+        self._without_reduction = True
+        try:
+            with self._of_engine():
+                yield
+        finally:
+            self._without_reduction = False
+
+    def _of_engine(self) -> AbstractContextManager[Any]:
+        return self.engine.without_reduction(self.prepared)
+
+    def finish_gradients(self) -> None:
+        """Take the loss scale out of the gradients, so that they can be looked at or changed."""
+        if not self._is_unscaled:
+            self._is_unscaled = True
+            self.engine.unscale_gradients(self.optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of the model's gradients as the step will use them."""
+        self.finish_gradients()
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def to_host(self, nest: Any) -> Any:
+        """Copies of all tensors on the host, of a `state_dict()` for one, to be saved."""
+        return nested.mapped(nest, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+    def _step(self) -> None:
+        self._raise_left()
+        if not self._losses:
+            raise RequestError(
+                "optimizer.step() without gradients of run.backward(loss): call that in place of "
+                "loss.backward()"
+            )
+        self._end_if_done()
+        accelerated_optimizer.plainly(self.optimizer, self.engine)
+        loss = self._losses[0]
+        for other in self._losses[1:]:
+            loss = loss + other
+        self.engine.end_step()
+        self._begin_record(self._num_samples)
+        self._watch.after_step(loss)
+        num_samples = self._num_samples or self.engine.task.batch_size
+        self._losses, self._num_samples, self._is_unscaled = [], 0, False
+        self.timer.step_done(loss, num_samples)
+
+    def _count(self, *_: Any) -> None:
+        self._num_applied += 1
+
+    def batches(self, loader: Loader, on_device: Iterator[Batch]) -> Iterator[Batch]:
+        """One pass over a loader; `on_device` is to be closed when it is left."""
+        # What is evaluated is no part of a window of training.
+        evaluates = not (torch.is_grad_enabled() and self.model.training)
+        if not evaluates:
+            self.timer.close_window()
+            self.timer.start(loader.epoch - 1)
+        a_pass = self._pass(on_device, evaluates)
+        self._passes = [
+            one for one in self._passes if inspect.getgeneratorstate(one) != inspect.GEN_CLOSED
+        ]
+        self._passes.append(a_pass)
+        return a_pass
+
+    def _pass(self, on_device: Any, evaluates: bool) -> Generator[Batch, None, None]:
+        pauses = evaluates and not self.timer.is_paused
+        if pauses:
+            self.timer.pause()
+        timed = iter(on_device) if evaluates else self.timer.batches(on_device)
+        end = "failed"
+        try:
+            while True:
+                self._raise_left()
+                self._end_if_done()
+                if not evaluates and not self._losses:
+                    self._num_samples = 0
+                    self._watch.before_step()
+                try:
+                    batch = next(timed)
+                except StopIteration:
+                    end = "whole"
+                    return
+                num_steps = self.timer.num_steps
+                if not evaluates:
+                    samples = accelerated_loader.num_samples(nested.tensors_of(batch))
+                    self._begin_record(samples)
+                    self._num_samples += samples
+                yield batch
+                del batch
+                if self.timer.num_steps == num_steps:  # or the step has done so
+                    self.engine.end_step()
+        except (GeneratorExit, RunEnded):
+            end = "left"
+            raise
+        finally:
+            on_device.close()
+            if pauses:
+                self.timer.resume()
+            # Not after an error: the other ranks may be gone, which a window waits for.
+            if not (evaluates or self._ended or end == "failed"):
+                self._close_window(left=end == "left")
+
+    def _close_window(self, left: bool) -> None:
+        try:
+            self.timer.close_window()
+        except Exception as error:
+            if not left:
+                raise
+            self._error = error  # a loop that was left would not get it
+
+    def _raise_left(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _end_if_done(self) -> None:
+        if self.task.max_steps is not None and self.timer.num_steps >= self.task.max_steps:
+            raise RunEnded(0)
+
+    def _begin_record(self, num_samples: int) -> None:
+        """The record's first line, which tells the samples of a batch."""
+        if self._has_header:
+            return
+        self._has_header = True
+        task = replace(self.task, batch_size=self.task.batch_size or num_samples or 1)
+        self.engine.task = self.task = self.timer.listener.task = task  # type: ignore[attr-defined]
+        header = worker.run_record(task, self.engine, self.topology, num_classes=None)
+        header = replace(header, model=type(self.model).__name__)
+        self.logger.write(header)
+        if self.topology.rank == 0 and task.tensorboard != "off" and board.installed():
+            self.logger.board = Board(task.run_dir, 0)
+        log.info(
+            f"{task.engine} on {self.topology.world_size} x {self.engine.device_name}, "
+            f"{header.model}, {task.amp_level}"
+            f"{' ' + str(task.amp_dtype) if self.engine.autocast_dtype else ''}, "
+            f"batch {task.batch_size} a worker, records in {task.run_dir}"
+        )
+
+    def let_go(self) -> None:
+        """Close what is under way, passes over loaders and the display, and wait for nobody."""
+        self._ended = True
+        for a_pass in self._passes:
+            with contextlib.suppress(ValueError):  # the one that we are called from
+                a_pass.close()
+        self._stack.close()
+
+    def close(self) -> None:
+        """End the run and its record; a script that ends does so by itself.
+
+        Raises:
+            NonFiniteLossError: in the last steps' window.
+        """
+        if self._ended:
+            return
+        self._raise_left()
+        self.timer.close_window()
+        self._begin_record(0)
+        self.let_go()
+        end = self._end_record()
+        self.logger.write(end)
+        self.engine.close()
+        log.info(
+            f"done: {end.num_steps} steps, {end.num_samples} samples, records in "
+            f"{self.task.run_dir}"
+        )
+        self.at_end()
+
+    def fail(self, error: BaseException) -> None:
+        """End the record with what the script died of."""
+        if self._ended:
+            return
+        self.let_go()
+        name = type(error).__name__
+        end = records.EndRecord(
+            end_status(name, str(error)), f"rank {self.topology.rank}: {name}: {error}",
+            num_steps=self.timer.num_steps,
+        )  # fmt: skip
+        with contextlib.suppress(RequestError):
+            self.logger.write(end)
+        self.at_end()
+
+    def _end_record(self) -> records.EndRecord:
+        end = worker.end_record(self.engine, self.optimizer, self.timer, 0, 0)
+        of_ranks = process_group.gather_values([float(self.timer.num_samples)])
+        return replace(
+            end,
+            num_samples=int(sum(n for (n,) in of_ranks)),
+            skipped_steps=self._num_skipped(end.skipped_steps),
+            num_bad_samples=None,
+            samples_per_epoch=None,
+        )
+
+    def _num_skipped(self, by_state: int | None) -> int | None:
+        """A step that overflows is not called, or called and does nothing."""
+        if self.engine.loss_scale() is None:
+            return 0
+        called = self.timer.num_steps - self._num_applied
+        has_counts = any("step" in state for state in self.optimizer.state.values())
+        return called or (by_state if has_counts else called)

@@ -1,0 +1,96 @@
+"""A script that a person started, `python train.py`, or torchrun: what a launcher's worker has."""
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from accbench import config, resolving
+from accbench.errors import RequestError
+from accbench.recording import terminal
+from accbench.stop_signals import die_with_parent
+from accbench.training import current, process_group, worker
+from accbench.training.current import Worker
+from accbench.training.process_group import Topology
+
+# What is to be undone when a run ends that began here.
+_stacks: dict[int, contextlib.ExitStack] = {}
+
+
+def start(flags: Mapping[str, Any]) -> Worker:
+    """Join the other workers, if there are any, and make the run's folder.
+
+    Raises:
+        RequestError: a flag is wrong, or what they ask for cannot be done here.
+    """
+    started = time.perf_counter()
+    topology = Topology.from_env()
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    task = config.parse(config.as_flags({**flags, "script": script}), "accbench.accelerate")
+    task = resolving.resolve(replace(task, nproc_per_node=topology.local_world_size))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(None)
+    worker.apply_environment(task, topology)
+    if not dist.is_initialized():
+        process_group.start(topology, task.device, task.timeout_s)
+    elif "gloo" not in dist.get_backend_config():
+        raise RequestError(
+            "the script has made a process group without gloo, which records need: leave "
+            "init_process_group out, accbench.accelerate does it"
+        )
+    with contextlib.ExitStack() as stack:
+        task = worker.shared_output_dir(task, topology, stack)
+        console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
+        begun = Worker(task, topology, started, console)
+        _stacks[id(begun)] = stack.pop_all()
+    return begun
+
+
+def give_up(begun: Worker) -> None:
+    """Undo `start`; nothing where a launcher's worker runs the script."""
+    stack = _stacks.pop(id(begun), None)
+    if stack is not None:
+        stack.close()
+
+
+def watch(begun: Worker) -> None:
+    """Have the run's record end with the process: well, or with what the process died of."""
+    stack = _stacks.get(id(begun))
+    if stack is None:
+        return
+    entered = current.entered(begun)  # a second call is to find the first
+    before = sys.excepthook
+
+    def failed(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        before(kind, error, trace)
+        begun.run.fail(error)
+        process_group.leave_at_once(130 if kind is KeyboardInterrupt else 1)
+
+    def ended() -> None:
+        try:
+            begun.run.close()
+        except Exception as error:  # which at exit nobody would hear of
+            failed(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+            os._exit(1)
+        process_group.close()
+
+    def undo() -> None:
+        atexit.unregister(ended)
+        sys.excepthook = before
+        _stacks.pop(id(begun), None)
+
+    stack.enter_context(entered)
+    sys.excepthook = failed
+    atexit.register(ended)
+    stack.callback(undo)
+    begun.run.at_end = stack.close
