@@ -1,6 +1,5 @@
 """A user's model, run by an engine wherever it is called, and else what it was."""
 
-import copyreg
 from typing import Any
 
 import torch
@@ -36,10 +35,14 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: Engine) -> None:
 
     def reduce(self: Any, protocol: Any) -> Any:
         _, _, *state = kind.__reduce_ex__(self, protocol)
-        return copyreg.__newobj__, (kind,), *state  # type: ignore[attr-defined]
+        return _new, (kind,), *state
 
     members = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
     model.__class__ = type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__})
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def _as_float32(output: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import plugins
 from accbench.data import nested
 from accbench.engines import Batch, Engine
 from accbench.errors import RequestError, RunEnded, end_status
@@ -27,6 +26,7 @@ from accbench.training import (
 )  # fmt: skip
 from accbench.training.accelerated_loader import Loader
 from accbench.training.current import Worker
+from accbench.training.script import engine_of
 from accbench.training.step_timer import StepTimer
 
 
@@ -56,8 +56,7 @@ class Run:
             for loader in loaders
         ]  # fmt: skip
         random_state = torch.get_rng_state()
-        make = begun.make_engine or self._make_engine
-        self.engine: Engine = make()
+        self.engine: Engine = begun.engine or engine_of(self.task, self.topology)
         self.model, self.optimizer = model, optimizer
         self._prepare(names)
         # Dropout differs by rank; on the first, the script's own random numbers go on.
@@ -84,12 +83,6 @@ class Run:
         self._has_header = self._ended = self._is_unscaled = self._without_reduction = False
         self._watch: Watch = begun.watch(self) if begun.watch else Watch()
         self._hook = optimizer.register_step_post_hook(self._count)
-
-    def _make_engine(self) -> Engine:
-        engine: Engine = plugins.load("engines", self.task.engine)(
-            self.task, self.task.options.get(self.task.engine), self.topology
-        )
-        return engine
 
     def _prepare(self, names: accelerated_optimizer.Names) -> None:
         self.engine.prove_reduction()

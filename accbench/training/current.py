@@ -19,8 +19,8 @@ class Worker:
     """`time.perf_counter()` when the process began."""
     console: Any
     """The terminal's, on rank 0."""
-    make_engine: Callable[[], Any] | None = None
-    """In place of the task's engine."""
+    engine: Any = None
+    """The task's, or what is to train in its place; None: to be made."""
     watch: Callable[[Any], Any] | None = None
     """Called with the run that the script begins; returns what is told of its steps."""
     run: Any = None

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from accbench import plugins
 from accbench.config import TaskConfig
+from accbench.engines import Engine
 from accbench.errors import RequestError, RunEnded, ScriptExitError
 from accbench.training import current
 from accbench.training.current import Worker
@@ -31,6 +33,8 @@ def run_in(worker: Worker) -> None:
     """Likewise, as this worker."""
     task = worker.task
     assert task.script is not None
+    # Before the script's first backward pass, by which autograd learns what devices there are.
+    worker.engine = worker.engine or engine_of(task, worker.topology)
     # Or ranks and engines would begin with other weights, unless the script sees to that.
     torch.manual_seed(task.seed)
     with current.entered(worker):
@@ -52,6 +56,14 @@ def run_in(worker: Worker) -> None:
                 "loader), by which it would train here"
             )
         worker.run.close()
+
+
+def engine_of(task: TaskConfig, topology: Topology) -> Engine:
+    """The task's engine, opened."""
+    engine: Engine = plugins.load("engines", task.engine)(
+        task, task.options.get(task.engine), topology
+    )
+    return engine
 
 
 def _let_go(worker: Worker) -> None:

@@ -35,7 +35,7 @@ class Language(nn.Module):
         self.embed = nn.Embedding(256, width)
         self.place = nn.Parameter(torch.zeros(LENGTH, width))
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(width, 256, bias=False)
         self.head.weight = self.embed.weight
         nn.init.normal_(self.embed.weight, std=0.02)

@@ -1,0 +1,206 @@
+"""Loops as users write them, each by plain torch and through `accbench.accelerate`.
+
+    own_loops.py OUT ENGINE
+
+Writes OUT/found.json: case -> [the largest distance of a loss, of a parameter], relative.
+"""
+
+import copy
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import accbench
+
+NUM_SAMPLES, BATCH = 24, 4
+
+
+class Net(nn.Module):
+    """With a tied weight, a frozen one, BatchNorm, and an output in a nest."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8, bias=False)  # whose gradient would be rounding alone
+        self.norm = nn.BatchNorm1d(8)
+        self.again = nn.Linear(6, 8, bias=False)
+        self.again.weight = self.first.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        hidden = self.norm(self.first(inputs) + torch.tanh(self.again(inputs)))
+        return {"logits": self.last(torch.relu(self.frozen(hidden)))}
+
+    def score(self, inputs):
+        """Calls the model itself, as `generate` of language models does."""
+        return self(inputs)["logits"].argmax(1)
+
+
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.8, 0.95), eps=1e-6)
+
+
+def sgd(net):
+    return torch.optim.SGD(
+        net.parameters(), lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01
+    )
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adam": lambda net: torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.1),
+    "adam that climbs": lambda net: torch.optim.Adam(net.parameters(), lr=0.01, maximize=True),
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.05),
+    "sgd with dampening": sgd,
+    "sgd of nesterov": lambda net: torch.optim.SGD(
+        net.parameters(), lr=0.05, momentum=0.9, nesterov=True
+    ),
+    "rmsprop": lambda net: torch.optim.RMSprop(net.parameters(), lr=0.01),
+    "adagrad": lambda net: torch.optim.Adagrad(net.parameters(), lr=0.01),
+    "two groups": lambda net: torch.optim.AdamW(
+        [
+            {"params": [*net.last.parameters()], "lr": 0.03},
+            {"params": [*net.first.parameters(), *net.norm.parameters()], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    ),
+}
+
+
+def loop(run, net, optimizer, loader, scheduler=None, accumulate=1, clip=None, zero_last=False,
+         evaluate=False, hold_back=False):  # fmt: skip
+    """Two epochs; the losses. `run` is None for plain torch."""
+    losses = []
+    for _ in range(2):
+        for index, (inputs, targets) in enumerate(loader):
+            if index % accumulate == 0 and not zero_last:
+                optimizer.zero_grad()
+            last = (index + 1) % accumulate == 0
+            if run and hold_back and not last:
+                with run.without_reduction():
+                    loss = F.cross_entropy(net(inputs)["logits"], targets)
+                    run.backward(loss / accumulate)
+            else:
+                loss = F.cross_entropy(net(inputs)["logits"], targets)
+                run.backward(loss / accumulate) if run else (loss / accumulate).backward()
+            losses.append(loss.item())
+            if not last:
+                continue
+            if clip:
+                norm = (
+                    run.clip_grad_norm_(clip)
+                    if run
+                    else nn.utils.clip_grad_norm_(net.parameters(), clip)
+                )
+                losses.append(norm.item())
+            optimizer.step()
+            if zero_last:
+                optimizer.zero_grad()
+            if scheduler:
+                scheduler.step()
+            if evaluate and index % 3 == 2:
+                net.eval()
+                with torch.no_grad():
+                    for held_out, _ in evaluate:
+                        losses += net(held_out)["logits"].sum(1).tolist()
+                        losses += net.score(held_out).tolist()
+                net.train()
+    return losses
+
+
+def of_parts(make, seed=0):
+    torch.manual_seed(seed)
+    net = Net()
+    data = TensorDataset(torch.randn(NUM_SAMPLES, 6), torch.randint(0, 3, (NUM_SAMPLES,)))
+    return net, make(net), DataLoader(data, BATCH, shuffle=True)
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+
+class Cases:
+    def __init__(self, out, engine):
+        self.out, self.engine, self.found = out, engine, {}
+
+    def both(self, name, make=adamw, before=None, after=None, early=None, **how):
+        """A case in both ways; `early` trains before accelerate is called."""
+        losses, nets = [], []
+        for accelerated in (False, True):
+            net, optimizer, loader = of_parts(make)
+            if early:
+                early(net, optimizer)
+            scheduler = before(optimizer) if before else None
+            run, given = None, dict(how)
+            if accelerated:
+                loaders = [loader, *([how["evaluate"]] if "evaluate" in how else [])]
+                run = accbench.accelerate(
+                    net, optimizer, *loaders, engine=self.engine, amp_level="O0", threads=1,
+                    log_interval=3, warmup_steps=2, tensorboard="off",
+                    output_dir=str(self.out / name.replace(" ", "-")),
+                )  # fmt: skip
+                same, its_own, loader, *others = run
+                assert same is net
+                assert its_own is optimizer
+                assert isinstance(net, Net)
+                assert len(loader) == NUM_SAMPLES // BATCH
+                if others:
+                    given["evaluate"] = others[0]
+            scheduler = after(optimizer) if after else scheduler
+            losses.append(loop(run, net, optimizer, loader, scheduler, **given))
+            nets.append({n: t.detach().cpu() for n, t in net.state_dict().items()})
+            assert net.again.weight is net.first.weight
+            if run:
+                self.look_at_copies(net, run)
+                run.close()
+                torch._dynamo.reset()  # or it compiles no more after some models
+        assert nets[0].keys() == nets[1].keys()
+        self.found[name] = [
+            max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(*losses, strict=True)),
+            max((nets[0][n].double() - nets[1][n].double()).abs().max().item() for n in nets[0]),
+        ]
+
+    def look_at_copies(self, net, run):
+        copied = copy.deepcopy(net).cpu()
+        if self.engine != "xla":  # which hooks BatchNorm layers by a function within one
+            copied = pickle.loads(pickle.dumps(copied))
+        assert type(copied) is Net
+        on_host = run.to_host(net.state_dict())
+        assert all(torch.equal(t, on_host[n]) for n, t in copied.state_dict().items())
+
+    def all(self):
+        for name, make in OPTIMIZERS.items():
+            self.both(name, make)
+        self.both("scheduler before", before=cosine)
+        self.both("scheduler after", after=cosine)
+        self.both("accumulation", accumulate=3)
+        self.both("accumulation held back", accumulate=3, hold_back=True)
+        self.both("clipping", sgd, clip=0.1)
+        self.both("zero_grad behind the step", zero_last=True)
+        self.both("gradients that add up", accumulate=100)
+        data = TensorDataset(torch.randn(9, 6), torch.zeros(9))
+        self.both("evaluation", evaluate=DataLoader(data, 3))
+        self.both("state from before", early=self.early)
+
+    def early(self, net, optimizer):
+        for _ in range(2):
+            net(torch.ones(4, 6) * torch.arange(4)[:, None])["logits"].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    out, engine = Path(sys.argv[1]), sys.argv[2]
+    if engine == "xla":  # which has to be there before a process's first backward pass
+        import torch_xla
+
+        torch_xla.device()
+    cases = Cases(out, engine)
+    cases.all()
+    (out / "found.json").write_text(json.dumps(cases.found))

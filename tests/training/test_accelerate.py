@@ -1,0 +1,248 @@
+"""Loops of a user's own through every engine: `accbench.accelerate` and `--script`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import accbench
+from accbench.errors import RequestError
+from accbench.recording import records
+from accbench.training import accelerated_loader
+from accbench.training.process_group import Topology
+from tests.conftest import HANG_S, ROOT, end_of, of_kind, run
+
+OWN_SCRIPT = ROOT / "tests/scripts/own_script.py"
+TINY_RUN = ("--amp_level=O0", "--threads=1", "--tensorboard=off", "--warmup_steps=2")
+ENGINES = ["ddp", "inductor", pytest.param("xla", marks=pytest.mark.xla)]
+
+
+def python(*arguments, cwd=ROOT, **environment):
+    """Start Python as a person does."""
+    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env={**os.environ, **paths},
+        capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+
+
+def launched(*arguments):
+    return run("-m", "accbench", "run", *TINY_RUN, *arguments, script="-B")
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def own_loops(request, tmp_path_factory):
+    """(engine, case -> [distance of losses, of parameters]), of many loops in one process."""
+    out = tmp_path_factory.mktemp(f"own-loops-{request.param}")
+    result = python("tests/scripts/own_loops.py", out, request.param, PJRT_DEVICE="CPU")
+    assert result.returncode == 0, result.stderr
+    return request.param, json.loads((out / "found.json").read_text()), out
+
+
+def test_loops_train_as_by_plain_torch(own_loops):
+    """Optimizers, schedulers made before and after, tied weights, accumulation, clipping, and
+    evaluation in between; by ddp to the last bit."""
+    engine, found, _ = own_loops
+    assert len(found) == 18
+    limit = 0 if engine == "ddp" else 1e-5
+    assert {case: d for case, d in found.items() if not max(d) <= limit} == {}
+
+
+def test_evaluation_and_batches_of_a_step_are_in_no_ones_way(own_loops):
+    engine, _, out = own_loops
+    evaluated, plain = (
+        of_kind(out / name, records.WindowRecord) for name in ("evaluation", "adamw")
+    )
+    assert [(w.epoch, w.first_step, w.num_steps) for w in evaluated] == [
+        (0, 0, 2), (0, 2, 3), (0, 5, 1), (1, 6, 3), (1, 9, 3),
+    ]  # fmt: skip
+    assert [w.first_step for w in plain] == [w.first_step for w in evaluated]
+    for name in ("adamw", "sgd", "evaluation", "scheduler-before"):
+        end = end_of(out / name)
+        assert (end.status, end.num_steps, end.num_samples) == ("ok", 12, 48)
+        assert (end.num_recompiles, end.num_fallbacks, end.skipped_steps) == (0, 0, 0)
+        assert end.num_graphs == (0 if engine == "ddp" else 1)
+    accumulated = end_of(out / "accumulation")
+    assert (accumulated.num_steps, accumulated.num_samples) == (4, 48)
+
+
+@pytest.fixture(scope="module", params=["vision", "language"])
+def plain_losses(request):
+    result = python(f"examples/{request.param}/plain.py")
+    assert result.returncode == 0, result.stderr
+    return request.param, losses_of(result.stdout)
+
+
+def losses_of(output):
+    return [float(loss) for loss in re.findall(r"^epoch \d+  loss (\S+)$", output, re.M)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_examples_train_the_same_before_and_after(plain_losses, engine, tmp_path):
+    example, expected = plain_losses
+    exact = engine == "ddp"
+    result = launched(
+        f"--script=examples/{example}/accelerated.py", f"--engine={engine}",
+        f"--output_dir={tmp_path}", "--max_steps=6", *(["--ddp.no-channels_last"] if exact else []),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    losses = losses_of(result.stdout)
+    assert len(losses) == (6 if example == "vision" else 12)
+    assert losses == pytest.approx(expected[: len(losses)], rel=0 if exact else 1e-4)
+    end = end_of(tmp_path)
+    assert (end.status, end.num_steps) == ("ok", 6)
+    assert (end.num_recompiles, end.num_fallbacks) == (0, 0)
+
+
+@pytest.mark.parametrize("example", ["vision", "language"])
+def test_the_documented_change_is_that_of_the_examples(example):
+    """At most six lines, and the page shows them."""
+    folder = ROOT / "examples" / example
+    changed = subprocess.run(
+        ["diff", "-U1", "plain.py", "accelerated.py"], cwd=folder, capture_output=True, text=True
+    ).stdout
+    lines = [line for line in changed.splitlines() if not line.startswith(("---", "+++", "@@"))]
+    assert 0 < sum(line.startswith("+") for line in lines) <= 6
+    shown = (ROOT / "docs/accelerate.md").read_text()
+    for line in lines:
+        if line.strip("+- "):
+            assert line in shown.splitlines(), line
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("xla", marks=pytest.mark.xla)])
+def test_two_workers_are_one_with_the_double_batch(engine, tmp_path):
+    """Gradients are averaged, before they are clipped; samples are shared out."""
+    found = []
+    for num_workers in (1, 2):
+        out = tmp_path / f"{num_workers}.pt"
+        result = launched(
+            f"--script={OWN_SCRIPT}", f"--script_args=nothing batch={8 // num_workers} out={out}",
+            f"--nproc_per_node={num_workers}", f"--engine={engine}",
+            f"--output_dir={tmp_path / str(num_workers)}",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        found.append(torch.load(out))
+    one, two = found
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert min(one["norms"]) > 0.1  # all were clipped
+    for name, tensor in one["net"].items():
+        torch.testing.assert_close(two["net"][name], tensor, rtol=1e-4, atol=1e-6)
+    header = of_kind(tmp_path / "2", records.RunRecord)[0]
+    assert (header.world_size, header.batch_size, header.model) == (2, 4, "Sequential")
+    assert end_of(tmp_path / "2").num_samples == end_of(tmp_path / "1").num_samples == 64
+
+
+def test_torchrun_starts_a_script(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    keywords = ("amp_level=O0", "threads=1", "max_steps=6", f"output_dir={tmp_path}/run")
+    result = python(*torchrun, OWN_SCRIPT, "nothing", *keywords)
+    assert result.returncode == 0, result.stderr
+    assert end_of(tmp_path / "run").num_samples == 6 * 4 * 2
+    assert (tmp_path / "run/logs/rank1.log").exists()
+
+
+def test_a_script_alone_is_a_run(tmp_path):
+    """Started by Python, it ends with its record; also where it raises, or at --max_steps."""
+    for how, status, told in (("nothing", 0, "ok"), ("raise", 1, "error")):
+        result = python(OWN_SCRIPT, how, "tensorboard=off", f"output_dir={how}", cwd=tmp_path)
+        assert result.returncode == status, result.stderr
+        end = end_of(tmp_path / how)
+        assert (end.status, end.num_steps) == (told, 16)
+    assert "ValueError: the script's own trouble" in result.stderr
+    assert end.error == "rank 0: ValueError: the script's own trouble"
+    result = python(OWN_SCRIPT, "raise", "max_steps=7", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.endswith("-ddp-own_script")
+    assert end_of(folder).num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "told"),
+    [
+        ("raise", 1, "rank 0 failed: ValueError: the script's own trouble"),
+        ("exit", 1, "ended by exit status 3"),
+        ("dead", 2, "never called accbench.accelerate"),
+        ("nothing engne=xla", 2, "accelerate has no keyword engne; perhaps you meant engine"),
+    ],
+)
+def test_a_script_that_fails_says_so_in_its_record(how, status, told, tmp_path):
+    script = f"--script={OWN_SCRIPT}"
+    result = launched(script, f"--script_args={how}", f"--output_dir={tmp_path}")
+    assert result.returncode == status
+    assert told in result.stderr
+    end = end_of(tmp_path)
+    assert end.status == "error"
+    assert told in end.error
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--script=missing.py"], "--script missing.py: there is no such file"),
+        ([f"--script={OWN_SCRIPT}", "--lr=0.1"], "--lr is not for a script"),
+        ([f"--script={OWN_SCRIPT}", "--script_args='"], "--script_args"),
+    ],
+)
+def test_flags_that_a_script_cannot_have(flags, told, tmp_path):
+    result = launched(*flags, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_accelerate_refuses():
+    """Before anything is made or changed."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for arguments, keywords, told in (
+        ((optimizer, net), {}, "the model is a SGD, not a torch Module"),
+        ((net, [optimizer]), {}, "the optimizer is a list"),
+        ((net, optimizer), {"nproc_per_node": 2}, "nproc_per_node: that is a launcher's"),
+        ((net, optimizer), {"lr": 0.1}, "no keyword lr: that is the script's own"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=told):
+            accbench.accelerate(*arguments, **keywords)
+    assert type(net) is nn.Linear
+
+
+def test_samples_are_shared_out_or_refused():
+    data = TensorDataset(torch.arange(10))
+    second = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    shared, sampler = accelerated_loader.of_rank(DataLoader(data, 2), second, seed=0)
+    assert [batch.tolist() for (batch,) in shared] == [[1, 3], [5, 7], [9]]
+    shuffled, sampler = accelerated_loader.of_rank(DataLoader(data, 2, shuffle=True), second, 0)
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append([n for (batch,) in shuffled for n in batch.tolist()])
+    assert orders[0] != orders[1]
+    weighted = WeightedRandomSampler([1.0] * 10, 10)
+    for loader in (DataLoader(data, 2, sampler=weighted), DataLoader(_Stream(), 2), [1, 2]):
+        with pytest.raises(RequestError, match="cannot be shared out over 2 workers"):
+            accelerated_loader.of_rank(loader, second, 0)
+        assert accelerated_loader.of_rank(loader, Topology(), 0) == (loader, None)
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def test_importing_accbench_changes_nothing():
+    code = (
+        "import os, sys; before = dict(os.environ); import accbench; "
+        "assert 'torch' not in sys.modules and dict(os.environ) == before; "
+        "import torch; step = torch.optim.SGD.step; call = torch.nn.Module.__call__; "
+        "accbench.accelerate; assert dict(os.environ) == before; "
+        "assert torch.optim.SGD.step is step and torch.nn.Module.__call__ is call"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
