@@ -38,6 +38,24 @@ def relative(own: float, expected: float) -> float:
     return bounded(abs(own - expected) / (abs(expected) or 1.0))
 
 
+def of_update(own: torch.Tensor | None, before: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of what a step has made of a tensor, as a part of what it should have changed."""
+    return _away(own, expected) / (_norm(expected.double() - before.double()) or 1.0)
+
+
+def of_weights(own: Tensors, start: Tensors, expected: Tensors) -> dict[str, float]:
+    """Of weights after many steps, all together, and how much further they went."""
+    away = moved = own_moved = 0.0
+    for name, begun in start.items():
+        away += _away(own.get(name), expected[name]) ** 2
+        moved += _norm(expected[name].double() - begun.double()) ** 2
+        own_moved += _away(own.get(name), begun) ** 2
+    return {
+        "parameters": math.sqrt(away / (moved or 1.0)),
+        "way": math.sqrt(own_moved / moved) - 1 if moved else own_moved,
+    }
+
+
 def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
@@ -73,9 +91,9 @@ def not_loaded(own: TrainingState, loaded: TrainingState) -> str | None:
 def of_step(own: TrainingState, against: Reference) -> dict[str, float]:
     """Of one step from the reference's state: gradients, update, buffers and counts."""
     return {
-        **_of_gradients(own, against),
+        **of_gradients(_own_gradients(own, against), against.gradients),
         **_of_updates(own, against),
-        **_of_buffers(own.model, against.buffers, against.buffers_after),
+        **of_buffers(own.model, against.buffers, against.buffers_after),
         **_of_counts(own, against),
     }
 
@@ -98,13 +116,13 @@ def _own_gradients(own: TrainingState, against: Reference) -> Tensors:
     }
 
 
-def _of_gradients(own: TrainingState, against: Reference) -> dict[str, float]:
-    gradients = _own_gradients(own, against)
+def of_gradients(gradients: Tensors, all_expected: Tensors) -> dict[str, float]:
+    """Of each gradient, and of all together."""
     found = {}
-    squares = {name: float(g.double().square().sum()) for name, g in against.gradients.items()}
-    total, num_values = sum(squares.values()), sum(g.numel() for g in against.gradients.values())
+    squares = {name: float(g.double().square().sum()) for name, g in all_expected.items()}
+    total, num_values = sum(squares.values()), sum(g.numel() for g in all_expected.values())
     product = away = 0.0
-    for name, expected in against.gradients.items():
+    for name, expected in all_expected.items():
         gradient = gradients.get(name)
         if gradient is None:
             away += squares[name]
@@ -149,7 +167,8 @@ def _of_updates(own: TrainingState, against: Reference) -> dict[str, float]:
     return found
 
 
-def _of_buffers(own: Tensors, before: Tensors, after: Tensors) -> dict[str, float]:
+def of_buffers(own: Tensors, before: Tensors, after: Tensors) -> dict[str, float]:
+    """Of each buffer in `after`."""
     found = {}
     for name, expected in after.items():
         # One that the reference leaves alone is measured by its own size.
@@ -189,15 +208,6 @@ def of_free_run(own: TrainingState, against: Reference) -> dict[str, float]:
     `way` is how much further they went than the reference's, as a part of that: rounding
     turns the way of some weights, and the length of all far less.
     """
-    away = moved = own_moved = 0.0
-    for name, start in against.start.parameters.items():
-        expected = against.weights_after.parameters[name]
-        away += _away(own.model.get(name), expected) ** 2
-        moved += _norm(expected.double() - start.double()) ** 2
-        own_moved += _away(own.model.get(name), start) ** 2
+    start, after = against.start.parameters, against.weights_after.parameters
     steps = [abs(d) for n, d in _of_counts(own, against).items() if n == "applied steps"]
-    return {
-        "parameters": math.sqrt(away / (moved or 1.0)),
-        "way": math.sqrt(own_moved / moved) - 1 if moved else own_moved,
-        "applied steps": steps[0],
-    }
+    return {**of_weights(own.model, start, after), "applied steps": steps[0]}

@@ -161,6 +161,11 @@ def _replacements() -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
     return found
 
 
+def taken() -> list[Shape]:
+    """Of the calls since `Draws.begin` that were given none: their shapes."""
+    return list(_odd)
+
+
 class Draws:
     """The random numbers of a pass, for one rank."""
 

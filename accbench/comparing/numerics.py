@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accbench.comparing import dropout, reference, roundings, update_rules
+from accbench.comparing import dropout, reference, roundings, script_pass, update_rules
 from accbench.comparing.examination import Examination, engine_of
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
@@ -91,7 +91,10 @@ def main(argv: Sequence[str], started: float) -> int:
         return run(flags, prog="accbench numerics", worker=command)
 
     def job(task: TaskConfig, topology: Topology, _started: float, _console: Any) -> None:
-        if what == "reference":
+        if task.script is not None:
+            given = None if what == "reference" else Path(argument)
+            script_pass.run(task, topology, given)
+        elif what == "reference":
             make_reference(task, int(argument))
         else:
             num_draws = roundings.NUM_DRAWS if what == "floor" else 0

@@ -87,6 +87,9 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 }
 
 
+_WINDOWS = ("warmup_steps", "log_interval")
+
+
 def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
     """A plan from the command line, and the folder that was asked for.
 
@@ -111,7 +114,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
         raise RequestError(f"the baseline cannot run: {base.reason}")
     plan = Plan(
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
-        numerics_steps=flags.numerics_steps, input_round=flags.input_round,
+        numerics_steps=flags.numerics_steps, input_round=flags.input_round and not flags.script,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
     )  # fmt: skip
     return plan, flags.output_dir
@@ -175,11 +178,14 @@ def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str
 
 def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
     """The flags for one engine, with what nobody gave chosen for its device."""
+    if flags.script is not None:  # it decides most by itself
+        flags = dataclasses.replace(flags, eval_interval=TaskConfig.eval_interval)
     on_cpu = plugins.load("engines", engine).find_device(flags.device) == "cpu"
     missing = {
         name: on_cpu_value if on_cpu else elsewhere
         for name, (on_cpu_value, elsewhere) in DEFAULTS.items()
         if getattr(flags, name) is None
+        and (flags.script is None or name in ("amp_level", "max_steps", *_WINDOWS))
     }
     told = {n: value for n, value in missing.items() if n != "epochs" and value is not None}
     chosen.update(told)

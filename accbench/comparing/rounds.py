@@ -130,10 +130,14 @@ def _with_order(plan: Plan) -> Plan:
 def introduction(plan: Plan, folder: Path) -> str:
     """What will be done, and which settings were chosen here."""
     task = next(row.task for row in plan.rows if row.task)
+    what = f"{task.get('model')}, {task.get('image_size')} px"
+    batch = f"batch {task['batch_size']} a worker, "
+    if "script" in task:
+        what, batch = task["script"], ""
     lines = [
         f"comparing {', '.join(row.name for row in plan.rows)} in {plan.repeats} rounds: "
-        f"{task['model']}, {task['image_size']} px, {task['nproc_per_node']} x {task['device']}, "
-        f"batch {task['batch_size']} a worker, {task['amp_level']}, {task['max_steps']} steps"
+        f"{what}, {task['nproc_per_node']} x {task['device']}, {batch}"
+        f"{task['amp_level']}, {task['max_steps']} steps"
     ]
     if plan.defaults:
         chosen = ", ".join(f"--{name} {value}" for name, value in plan.defaults.items())
@@ -180,12 +184,16 @@ def _numerics_jobs(
     """The reference, plain ddp in both layouts, and then the rows, whatever the baseline is."""
     row, task = rows[0]
     # Loading processes would only cost their start, in every pass.
-    steps = {"max_steps": plan.numerics_steps, "epochs": None, "workers": 0}
+    steps: dict[str, int | None] = {"max_steps": plan.numerics_steps}
+    if "script" not in task:
+        steps |= {"epochs": None, "workers": 0}
     plain = _plain(task) | steps
     reference = comparison.numerics_folder(folder, REFERENCE)
     num_ranks = task["nproc_per_node"]
     threads = num_ranks * plain["threads"]
     exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "threads": threads}
+    if "script" in task:  # whose loop knows of its own samples alone
+        exact |= {"nproc_per_node": num_ranks, "threads": plain["threads"]}
     yield Job(
         "numerics  float64 reference", row, reference, exact, None, "reference", str(num_ranks)
     )

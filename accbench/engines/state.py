@@ -34,7 +34,11 @@ def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Train
     saved = net.state_dict()  # an engine may keep buffers in another form
     model = {name: _copy(saved.get(name, tensor)) for name, tensor in _named_tensors(net)}
     of_optimizer = {
-        name: {key: _copy(value) for key, value in optimizer.state[parameter].items()}
+        name: {
+            key: _copy(value)
+            for key, value in optimizer.state[parameter].items()
+            if isinstance(value, torch.Tensor)
+        }
         for name, parameter in net.named_parameters()
         if parameter in optimizer.state
     }

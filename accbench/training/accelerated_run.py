@@ -36,6 +36,9 @@ class Watch:
     def before_step(self) -> None:
         """The loop asks for the first batch of a step."""
 
+    def got(self, batch: Batch) -> None:
+        """A batch for training has come to the device."""
+
     def after_step(self, loss: torch.Tensor) -> None:
         """The step was handed to the device; its gradients are still there."""
 
@@ -48,6 +51,8 @@ class Run:
         loaders: tuple[Any, ...], sharded: bool,
     ) -> None:  # fmt: skip
         self.task, self.topology = begun.task, begun.topology
+        self.optimizer_class = type(optimizer)
+        """As the script built it."""
         names = accelerated_optimizer.names_of(model)
         accelerated_optimizer.check(optimizer, names)
         shares: list[tuple[Any, Any]] = [
@@ -209,6 +214,7 @@ class Run:
                     samples = accelerated_loader.num_samples(nested.tensors_of(batch))
                     self._begin_record(samples)
                     self._num_samples += samples
+                    self._watch.got(batch)
                 yield batch
                 del batch
                 if self.timer.num_steps == num_steps:  # or the step has done so

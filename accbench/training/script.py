@@ -1,6 +1,7 @@
 """A user's script in a worker's process, as Python itself would run it."""
 
 import contextlib
+import random
 import runpy
 import shlex
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from accbench import plugins
@@ -35,8 +37,11 @@ def run_in(worker: Worker) -> None:
     assert task.script is not None
     # Before the script's first backward pass, by which autograd learns what devices there are.
     worker.engine = worker.engine or engine_of(task, worker.topology)
-    # Or ranks and engines would begin with other weights, unless the script sees to that.
+    # Or ranks and engines would begin with other weights, and in another order, unless the
+    # script sees to that.
     torch.manual_seed(task.seed)
+    random.seed(task.seed)
+    np.random.seed(task.seed % 2**32)
     with current.entered(worker):
         try:
             with _as_main(task.script, shlex.split(task.script_args)):
