@@ -78,7 +78,9 @@ LEFT = ("engine", "verdict", "numerics")
 
 def notes(result: Result) -> list[str]:
     """What a reader of the table must know; a line each."""
-    setting = ", ".join(f"{key} {value}" for key, value in result.setting.items())
+    setting = ", ".join(
+        f"{key} {value}" for key, value in result.setting.items() if value is not None
+    )
     lines = [setting] if setting else []
     lines.append(
         f"{result.counted[0]}/s of all workers after the warm-up, median of {result.repeats} "

@@ -29,7 +29,9 @@ def page(found: Sequence[Comparison]) -> str:
 def _body(comparison: Comparison, result: Result) -> str:
     rows = [row for row in result.rows if row.name != result.baseline]
     verdicts = "".join(f'<p class="verdict">{_marked(row, result)}</p>' for row in rows)
-    setting = " · ".join(f"{key} {value}" for key, value in result.setting.items())
+    setting = " · ".join(
+        f"{key} {value}" for key, value in result.setting.items() if value is not None
+    )
     mixed = "".join(f'<p class="mixed">mixed: {escape(line)}</p>' for line in result.mixed)
     cards = [
         _card("Speedup", "Geometric mean of the rounds and its 95 % interval; the dashed line "

@@ -89,7 +89,7 @@ def loop(run, net, optimizer, loader, scheduler=None, accumulate=1, clip=None, z
             else:
                 loss = F.cross_entropy(net(inputs)["logits"], targets)
                 run.backward(loss / accumulate) if run else (loss / accumulate).backward()
-            losses.append(loss.item())
+            losses.append(loss.detach())  # read here, it would cut XLA's step in two
             if not last:
                 continue
             if clip:
@@ -98,7 +98,7 @@ def loop(run, net, optimizer, loader, scheduler=None, accumulate=1, clip=None, z
                     if run
                     else nn.utils.clip_grad_norm_(net.parameters(), clip)
                 )
-                losses.append(norm.item())
+                losses.append(norm.detach())
             optimizer.step()
             if zero_last:
                 optimizer.zero_grad()
@@ -111,7 +111,7 @@ def loop(run, net, optimizer, loader, scheduler=None, accumulate=1, clip=None, z
                         losses += net(held_out)["logits"].sum(1).tolist()
                         losses += net.score(held_out).tolist()
                 net.train()
-    return losses
+    return [float(loss) for loss in losses]
 
 
 def of_parts(make, seed=0):

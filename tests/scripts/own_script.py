@@ -1,6 +1,8 @@
 """A small script of a user's: what it does at its end is its first argument.
 
-own_script.py [raise|exit|nothing|dead|--out FILE] [KEYWORD=VALUE ...]
+own_script.py raise|exit|nothing|dead [batch=N] [out=FILE] [spoil=replay] [KEYWORD=VALUE ...]
+
+With spoil=replay its loss is another one under `xla:replay=off`.
 """
 
 import sys
@@ -22,7 +24,7 @@ net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
 batch = keywords.pop("batch", 4)
 data = TensorDataset(torch.randn(32, 5), torch.randint(0, 2, (32,)))
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-out = keywords.pop("out", None)
+out, spoil = keywords.pop("out", None), keywords.pop("spoil", None)
 if how != "dead":
     run = accbench.accelerate(net, optimizer, DataLoader(data, batch), **keywords)
     net, optimizer, loader = run
@@ -30,7 +32,10 @@ norms = []
 for _ in range(2 if how != "dead" else 0):
     for inputs, targets in loader:
         optimizer.zero_grad()
-        run.backward(F.cross_entropy(net(inputs), targets))
+        loss = F.cross_entropy(net(inputs), targets)
+        if spoil and getattr(run.task.options.get("xla"), spoil, "on") == "off":
+            loss = 1.1 * loss
+        run.backward(loss)
         norms.append(run.clip_grad_norm_(0.1).item())
         optimizer.step()
 if how == "raise":

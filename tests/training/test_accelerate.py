@@ -138,6 +138,26 @@ def test_two_workers_are_one_with_the_double_batch(engine, tmp_path):
     assert end_of(tmp_path / "2").num_samples == end_of(tmp_path / "1").num_samples == 64
 
 
+@pytest.mark.xla
+def test_a_comparison_judges_the_script(tmp_path):
+    """Round by round, and step by step beside the same script in float64."""
+    flags = ("--engines=ddp,xla,xla:replay=off", "--max_steps=12", "--log_interval=2")
+    flags = (*flags, "--numerics_steps=3", "--repeats=2", f"--output_dir={tmp_path / 'c'}")
+    result = run(
+        "-m", "accbench", "compare", *TINY_RUN, *flags, f"--script={OWN_SCRIPT}",
+        "--script_args=nothing spoil=replay", script="-B",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "c/report.json").read_text())["rows"]
+    assert [row["rounds_ok"] for row in rows] == [2, 2, 2]
+    same, also, spoiled = (row["numerics"] for row in rows)
+    assert same["verdict"] == also["verdict"] == "trains the same", result.stdout
+    assert spoiled["verdict"] == "differs"
+    assert "loss" in spoiled["reason"]
+    assert "3 steps beside float64, 3 of them sharp tests" in result.stdout
+    assert "also tested: a free run" in result.stdout  # and no evaluation, which has no own pass
+
+
 def test_torchrun_starts_a_script(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     keywords = ("amp_level=O0", "threads=1", "max_steps=6", f"output_dir={tmp_path}/run")

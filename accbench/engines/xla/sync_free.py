@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch_xla.amp
+import torch_xla.core.xla_model as xm
 from torch_xla.amp import syncfree
 
 
@@ -142,14 +143,26 @@ def _descend(
         new = group["momentum"] * buffer + part * way
         way = way + group["momentum"] * new if group["nesterov"] else new
         buffer.copy_(torch.where(taken, new, buffer))
-    rate = torch.zeros_like(state["step"]) + group["lr"]  # see `_factors`
+    rate = _rate(group, state["step"])
     parameter.copy_(torch.where(taken, parameter - rate * way, parameter))
+
+
+def _rate(group: dict[str, Any], like: torch.Tensor) -> torch.Tensor:
+    """The learning rate as a tensor, for what follows must not be recompiled when it changes.
+
+    torch_xla takes a number for an input of the graph, but writes 0 and 1 into it, where many a
+    schedule begins or ends: so those are sent.
+    """
+    rate = group["lr"]
+    if not isinstance(rate, torch.Tensor) and rate in (0.0, 1.0):
+        (rate,) = xm.send_cpu_data_to_device([torch.tensor(float(rate))], like.device)
+    return torch.zeros_like(like) + rate
 
 
 def _factors(group: dict[str, Any], count: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(step size, the root of the second bias correction, what decay leaves of a weight)."""
     beta1, beta2 = group["betas"]
-    rate = torch.zeros_like(count) + group["lr"]  # a tensor: what follows must not be recompiled
+    rate = _rate(group, count)
     size = rate / (1 - beta1**count)
     kept = 1 - rate * group["weight_decay"] if _decoupled(group) else torch.ones_like(count)
     return size, torch.sqrt(1 - beta2**count), kept
