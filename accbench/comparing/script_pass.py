@@ -191,6 +191,8 @@ def _check(task: TaskConfig, topology: Topology, reference_dir: Path, logger: Ru
             logger.write(records.NumericsRecord("not loadable", 0, {}, note=str(error)))
             return
         pupils[0].finish()
+    # So that the report says what there is no pass for.
+    logger.write(records.NumericsRecord("script", task.max_steps or 0, {}))
 
 
 class _Pupil(Watch):

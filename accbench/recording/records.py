@@ -200,8 +200,9 @@ class NumericsRecord:
     kind: ClassVar[str] = "numerics"
     phase: str
     """start, step (from the reference's state), evaluation, overflow, free, free end, own
-    dropout, not loadable; or reference, which has a loss alone. Of plain ddp also noise, and
-    noise of evaluation, free, free end: the same from weights that are off by some roundings."""
+    dropout, not loadable; reference, which has a loss alone; script, whose pass has fewer parts.
+    Of plain ddp also noise, and noise of evaluation, free, free end: the same from weights that
+    are off by some roundings."""
     step: int
     """Steps done."""
     distances: dict[str, float]

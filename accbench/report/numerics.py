@@ -63,7 +63,7 @@ _AT_THE_END = {
 
 _BESIDE_STEPS = {
     "evaluation": "evaluation", "overflow": "a step that overflows", "free": "a free run",
-    "own dropout": "its own dropout",
+    "own dropout": "its own dropout", "script": "",
 }  # fmt: skip
 
 
@@ -257,9 +257,11 @@ def words(found: Numerics) -> str | None:
     """What was tested, and how sharply; None where nothing was."""
     if not found.num_steps or found.sensitivity is None or found.sensitivity_of_all is None:
         return None
-    beside = [_BESIDE_STEPS[phase] for phase in found.tested]
+    beside = [_BESIDE_STEPS[phase] for phase in found.tested if phase != "script"]
+    missing = "; not tested, of a script: evaluation, overflow in float16, its own dropout"
     return (
         f"{found.num_steps} steps beside float64, {found.num_sharp_steps} of them sharp tests: "
         f"{found.sensitivity:.2%} of the gradient in one step, or {found.sensitivity_of_all:.2%} "
         f"in all, would have been seen{'; also tested: ' if beside else ''}{', '.join(beside)}"
+        f"{missing if 'script' in found.tested else ''}"
     )

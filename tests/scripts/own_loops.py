@@ -187,6 +187,31 @@ class Cases:
         data = TensorDataset(torch.randn(9, 6), torch.zeros(9))
         self.both("evaluation", evaluate=DataLoader(data, 3))
         self.both("state from before", early=self.early)
+        self.overflow()
+
+    def overflow(self):
+        """A step whose float16 gradients are infinite changes nothing, the next one does."""
+        net, optimizer, loader = of_parts(adamw)
+        run = accbench.accelerate(
+            net, optimizer, loader, engine=self.engine, amp_dtype="float16", threads=1,
+            tensorboard="off", output_dir=str(self.out / "overflow"),
+        )  # fmt: skip
+        before = run.to_host([*net.parameters()])
+        moved = []
+        for factor in (1e36, 1.0):
+            inputs, targets = next(iter(run.loaders[0]))
+            optimizer.zero_grad()
+            logits = net(inputs)["logits"]
+            assert logits.dtype is torch.float32
+            run.backward(factor * F.cross_entropy(logits, targets))
+            run.clip_grad_norm_(1.0)
+            optimizer.step()
+            after = run.to_host([*net.parameters()])
+            moved.append(
+                max((a - b).abs().max().item() for a, b in zip(before, after, strict=True))
+            )
+        run.close()
+        self.found["overflow"] = [moved[0], 0.0 if moved[1] > 0 else 1.0]
 
     def early(self, net, optimizer):
         for _ in range(2):

@@ -49,7 +49,7 @@ def test_loops_train_as_by_plain_torch(own_loops):
     """Optimizers, schedulers made before and after, tied weights, accumulation, clipping, and
     evaluation in between; by ddp to the last bit."""
     engine, found, _ = own_loops
-    assert len(found) == 18
+    assert len(found) == 19
     limit = 0 if engine == "ddp" else 1e-5
     assert {case: d for case, d in found.items() if not max(d) <= limit} == {}
 
@@ -68,6 +68,8 @@ def test_evaluation_and_batches_of_a_step_are_in_no_ones_way(own_loops):
         assert (end.status, end.num_steps, end.num_samples) == ("ok", 12, 48)
         assert (end.num_recompiles, end.num_fallbacks, end.skipped_steps) == (0, 0, 0)
         assert end.num_graphs == (0 if engine == "ddp" else 1)
+    overflown = end_of(out / "overflow")
+    assert (overflown.num_steps, overflown.skipped_steps) == (2, 1)
     accumulated = end_of(out / "accumulation")
     assert (accumulated.num_steps, accumulated.num_samples) == (4, 48)
 
@@ -155,7 +157,7 @@ def test_a_comparison_judges_the_script(tmp_path):
     assert spoiled["verdict"] == "differs"
     assert "loss" in spoiled["reason"]
     assert "3 steps beside float64, 3 of them sharp tests" in result.stdout
-    assert "also tested: a free run" in result.stdout  # and no evaluation, which has no own pass
+    assert "also tested: a free run; not tested, of a script: evaluation" in result.stdout
 
 
 def test_torchrun_starts_a_script(tmp_path):

@@ -332,8 +332,17 @@ class Engine(engines.Engine):
         return autocast.autocast(self.autocast_dtype, self._lean)
 
     def backward(self, loss: torch.Tensor) -> None:
-        with autocast.in_reach():
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        try:
+            with autocast.in_reach():
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            # Autograd counts the devices at a process's first backward pass.
+            raise RequestError(
+                "XLA was opened after this process's first backward pass, and autograd does not "
+                "know it: train nothing before, or start the script by accbench run --script"
+            ) from error
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.reduce_gradients(optimizer)
