@@ -101,8 +101,8 @@ def of_step(own: TrainingState, against: Reference) -> dict[str, float]:
 def of_draw(own: TrainingState, against: Reference) -> dict[str, float]:
     """Of a step from weights a little off: what the network does, not the optimizer."""
     return {
-        **_of_gradients(own, against),
-        **_of_buffers(own.model, against.buffers, against.buffers_after),
+        **of_gradients(_own_gradients(own, against), against.gradients),
+        **of_buffers(own.model, against.buffers, against.buffers_after),
     }
 
 
