@@ -145,3 +145,17 @@ def _checked(content: Any, what: str) -> Gpu:
                 f"{what}: {key} must be a {'whole ' if whole else ''}number above 0, not {number!r}"
             )
     return Gpu(**{**content, "compute_capability": str(content["compute_capability"])})
+
+
+def dense_tflops_of(device_name: str, dtype: str | None) -> float | None:
+    """The peak of a GPU's products, by the name that its driver has, in 10^12 operations/s.
+
+    Args:
+        dtype: of autocast; None is float32, of which torch computes some products in tf32, so that
+            there is no one peak.
+    """
+    for path in _FOLDER.glob("*.yaml"):
+        known = load(path.stem)
+        if known.name == device_name:
+            return known.dense_tflops.get(dtype or "")
+    return None

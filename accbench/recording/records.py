@@ -126,6 +126,8 @@ class EndRecord:
     """Graphs compiled in the whole run, evaluation included."""
     num_recompiles: int | None = None
     """Graphs compiled in training windows after the warm-up."""
+    flops_per_sample: float | None = None
+    """Floating point operations of products in a sample's forward and backward pass."""
     shape_changes: list[str] | None = None
     """Inputs of a step that came in another shape, where one did."""
     num_graphs: float | None = None

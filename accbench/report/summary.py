@@ -5,6 +5,7 @@ from pathlib import Path
 
 from accbench import config
 from accbench.errors import RequestError
+from accbench.preflight import gpu
 from accbench.recording import records
 from accbench.report import run as runs
 
@@ -32,6 +33,10 @@ class RunSummary:
     """Part of that wall time in which the loop waited for a batch, 0..1."""
     time_to_first_step_s: float | None
     compile_s: float | None
+    tflop_per_s: float | None
+    """All ranks, of products in the forward and backward pass."""
+    peak_share: float | None
+    """Part of what the devices can do at best in the run's type, 0..1, where that is known."""
     num_recompiles: int | None
     num_fallbacks: int | None
     peak_memory_bytes: int | None
@@ -62,6 +67,10 @@ def of_records(name: str, found: list[records.Record]) -> RunSummary:
         raise RequestError(f"{name} ended before it began to train{why}")
     windows, steady = whole.windows, whole.steady
     wall_s = sum(window.wall_s for window in steady)
+    samples_per_s = sum(window.num_samples for window in steady) / wall_s if steady else None
+    flops = end.flops_per_sample if end else None
+    tflop_per_s = samples_per_s * flops / 1e12 if samples_per_s and flops else None
+    peak = gpu.dense_tflops_of(run.device_name, run.amp_dtype)
     return RunSummary(
         name=name,
         engine=run.engine,
@@ -73,7 +82,9 @@ def of_records(name: str, found: list[records.Record]) -> RunSummary:
         status=end.status if end else "killed",
         unit=run.counted[0],
         units_per_sample=run.counted[1],
-        samples_per_s=sum(window.num_samples for window in steady) / wall_s if steady else None,
+        samples_per_s=samples_per_s,
+        tflop_per_s=tflop_per_s,
+        peak_share=tflop_per_s / (peak * run.world_size) if tflop_per_s and peak else None,
         step_ms=1e3 * wall_s / sum(window.num_steps for window in steady) if steady else None,
         data_wait_share=sum(window.data_wait_s for window in steady) / wall_s if steady else None,
         time_to_first_step_s=end.time_to_first_step_s if end else None,

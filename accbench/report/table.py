@@ -56,7 +56,12 @@ def columns(rows: list[RunSummary]) -> dict[str, Cell]:
     def speed(row: RunSummary, _: RunSummary) -> str:
         return _format(row.samples_per_s and row.samples_per_s * units_per_sample, "{:,.1f}")
 
-    return {"engine": lambda row, _: row.engine, f"{unit}/s": speed, **_COLUMNS}
+    titles: dict[str, Cell] = {"engine": lambda row, _: row.engine, f"{unit}/s": speed}
+    if any(row.tflop_per_s for row in rows):
+        titles["TFLOP/s"] = lambda row, _: _format(row.tflop_per_s, "{:,.3g}")
+    if any(row.peak_share for row in rows):
+        titles["of peak"] = lambda row, _: _format(row.peak_share, "{:.0%}")
+    return {**titles, **_COLUMNS}
 
 
 def caption(rows: list[RunSummary]) -> list[str]:

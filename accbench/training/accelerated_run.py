@@ -94,7 +94,7 @@ class Run:
         if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
             self.model.to("cpu")
         process_group.broadcast_module(self.model)
-        self.prepared = self.engine.prepare(self.model)
+        self.prepared = self.engine.prepared(self.model)
         accelerated_model.accelerate(self.model, self.prepared, self.engine)
         accelerated_optimizer.take_over(self.optimizer, names, self.model)
         self.engine.adopt_optimizer(self.optimizer, self.prepared)

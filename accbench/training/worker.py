@@ -31,6 +31,7 @@ from accbench.errors import (
     end_status,
 )
 from accbench.logger import RunLogger
+from accbench.models import flops
 from accbench.recording import board, provenance, records, terminal
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
@@ -177,6 +178,8 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
     num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
+    if topology.rank == 0:
+        end = replace(end, flops_per_sample=flops.of_sample(spec, source.num_classes))
     logger.write(end)
     engine.close()
     log.info(f"done: {end.num_steps} steps, {end.num_samples} samples, records in {task.run_dir}")
