@@ -20,7 +20,7 @@ from accbench.comparing import distances, dropout, script_reference
 from accbench.comparing.script_reference import Step
 from accbench.config import TaskConfig
 from accbench.data import nested
-from accbench.engines import Batch, ddp
+from accbench.engines import Batch, ddp, sharing
 from accbench.engines.state import NotLoadableError, TrainingState
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
@@ -40,7 +40,10 @@ class Float64(ddp.Engine):
         super().__init__(task, ddp.Engine.Options(channels_last=False), topology)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return super().prepare(model.double())
+        places = sharing.places(model)
+        model = model.double()
+        sharing.tie(places)
+        return super().prepare(model)
 
     def to_device(self, batch: Batch) -> Batch:
         return super().to_device(
