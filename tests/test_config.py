@@ -191,10 +191,14 @@ def values_of(declared: Any) -> st.SearchStrategy[Any]:
 
 
 def all_of(options: type) -> st.SearchStrategy[Any]:
-    hints = get_type_hints(options)
-    return st.builds(
-        options, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(options)}
-    )
+    hints, maximum = get_type_hints(options), getattr(options, "maximum", {})
+
+    def values(name: str) -> st.SearchStrategy[Any]:
+        limit = maximum.get(name)
+        found = values_of(hints[name])
+        return found if limit is None else found.map(lambda v: None if v is None else min(v, limit))
+
+    return st.builds(options, **{f.name: values(f.name) for f in dataclasses.fields(options)})
 
 
 USED = ("engines", "launchers", "data")

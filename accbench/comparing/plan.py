@@ -44,7 +44,7 @@ class CompareFlags(TaskConfig):
 
     # Unset: as DEFAULTS has it for the device.
     model: str | None = None  # type: ignore[assignment]
-    """A model's name, or package.module:callable. Unset: resnet10 on a CPU, else resnet50."""
+    """A model's name, or package.module:attribute. Unset: resnet10 on a CPU, else resnet50."""
     image_size: int | None = None  # type: ignore[assignment]
     """Height and width in pixels. Unset: 96 on a CPU, else 224."""
     batch_size: int | None = None

@@ -120,7 +120,7 @@ def _takes(function: Callable[..., Any], argument: str) -> bool:
 def _attribute(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
-        raise RequestError(f"--model {name} is not of the form package.module:attribute")
+        raise RequestError(f"--model {name} is not of the form package.module:callable")
     # As `python` has it for a script beside it, but last: a file there must not hide a
     # module that an installed package imports.
     if not {"", os.getcwd()} & set(sys.path):

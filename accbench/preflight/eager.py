@@ -77,7 +77,8 @@ def count(task: TaskConfig, gpu: Gpu, num_classes: int, batch: Any) -> dict[str,
     """What one step moves and computes, and how fast it is at best.
 
     Args:
-        batch: of one GPU and step, as `nested.described` has it.
+        batch: of one GPU and step, as `nested.described` has it; the first dimension of its first
+            tensor are the samples.
 
     Returns:
         `launches`, `bytes`, `flops`, `bound_s` (the sum over operations of the longer of their
@@ -94,12 +95,13 @@ def count(task: TaskConfig, gpu: Gpu, num_classes: int, batch: Any) -> dict[str,
     except Exception:  # a model may raise anything
         return None
     bound_s = sum(summary.bound_s(kernel, gpu) for kernel in found)
+    num_samples = len(nested.tensors_of(nested.empty(batch))[0])
     return {
         "launches": len(found),
         "bytes": sum(kernel.num_bytes for kernel in found),
         "flops": sum(kernel.flops for kernel in found),
         "bound_s": bound_s,
-        "samples_per_s_at_most": task.batch_size / bound_s if bound_s and task.batch_size else None,
+        "samples_per_s_at_most": num_samples / bound_s if bound_s else None,
         "note": NOTE,
     }
 
