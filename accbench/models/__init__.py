@@ -72,13 +72,19 @@ def resolve(name: str, image_size: int, seq_len: int = TaskConfig.seq_len) -> An
     return spec
 
 
+def is_own(name: str) -> bool:
+    """Whether it names code that is in no family, as `package.module:attribute`."""
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and not _is_prefixed(plugins.classes("models").get(prefix))
+
+
 def _find(name: str) -> Any:
+    if is_own(name):
+        return _own(name)
     families = plugins.classes("models")
     prefix, colon, rest = name.partition(":")
-    if colon and _is_prefixed(families.get(prefix)):
-        return families[prefix].spec(rest)
     if colon:
-        return _own(name)
+        return families[prefix].spec(rest)
     for family in families.values():
         if name in family.names:
             return family.spec(name)
