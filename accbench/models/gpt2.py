@@ -25,7 +25,6 @@ def _build(name: str, num_tokens: int) -> nn.Module:
         GPT2Config(
             vocab_size=num_tokens, n_positions=_POSITIONS, n_embd=width, n_layer=num_layers,
             n_head=num_heads, **options_of_transformers(),
-           
         )
     )  # fmt: skip
 

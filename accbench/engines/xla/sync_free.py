@@ -46,14 +46,19 @@ class SharedCounts(torch.optim.Optimizer):
                     shared[count] = send(torch.tensor(count))
                 state["step"] = shared[count]
 
-    def _count(self, taken: torch.Tensor) -> set[torch.Tensor]:
-        """Count a step where it is `taken`; the parameters that have a gradient."""
+    def _count(
+        self, closure: Any, found_inf: torch.Tensor | None
+    ) -> tuple[set[torch.Tensor], torch.Tensor]:
+        """Count a step where `found_inf` is 0; the parameters with a gradient, and whether."""
+        assert closure is None
+        assert found_inf is not None
+        taken = found_inf == 0
         active = self.stepped = {p for p in self._parameters() if p.grad is not None}
         if not self.is_recorded():
             self.keep_apart(active, torch.clone)
         for count in {id(c): c for c in (self.state[p]["step"] for p in active)}.values():
             count.add_(taken.to(count.dtype))
-        return active
+        return active, taken
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
@@ -93,10 +98,7 @@ class AdamW(SharedCounts, syncfree.AdamW):
         self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         """One step where `found_inf` is 0; where it is not, nothing changes."""
-        assert closure is None
-        assert found_inf is not None
-        taken = found_inf == 0
-        active = self._count(taken)
+        active, taken = self._count(closure, found_inf)
         for group in self.param_groups:
             of_count: dict[int, tuple[torch.Tensor, ...]] = {}
             for parameter in group["params"]:
@@ -117,10 +119,7 @@ class SGD(SharedCounts, torch.optim.SGD):
         self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         """One step where `found_inf` is 0; where it is not, nothing changes."""
-        assert closure is None
-        assert found_inf is not None
-        taken = found_inf == 0
-        active = self._count(taken)
+        active, taken = self._count(closure, found_inf)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in active:
