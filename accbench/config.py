@@ -54,7 +54,17 @@ class TaskConfig:
     """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR, recordio:FILE.rec or
     recordio:DIR, s3://BUCKET/PREFIX, tokens:FILE_OR_DIR."""
     launcher: str = "local"
-    """What starts the workers: a file's name in accbench/launchers."""
+    """What starts the workers: local, elastic (several nodes), or another file's name in
+    accbench/launchers."""
+    nnodes: str = "1"
+    """Machines, each of which is given the same command: a number, or MIN:MAX, between which they
+    may come and go. More than one is --launcher elastic, torch elastic's."""
+    node_rank: int | None = None
+    """0 on the node that keeps the run's folder and its record. Unset: where --rdzv_endpoint is."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT at which the nodes meet, an address of node 0."""
+    rdzv_id: str = "accbench"
+    """The run's name there, the same on all nodes."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """auto takes the accelerator that is there and never falls back from it to the CPU."""
     epochs: int = 1
@@ -142,7 +152,8 @@ class TaskConfig:
     on_oom: Literal["stop", "halve"] = "stop"
     """What to do when memory is out: halve starts again with half the batch size."""
     max_restarts: int = 0
-    """How often workers are started again, from the newest checkpoint, after one failed."""
+    """How often workers are started again, from the newest checkpoint, after one failed; on
+    several nodes, how often each node starts its own."""
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """Write scalars and some training images for TensorBoard. auto: where it is installed."""
     profile: int | None = None
@@ -166,8 +177,8 @@ class TaskConfig:
 # field -> smallest value allowed. A plug-in's `Options` may have such a `minimum` of its own,
 # and a `maximum`.
 _MINIMUM: Mapping[str, float] = {
-    "nproc_per_node": 1, "batch_size": 1, "image_size": 1, "seq_len": 1, "epochs": 1,
-    "max_steps": 1, "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0,
+    "nproc_per_node": 1, "node_rank": 0, "batch_size": 1, "image_size": 1, "seq_len": 1,
+    "epochs": 1, "max_steps": 1, "warmup_steps": 1, "log_interval": 1, "eval_interval": 0, "lr": 0,
     "weight_decay": 0,
     "momentum": 0, "clip_norm": 1e-12, "accumulate": 1, "ema_decay": 0, "label_smoothing": 0,
     "mixup": 0, "cutmix": 0,

@@ -76,7 +76,11 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
     Raises:
         RequestError: flags contradict each other, or name something that there is not.
     """
-    plugins.load("launchers", task.launcher)
+    if task.nnodes != TaskConfig.nnodes and task.launcher == TaskConfig.launcher:
+        task = dataclasses.replace(task, launcher="elastic")
+    problem = plugins.load("launchers", task.launcher).problem(task)
+    if problem is not None:
+        raise RequestError(problem)
     cores_per_worker = max(1, num_cores() // task.nproc_per_node)
     task = dataclasses.replace(
         task,

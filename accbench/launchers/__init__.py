@@ -25,6 +25,8 @@ class Failure:
     """One line."""
     traceback: str = ""
     exit_status: int = 1
+    at: float = 0.0
+    """Unix time of what a worker raised; 0 where nothing was raised, as in one that was killed."""
 
     @property
     def may_be_tried_again(self) -> bool:
@@ -35,6 +37,22 @@ class Failure:
 class Launcher(abc.ABC):
     """Starts one worker a device with the environment that the engine asks for."""
 
+    restarts_workers = False
+    """Whether `--max_restarts` is this launcher's own to keep."""
+
+    @classmethod
+    def problem(cls, task: TaskConfig) -> str | None:
+        """What is wrong with the flags of this launcher, and the remedy; None if nothing is."""
+        return None
+
+    def joined(self, task: TaskConfig) -> "Joined | None":
+        """A run that was begun elsewhere and that this process takes part in; None to begin one.
+
+        Raises:
+            RequestError: it cannot be joined.
+        """
+        return None
+
     @abc.abstractmethod
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         """Run the workers to their end; nothing of them is left when this returns.
@@ -43,6 +61,15 @@ class Launcher(abc.ABC):
             task: resolved, its folder made.
             worker: arguments to the Python interpreter that start a worker.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A run whose folder and record are kept elsewhere."""
+
+    task: TaskConfig
+    worker: list[str]
+    """Arguments to the Python interpreter that start a worker."""
 
 
 def common_env(task: TaskConfig) -> dict[str, str]:

@@ -1,12 +1,10 @@
 """Workers on this machine, through torch elastic's multiprocessing layer.
 
 That layer rather than the elastic agent: it takes an environment a worker and a
-time to end in, and one machine needs no rendezvous. Several machines run
-`torchrun main.py`, which is the agent.
+time to end in, and one machine needs no rendezvous. Several machines do: `elastic`.
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -16,7 +14,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch.distributed import TCPStore
@@ -25,24 +22,16 @@ from torch.distributed.elastic.multiprocessing import (
     PContext,
     start_processes,
 )  # fmt: skip
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accbench import config, launchers, plugins
 from accbench.config import TaskConfig
-from accbench.errors import (
-    ERROR_FILE_VARIABLE,
-    LAUNCHER_PID_VARIABLE,
-    STOPPED_STATUS,
-    end_status,
-)
-from accbench.launchers import Failure
+from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE
+from accbench.launchers import Failure, failures
 from accbench.stop_signals import StopSignals
 
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
 # also kills one that is stopped.
 GRACE_S = 5
-# Taken on the disk before the workers start, for what a worker says when it is full.
-_ERROR_BYTES = 16384
 # Seconds between two looks at the workers.
 _POLL_S = 0.1
 _HOST = "127.0.0.1"
@@ -59,12 +48,8 @@ class Launcher(launchers.Launcher):
         # Not in the run's folder, whose disk may be full: the errors go here as well.
         with tempfile.TemporaryDirectory() as elastic_dir, _silenced(), StopSignals() as signals:
             error_files = {rank: Path(elastic_dir) / f"rank{rank}.error.json" for rank in ranks}
-            try:
-                for path in error_files.values():
-                    path.write_bytes(b" " * _ERROR_BYTES)
-            except OSError as error:
-                why = f"cannot write to {elastic_dir}: {error.strerror}; set TMPDIR elsewhere"
-                return Failure("error", why, exit_status=2)
+            if (problem := failures.reserve(error_files.values())) is not None:
+                return problem
             context = start_processes(
                 name="accbench",
                 entrypoint=sys.executable,
@@ -131,13 +116,13 @@ def _wait(
                 context.close(death_sig=signal.SIGKILL if saves else signal.SIGTERM)
                 break
             if signals.wish and not passed_on:
-                _send(signal.SIGTERM, pids)
+                failures.send(signal.SIGTERM, pids)
                 passed_on = True
             result = context.wait(timeout=0)
             if result is None:
                 time.sleep(_POLL_S)
     finally:
-        _end_groups(pids)
+        failures.end_groups(pids)
         console = Console()
         if console.is_terminal:
             console.show_cursor()  # rank 0's progress bar may have died with it hidden
@@ -148,54 +133,7 @@ def _wait(
         return stopped
     if not result.failures:
         return None
-    failure = _first_failure(result.failures, error_files)
+    exit_codes = {rank: process.exitcode for rank, process in result.failures.items()}
+    failure = failures.first_failure(exit_codes, error_files)
     # As "error" it ended before there was anything to save.
     return stopped if stopped and failure.status == "error" else failure
-
-
-def _send(number: signal.Signals, pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _end_groups(pids: list[int]) -> None:
-    """Kill what workers left behind: each leads a process group that holds its loaders too."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-
-
-def _first_failure(failures: dict[int, ProcessFailure], error_files: dict[int, Path]) -> Failure:
-    """The failure that caused the others.
-
-    A rank that was killed comes before one that raised: what a rank raises because
-    another is gone may be written down first. Of those that raised, the earliest; one
-    that raised and then crashed while it ended is one that raised.
-    """
-    raised = {rank: _read_error(path) for rank, path in error_files.items()}
-    for rank, process in failures.items():
-        killed = process.exitcode < 0 and process.exitcode != -signal.SIGTERM
-        if killed and raised[rank] is None:
-            name = signal.Signals(-process.exitcode).name
-            hint = " (is the machine out of memory?)" if name == "SIGKILL" else ""
-            return Failure("error", f"rank {rank} was killed by {name}{hint}")
-    known = {rank: error for rank, error in raised.items() if error is not None}
-    if not known:
-        rank, process = next(iter(failures.items()))
-        return Failure("error", f"rank {rank} exited with status {process.exitcode}, see above")
-    rank, error = min(known.items(), key=lambda item: item[1]["time"])
-    if error["name"] == "RequestError":
-        return Failure("error", error["message"], exit_status=2)
-    if error["name"] == "StoppedError":
-        return Failure("interrupted", error["message"], exit_status=STOPPED_STATUS)
-    line = f"rank {rank} failed: {error['name']}: {' '.join(error['message'].split())}"
-    status = end_status(error["name"], error["message"])
-    return Failure(status, line, f"rank {rank}: {error['traceback']}")
-
-
-def _read_error(path: Path) -> Any | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

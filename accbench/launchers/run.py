@@ -21,16 +21,18 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
         worker: arguments to the Python interpreter that start a worker.
     """
     with contextlib.ExitStack() as stack:
+        arguments = list(worker) or ["-m", "accbench.training.worker_process"]
         try:
             task = resolving.resolve(config.parse(argv, prog))
+            launcher = plugins.load("launchers", task.launcher)()
+            if (joined := launcher.joined(task)) is not None:
+                return _take_part(launcher, joined)
             task = stack.enter_context(run_folder.claim_output_dir(task))
             task = resume.claimed(task, _say)
-            launcher = plugins.load("launchers", task.launcher)()
         except RequestError as error:
             return refused(prog, error)
         # The workers' imports take seconds in which nothing else is said.
         _say(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
-        arguments = list(worker) or ["-m", "accbench.training.worker_process"]
         num_restarts = 0
         while (failure := launcher.launch(task, arguments)) is not None:
             if failure.status == "oom":
@@ -40,6 +42,8 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
                 parts = math.gcd(halved, task.accumulate)  # they stay equal
                 task = replace(task, batch_size=halved, accumulate=parts)
                 why = f"starting again with --batch_size {task.batch_size}"
+            elif launcher.restarts_workers:
+                break
             elif failure.may_be_tried_again and num_restarts < task.max_restarts:
                 num_restarts += 1
                 why = f"starting again, {num_restarts} of {task.max_restarts}"
@@ -52,6 +56,18 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
                 return refused(prog, error)
             _say(why)
         return launchers.conclude(task.run_dir, failure)
+
+
+def _take_part(launcher: launchers.Launcher, joined: launchers.Joined) -> int:
+    """Run this node's workers of a run whose folder and record are another node's."""
+    task = joined.task
+    logs = task.run_dir / "logs"
+    _say(f"starting {task.nproc_per_node} x {task.engine} for node 0, logs in {logs}")
+    failure = launcher.launch(task, joined.worker)
+    if failure is None:
+        return 0
+    launchers.tell(task.run_dir, failure)
+    return failure.exit_status
 
 
 def _of_memory(task: TaskConfig, error: str) -> str:

@@ -45,6 +45,8 @@ class RunRecord:
     """What the engine is meant to compile with: inductor, xla; None if it is eager."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Rank 0's environment variables that may change its speed."""
+    hosts: list[str] | None = None
+    """Machines by rank; rank 0's is `hostname`."""
     num_classes: int | None = None
     """Of the data, and so the width of the model's last layer."""
     unit: str = "samples"

@@ -119,6 +119,24 @@ def descriptors_to(path: Path) -> Iterator[None]:
             os.close(original)
 
 
+@contextlib.contextmanager
+def errors_to(path: Path) -> Iterator[int]:
+    """Append to `path` what anything writes to descriptor 2; gives the one it was before.
+
+    torch's sockets warn there, from C++, of each connection whose other end has no name.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield kept
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 # Of a step; then at twice the time, and so on.
 FIRST_TOLD_S = 15.0
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accbench.errors import NotMetError
+from accbench.errors import MEETING_VARIABLE, NotMetError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +55,31 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
     # that is None, and `close` can end gloo's threads.
     importlib.import_module("torch.distributed.nn.functional")
     nccl = device == "cuda" and torch.cuda.is_available()
+    meeting = os.environ.get(MEETING_VARIABLE)
+    where = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
             timeout=timedelta(seconds=timeout_s),
+            **({} if meeting is None else _met(meeting, topology, timeout_s)),
         )
     except (dist.DistError, ValueError) as error:  # ValueError: a variable is missing
-        where = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
         raise NotMetError(
             f"rank {topology.rank} of {topology.world_size} did not meet the others at {where}: "
             f"{' '.join(str(error).split())}; start them all within --timeout_s {timeout_s:g}, "
             "with the same MASTER_ADDR and a MASTER_PORT that is free there, as torchrun does"
         ) from None
+
+
+def _met(meeting: str, topology: Topology, timeout_s: float) -> dict[str, Any]:
+    """The store that a launcher holds for the workers of all nodes, and this one's place."""
+    where, _, key = meeting.partition("/")
+    host, _, port = where.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    return {
+        "store": dist.PrefixStore(key, store),
+        "rank": topology.rank, "world_size": topology.world_size,
+    }  # fmt: skip
 
 
 def close() -> None:
@@ -125,6 +138,15 @@ def gather_tensor(own: torch.Tensor) -> list[torch.Tensor]:
     of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all, own)
     return of_all
+
+
+def gather_names(name: str) -> list[str]:
+    """Every rank's `name`, by rank."""
+    if not dist.is_initialized():
+        return [name]
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, name)
+    return names
 
 
 def broadcast_module(module: nn.Module) -> None:

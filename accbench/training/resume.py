@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from accbench import config, run_folder
 from accbench.config import TaskConfig
 from accbench.engines import Engine, optimizers
 from accbench.engines.state import NotLoadableError
-from accbench.errors import RequestError
+from accbench.errors import RECORDS_BEFORE_VARIABLE, RequestError
 from accbench.recording import records
 from accbench.recording.terminal import log
 from accbench.training import checkpoint_file, checkpoints
@@ -51,6 +52,28 @@ def restarted(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
     """Likewise for workers that are started again, from the newest checkpoint there is now."""
     of_its_own = checkpoints.steps_of(task.run_dir) or task.resume is None
     return claimed(dataclasses.replace(task, resume="auto" if of_its_own else task.resume), say)
+
+
+def rejoined(task: TaskConfig, topology: Topology) -> TaskConfig:
+    """The task of workers that were started again by a launcher of several nodes, on every rank.
+
+    Raises:
+        RequestError: on every rank, where no checkpoint is whole.
+    """
+    before = os.environ.get(RECORDS_BEFORE_VARIABLE)
+    if before is None:
+        return task
+    told: tuple[str | None, str | None] = (task.resume, None)
+    path = task.run_dir / config.RECORDS_FILE
+    if topology.rank == 0 and path.exists() and path.stat().st_size > int(before):
+        try:
+            told = (restarted(task, log.info).resume, None)
+        except RequestError as error:
+            told = (None, str(error))
+    found, problem = from_rank0(told)
+    if problem is not None:
+        raise RequestError(problem)
+    return dataclasses.replace(task, resume=found)
 
 
 class Keeper:

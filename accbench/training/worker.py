@@ -91,6 +91,7 @@ def _worker(
             if launched:  # gloo greets on stdout, which is no news for a terminal
                 with terminal.descriptors_to(terminal.log_file(task.run_dir, topology.rank)):
                     process_group.start(topology, task.device, task.timeout_s)
+                task = resume.rejoined(task, topology)
             job(task, topology, started, console)
         except (Exception, KeyboardInterrupt) as error:
             return _failed(error, topology, task.run_dir)
@@ -282,6 +283,7 @@ def run_record(
         versions=provenance.versions(),
         commit=provenance.commit(),
         hostname=socket.gethostname(),
+        hosts=process_group.gather_names(socket.gethostname()),
         compiler=engine.compiler,
         environment=provenance.environment(),
         num_classes=num_classes,
@@ -322,8 +324,14 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
     """Say what happened, once and where it belongs; returns the exit status."""
     name, text = type(error).__name__, "".join(traceback.format_exception(error))
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
-    if error_file is not None:  # the launcher tells the person, and ends the record
-        details = {"time": time.monotonic(), "name": name, "message": str(error), "traceback": text}
+    if error_file is not None:
+        error_file = error_file.replace(
+            "{local_rank}", str(topology.local_rank)
+        )  # the launcher tells the person, and ends the record
+        details = {
+            "time": time.monotonic(), "unix_time": time.time(), "rank": topology.rank, "name": name,
+            "message": str(error), "traceback": text,
+        }  # fmt: skip
         with Path(error_file).open("r+") as file:  # over blanks that hold the place
             file.write(json.dumps(details))
         if run_dir is not None:

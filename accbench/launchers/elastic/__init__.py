@@ -1,0 +1,271 @@
+"""Workers on several machines, through torch elastic's agent: one launcher a node.
+
+The same command on every node, `--node_rank 0` on one, as with torchrun. That one makes the
+run's folder and keeps its record; the others take the task from it, so that all train the same.
+
+torch elastic's agent runs in a process of its own. It reaches for the rendezvous's store
+between two looks at its workers, and where the link is cut it waits there for ever and hears
+no signal; so its launcher watches it, and ends it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+
+from accbench import config, launchers, resolving
+from accbench.config import TaskConfig
+from accbench.errors import ERROR_FILE_VARIABLE, RECORDS_BEFORE_VARIABLE, RequestError
+from accbench.launchers import Failure, Joined, failures
+from accbench.launchers.elastic import collected, meeting
+from accbench.launchers.elastic.meeting import Endpoint
+from accbench.recording import terminal
+from accbench.stop_signals import StopSignals
+
+_POLL_S = 0.1
+# Seconds between two looks at whether the host is there.
+_LOOK_S = 5.0
+# Seconds for what comes after the workers' end: an agent's way out, the other nodes' last words.
+_GRACE_S = 15.0
+_WORKER = ["-m", "accbench.training.worker_process"]
+# As `-m` does, but for the current folder, where a file of a user's hides the module of its
+# name that torch imports: that comes last.
+_AGENT = """import sys
+if not getattr(sys.flags, "safe_path", False):
+    sys.path.append(sys.path.pop(0))
+from accbench.launchers.elastic import agent
+agent.main()
+"""
+ERROR_FILE = "local{local_rank}.error.json"
+PIDS_FILE, OUTCOME_FILE, PLAN_FILE = "pids.json", "outcome.json", "plan.json"
+AGENT_LOG = "agent.log"
+
+
+class Launcher(launchers.Launcher):
+    """torch elastic over several nodes; takes nodes in again, and restarts workers."""
+
+    restarts_workers = True
+
+    def __init__(self) -> None:
+        self._store: Store | None = None
+        self._records_bytes = 0
+        self._number = 0  # of this node among those that joined; the host is 0
+
+    @classmethod
+    def problem(cls, task: TaskConfig) -> str | None:
+        if task.on_oom == "halve":
+            return "--on_oom halve is for one machine; with --nnodes lower --batch_size instead"
+        try:
+            meeting.nodes_of(task)
+            meeting.endpoint_of(task)
+        except RequestError as error:
+            return str(error)
+        return None
+
+    def joined(self, task: TaskConfig) -> Joined | None:
+        endpoint = meeting.endpoint_of(task)
+        if endpoint.is_host:
+            return None
+        with terminal.errors_to(Path(os.devnull)):
+            self._store = store = meeting.open_store(endpoint, task)
+        told = meeting.published(store, "run")
+        if told["what_runs"] != meeting.what_runs():
+            raise RequestError(
+                f"node 0 has {_in_words(told['what_runs'])}, and this one "
+                f"{_in_words(meeting.what_runs())}: install the same on all nodes"
+            )
+        self._number = store.add("nodes", 1)
+        meeting.publish(store, f"node {self._number}", meeting.name_of_node(endpoint))
+        own = resolving.fill(task, task.device)
+        folder = Path(told["task"]["output_dir"])
+        found = collected.take_over(folder, told["task"])
+        found = replace(
+            found, nproc_per_node=own.nproc_per_node, threads=own.threads, workers=own.workers,
+            node_rank=task.node_rank, rdzv_endpoint=task.rdzv_endpoint,
+        )  # fmt: skip
+        self._records_bytes = told["records_bytes"]
+        return Joined(resolving.resolve(found), told["worker"])
+
+    def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
+        endpoint = meeting.endpoint_of(task)
+        with tempfile.TemporaryDirectory() as name, StopSignals() as signals:
+            folder = Path(name)
+            problem = failures.reserve(_error_files(folder, task.nproc_per_node).values())
+            if problem is not None:
+                return problem
+            with terminal.errors_to(folder / "launcher.log") as stderr:
+                if endpoint.is_host:
+                    try:
+                        self._store = meeting.open_store(endpoint, task)
+                    except RequestError as error:
+                        return Failure("error", str(error), exit_status=2)
+                    self._begin(task, worker)
+                agent = self._start_agent(task, endpoint, worker, folder, stderr)
+                failure = _see_to_its_end(agent, task, endpoint, folder, signals)
+                assert self._store is not None
+                if endpoint.is_host:
+                    return self._of_all(task, failure)
+                collected.give(self._store, self._number, task, failure)
+                return failure
+
+    def _begin(self, task: TaskConfig, worker: list[str]) -> None:
+        """Tell the other nodes what to run."""
+        assert self._store is not None
+        records = task.run_dir / config.RECORDS_FILE
+        self._records_bytes = records.stat().st_size if records.exists() else 0
+        told = {
+            "task": json.loads((task.run_dir / config.CONFIG_FILE).read_text()),
+            # A script is elsewhere on other nodes, a module has the same name.
+            "worker": worker if worker[0] == "-m" else _WORKER,
+            "what_runs": meeting.what_runs(),
+            "records_bytes": self._records_bytes,
+        }
+        meeting.publish(self._store, "run", told)
+
+    def _start_agent(
+        self, task: TaskConfig, endpoint: Endpoint, worker: list[str], folder: Path, stderr: int
+    ) -> "subprocess.Popen[bytes]":
+        """torch elastic's agent, whose workers write to this terminal."""
+        address = meeting.local_address(endpoint)
+        worker = [
+            *worker, f"--config={task.run_dir / config.CONFIG_FILE}",
+            f"--nproc_per_node={task.nproc_per_node}", f"--threads={task.threads}",
+            *([] if task.workers is None else [f"--workers={task.workers}"]),
+        ]  # fmt: skip
+        plan = {
+            "host": endpoint.host, "port": endpoint.port, "rdzv_id": task.rdzv_id,
+            "address": address, "nodes": meeting.nodes_of(task), "worker": worker,
+            "num_workers": task.nproc_per_node, "max_restarts": task.max_restarts,
+            "timeout_s": task.timeout_s, "saves": task.save_interval > 0,
+        }  # fmt: skip
+        (folder / PLAN_FILE).write_text(json.dumps(plan))
+        interface = meeting.interface_of(address)
+        environment = {
+            **launchers.common_env(task),
+            **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
+            **os.environ,
+            ERROR_FILE_VARIABLE: str(folder / ERROR_FILE),
+            RECORDS_BEFORE_VARIABLE: str(self._records_bytes),
+            # Or a node that joins later waits for an address that nobody tells it any more.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        return subprocess.Popen(
+            [sys.executable, "-c", _AGENT, str(folder), str(os.getpid())],
+            env=environment, stderr=stderr,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone
+        )  # fmt: skip
+
+    def _of_all(self, task: TaskConfig, own: Failure | None) -> Failure | None:
+        """The host's last act: hear how the others ended, and say what caused it."""
+        assert self._store is not None
+        others = range(1, self._store.add("nodes", 0) + 1)
+        of_others = collected.take(self._store, others, task, _GRACE_S)
+        lost = [n for n in others if n not in of_others]
+        found = [f for f in (own, *of_others.values()) if f is not None]
+        stopped = [f for f in found if f.status == "interrupted"]
+        if stopped:
+            return stopped[0]
+        if not found:
+            return None
+        first = min(found, key=lambda failure: failure.at)
+        if lost:
+            keys = [f"node {n}" for n in lost]
+            names = meeting.published_soon(self._store, keys, 0).values()
+            first = replace(
+                first, error=f"{first.error}; nothing more came from {', '.join(names)}"
+            )
+        return first
+
+
+def _in_words(versions: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+
+
+def _error_files(folder: Path, num_workers: int) -> dict[int, Path]:
+    """By local rank."""
+    return {n: folder / ERROR_FILE.format(local_rank=n) for n in range(num_workers)}
+
+
+def _see_to_its_end(
+    agent: "subprocess.Popen[bytes]", task: TaskConfig, endpoint: Endpoint, folder: Path,
+    signals: StopSignals,
+) -> Failure | None:  # fmt: skip
+    """How this node's workers ended; nothing of them or of their agent is left."""
+    try:
+        why = _watch(agent, task, endpoint, folder, signals)
+    finally:
+        agent.kill()
+        agent.wait()
+        failures.end_groups(_read(folder / PIDS_FILE) or [])
+    outcome = _read(folder / OUTCOME_FILE) or {}
+    failure = _failure(outcome, folder, task.nproc_per_node, why)
+    if number := signals.order or signals.wish:
+        stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
+        return stopped if failure is None or failure.status == "error" else failure
+    return failure
+
+
+def _watch(
+    agent: "subprocess.Popen[bytes]", task: TaskConfig, endpoint: Endpoint, folder: Path,
+    signals: StopSignals,
+) -> str | None:  # fmt: skip
+    """Wait for the agent's end; returns why it has to be ended, if so."""
+    passed_on = False
+    now = time.monotonic()
+    looked_at = seen_at = now
+    ended_at: float | None = None
+    while agent.poll() is None:
+        time.sleep(_POLL_S)
+        now = time.monotonic()
+        if signals.order or (signals.wish and not (folder / PIDS_FILE).exists()):
+            return "stopped"
+        if signals.wish and not passed_on:
+            agent.send_signal(signal.SIGTERM)
+            passed_on = True
+        if ended_at is None and (folder / OUTCOME_FILE).exists():
+            ended_at = now
+        if ended_at is not None and now - ended_at > _GRACE_S:
+            return None  # its workers have ended, and how is known
+        if not endpoint.is_host and now - looked_at > _LOOK_S:
+            looked_at = now
+            if meeting.reachable(endpoint):
+                seen_at = now
+            elif now - seen_at > (_LOOK_S if signals.wish else task.timeout_s + _LOOK_S):
+                return f"node 0 at {endpoint} was out of reach for {now - seen_at:.0f} s"
+    return None
+
+
+def _failure(
+    outcome: dict[str, Any], folder: Path, num_workers: int, why: str | None
+) -> Failure | None:
+    if outcome.get("ok"):
+        return None
+    codes = {int(rank): code for rank, code in outcome.get("exit_codes", {}).items()}
+    first = outcome.get("first_rank", 0)
+    files = {first + n: path for n, path in _error_files(folder, num_workers).items()}
+    raised = any(failures.read_error(path) for path in files.values())
+    if codes or raised:
+        failure = failures.first_failure(codes or dict.fromkeys(files, 1), files)
+        return failure if why is None else replace(failure, error=f"{failure.error}; {why}")
+    reason = why or outcome.get("error") or f"torch elastic's agent died: {_last_line(folder)}"
+    return Failure("error", reason, at=time.time())
+
+
+def _last_line(folder: Path) -> str:
+    lines = (folder / AGENT_LOG).read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def _read(path: Path) -> Any | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

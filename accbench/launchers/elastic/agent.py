@@ -1,0 +1,176 @@
+"""torch elastic's agent of one node, in a process of its own: see the launcher.
+
+It starts workers, and starts them again when one fails or when nodes come and go.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)  # fmt: skip
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from accbench.errors import LAUNCHER_PID_VARIABLE, MEETING_VARIABLE, STOPPED_STATUS
+from accbench.launchers import elastic, failures
+from accbench.recording import terminal
+from accbench.stop_signals import StopSignals, die_with_parent
+
+# Workers that would end in the same way again: the request was wrong, or they were stopped.
+_FINAL = (2, STOPPED_STATUS)
+# Seconds in which more nodes than the fewest may join before training begins without them.
+_LAST_CALL_S = 10
+
+
+class Agent(LocalElasticAgent):
+    """The agent, with what its launcher has to know, and signals taken as a wish to save."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        plan: dict[str, Any],
+        folder: Path,
+        signals: StopSignals,
+        stderr: int,
+    ) -> None:
+        super().__init__(
+            spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=plan["timeout_s"]
+        )
+        self.plan, self.folder, self.signals, self.stderr = plan, folder, signals, stderr
+        self.passed_on = False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # Each round meets under a key of its own, or it would read what the one before left.
+        store = worker_group.store
+        assert store is not None
+        if worker_group.group_rank == 0:
+            store.set("meeting", uuid.uuid4().hex)
+        where = f"{self.plan['host']}:{self.plan['port']}/{store.get('meeting').decode()}"
+        os.environ[MEETING_VARIABLE] = where
+        failures.reserve(self._error_files(worker_group).values())
+        own = os.dup(2)
+        os.dup2(self.stderr, 2)  # the workers' is the terminal's
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+        self.signals.take()  # from elastic, which raises them in the midst of its own work
+        assert self._pcontext is not None
+        pids = list(self._pcontext.pids().values())
+        (self.folder / elastic.PIDS_FILE).write_text(json.dumps(pids))
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._pcontext is not None
+        if self.signals.wish and not self.passed_on:
+            self._remaining_restarts = 0
+            failures.send(signal.SIGTERM, self._pcontext.pids().values())
+            self.passed_on = True
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            if set(codes.values()) <= set(_FINAL):
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                failure = failures.first_failure(codes, self._error_files(worker_group))
+                begun = self.plan["max_restarts"] - self._remaining_restarts + 1
+                print(f"accbench: {failure.error}", file=os.fdopen(os.dup(self.stderr), "w"))
+                print(f"starting again, {begun} of {self.plan['max_restarts']}", flush=True)
+        return result
+
+    def _error_files(self, worker_group: WorkerGroup) -> dict[int, Path]:
+        """By rank."""
+        return {
+            worker.global_rank: self.folder / elastic.ERROR_FILE.format(local_rank=local_rank)
+            for local_rank, worker in enumerate(worker_group.workers)
+        }
+
+
+def main() -> None:
+    """Run the agent to its end, write down how it went, and leave.
+
+    Its arguments are a folder with the launcher's plan, and the launcher's process id.
+    """
+    folder = Path(sys.argv[1])
+    die_with_parent(int(sys.argv[2]))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    plan = json.loads((folder / elastic.PLAN_FILE).read_text())
+    with StopSignals() as signals, terminal.errors_to(folder / elastic.AGENT_LOG) as stderr:
+        outcome, handler = _run(plan, folder, signals, stderr)
+        # The launcher takes it from here, should the rest hang.
+        written = folder / f"{elastic.OUTCOME_FILE}.new"
+        written.write_text(json.dumps(outcome))
+        written.rename(folder / elastic.OUTCOME_FILE)
+        if handler is not None:
+            handler.shutdown()  # nobody is to wait for this node
+    sys.stdout.flush()
+    os._exit(0)  # elastic's threads may hold on to a store that is gone
+
+
+def _run(
+    plan: dict[str, Any], folder: Path, signals: StopSignals, stderr: int
+) -> tuple[dict[str, Any], RendezvousHandler | None]:
+    """How the workers ended, and the rendezvous to close."""
+    handler = None
+    try:
+        handler = _rendezvous(plan)
+        spec = WorkerSpec(
+            role="accbench",
+            local_world_size=plan["num_workers"],
+            entrypoint=sys.executable,
+            args=("-u", *plan["worker"]),
+            rdzv_handler=handler,
+            max_restarts=plan["max_restarts"],
+            monitor_interval=0.1,
+            local_addr=plan["address"],
+        )
+        agent = Agent(spec, plan, folder, signals, stderr)
+        result = agent.run()
+    except RendezvousError as error:
+        few, _ = plan["nodes"]
+        why = (
+            f"this node could not meet the others at {plan['host']}:{plan['port']} within "
+            f"--timeout_s {plan['timeout_s']:g}, of --nnodes {few} at least "
+            f"({type(error).__name__}: {' '.join(str(error).split())})"
+        )
+        return {"error": why}, handler
+    if result is None:  # the rendezvous was over when this node came
+        return {"error": "the run is over: the other nodes have ended it"}, handler
+    if not result.is_failed():
+        return {"ok": True}, handler
+    first_rank = min(worker.global_rank for worker in agent.get_worker_group().workers)
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    return {"exit_codes": codes, "first_rank": first_rank}, handler
+
+
+def _rendezvous(plan: dict[str, Any]) -> DynamicRendezvousHandler:
+    timeout = timedelta(seconds=plan["timeout_s"])
+    store = TCPStore(plan["host"], plan["port"], is_master=False, timeout=timeout)
+    fewest, most = plan["nodes"]
+    return DynamicRendezvousHandler.from_backend(
+        plan["rdzv_id"], store, C10dRendezvousBackend(store, plan["rdzv_id"]), fewest, most,
+        local_addr=plan["address"],
+        timeout=RendezvousTimeout(
+            join=timeout, last_call=timedelta(seconds=min(_LAST_CALL_S, plan["timeout_s"]))
+        ),
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Two machines on one: network namespaces with an address each, where this machine allows them,
+else two processes on the loopback."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.conftest import HANG_S, ROOT, command
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+class Nodes:
+    """Two nodes, 0 and 1."""
+
+    def __init__(self, names: tuple[str, str] | None) -> None:
+        self.names = names
+        self.host = "127.0.0.1" if names is None else ADDRESSES[0]
+        self.port = _free_port() if names is None else 29400
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, node: int, *flags: object) -> "subprocess.Popen[str]":
+        """Begin a run on a node."""
+        inside = [] if self.names is None else ["ip", "netns", "exec", self.names[node]]
+        arguments = (
+            "--nnodes=2", f"--node_rank={node}", f"--rdzv_endpoint={self.host}:{self.port}", *flags
+        )  # fmt: skip
+        process = subprocess.Popen(
+            [*inside, *command(*arguments)], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def run(self, *flags: object) -> list[tuple[int, str, str]]:
+        """One run on both to its end: exit status, output and errors of each."""
+        return [ended(process) for process in [self.start(node, *flags) for node in (0, 1)]]
+
+    def cut(self) -> None:
+        """Take the link between them away."""
+        assert self.names is not None
+        _ip("-n", self.names[0], "link", "set", "veth", "down")
+
+    def end(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    """Exit status, output and errors."""
+    output, errors = process.communicate(timeout=HANG_S)
+    return process.returncode, output, errors
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    names = (f"accbench-{os.getpid()}-0", f"accbench-{os.getpid()}-1")
+    with contextlib.ExitStack() as stack:
+        found = Nodes(names if _namespaces(names, stack) else None)
+        stack.callback(found.end)
+        yield found
+
+
+def _namespaces(names: tuple[str, str], stack: contextlib.ExitStack) -> bool:
+    """Make them, joined by a link; whether this machine lets us."""
+    if shutil.which("ip") is None:
+        return False
+    for name in names:
+        if not _ip("netns", "add", name):
+            return False
+        stack.callback(_ip, "netns", "del", name)
+    pair = ("link", "add", "name", "veth", "netns", names[0], "type", "veth")
+    if not _ip(*pair, "peer", "name", "veth", "netns", names[1]):
+        return False
+    for name, address in zip(names, ADDRESSES, strict=True):
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", "veth")
+        _ip("-n", name, "link", "set", "veth", "up")
+        _ip("-n", name, "link", "set", "lo", "up")
+    return True
+
+
+def _ip(*arguments: str) -> bool:
+    return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def logs_of(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "logs").iterdir())

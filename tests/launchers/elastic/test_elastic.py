@@ -1,0 +1,146 @@
+"""Two nodes with a launcher each train as one does, and none is left waiting for another."""
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from accbench import cli
+from accbench.recording import records
+from tests.conftest import HANG_S, TINY, end_of, of_kind, processes_of, run
+from tests.launchers.elastic.nodes import Nodes, ended, logs_of, two_nodes
+
+SYNTHETIC = (*TINY, "--data=synthetic")
+# About 0.2 s a step, a hundred an epoch.
+SLOW = (*SYNTHETIC, "--model=tests.nets:slow", "--max_steps=100000", "--epochs=100000")
+
+
+@pytest.fixture
+def nodes():
+    with two_nodes() as found:
+        yield found
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [window.loss for window in of_kind(run_dir, records.WindowRecord)]
+
+
+def wait_for(what) -> None:
+    until = time.monotonic() + HANG_S
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def has_window(run_dir: Path) -> bool:
+    path = run_dir / "records.jsonl"
+    return path.exists() and '"window"' in path.read_text()
+
+
+def worker_of(run_dir: Path, rank: int) -> psutil.Process:
+    (found,) = (
+        process for process in processes_of(run_dir)
+        if process.environ().get("RANK") == str(rank)
+        and any("--config=" in argument for argument in process.cmdline())
+    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("engine", "num_workers"), [("ddp", 2), ("xla", 1)])
+def test_two_nodes_train_as_one_with_as_many_workers(nodes: Nodes, tmp_path, engine, num_workers):
+    flags = (*SYNTHETIC, f"--engine={engine}")
+    one, two = tmp_path / "one", tmp_path / "two"
+    of_nodes = nodes.run(*flags, f"--nproc_per_node={num_workers}", f"--output_dir={two}")
+    assert [status for status, _, _ in of_nodes] == [0, 0], of_nodes
+    assert run(*flags, f"--nproc_per_node={2 * num_workers}", f"--output_dir={one}").returncode == 0
+    assert losses_of(two) == losses_of(one)
+    assert end_of(two).num_samples == end_of(one).num_samples
+    (header,) = of_kind(two, records.RunRecord)
+    assert header.world_size == len(header.hosts) == 2 * num_workers
+    assert logs_of(two) == [f"rank{rank}.log" for rank in range(2 * num_workers)]
+    # Rank 0 has the terminal, wherever it is; nobody warns.
+    assert sum("done: 6 steps" in output for _, output, _ in of_nodes) == 1
+    assert [errors for _, _, errors in of_nodes] == ["", ""]
+
+
+def test_a_cut_link_ends_both_nodes(nodes: Nodes, tmp_path):
+    if nodes.names is None:
+        pytest.skip("needs network namespaces: root, and iproute2")
+    run_dir = tmp_path / "run"
+    flags = (*SLOW, f"--output_dir={run_dir}", "--timeout_s=10")
+    started = [nodes.start(node, *flags) for node in (0, 1)]
+    wait_for(lambda: has_window(run_dir))
+    nodes.cut()
+    of_nodes = [ended(process) for process in started]
+    assert [status for status, _, _ in of_nodes] == [1, 1]
+    last = [errors.splitlines()[-1] for _, _, errors in of_nodes]
+    assert "failed: " in last[0]
+    assert "10.77.0.2" in last[0]
+    assert f"node 0 at {nodes.host}:29400 was out of reach" in last[1]
+    assert not processes_of(run_dir)
+    assert end_of(run_dir).status == "error"
+
+
+def test_a_killed_worker_and_a_killed_node_are_taken_in_again(nodes: Nodes, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = (*SYNTHETIC, "--model=tests.nets:slow", f"--output_dir={run_dir}", "--max_steps=32")
+    flags = (*flags, "--save_steps=4", "--max_restarts=2")
+    host, other = (nodes.start(node, *flags) for node in (0, 1))
+    wait_for(lambda: list(run_dir.glob("checkpoints/step-*")))
+    worker_of(run_dir, 1).kill()
+    wait_for(lambda: '"kind": "resume"' in (run_dir / "records.jsonl").read_text())
+    other.kill()
+    ended(other)
+    back = nodes.start(1, *flags)
+    of_nodes = [ended(host), ended(back)]
+    assert [status for status, _, _ in of_nodes] == [0, 0], of_nodes
+    assert "starting again, 1 of 2" in of_nodes[0][1]
+    first, second = of_kind(run_dir, records.ResumeRecord)
+    assert 4 <= first.step <= second.step
+    assert end_of(run_dir).num_steps == 32
+
+
+def test_a_stop_signal_on_one_node_saves_and_stops_both(nodes: Nodes, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = (*SLOW, f"--output_dir={run_dir}", "--max_restarts=3")
+    started = [nodes.start(node, *flags) for node in (0, 1)]
+    wait_for(lambda: has_window(run_dir))
+    started[1].terminate()
+    assert [ended(process)[0] for process in started] == [75, 75]
+    assert end_of(run_dir).status == "interrupted"
+    assert list(run_dir.glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--nnodes=2",), "needs --rdzv_endpoint HOST:PORT"),
+        (("--nnodes=two",), "it must be a number, or MIN:MAX"),
+        (("--nnodes=3:2", "--rdzv_endpoint=localhost:1"), "the fewest come first"),
+        (("--nnodes=2", "--rdzv_endpoint=localhost:x"), "it must be HOST:PORT"),
+        (("--nnodes=2", "--rdzv_endpoint=localhost:1", "--on_oom=halve"), "is for one machine"),
+        (
+            ("--nnodes=2", "--node_rank=1", "--rdzv_endpoint=127.0.0.1:9", "--timeout_s=1"),
+            "no node 0 at --rdzv_endpoint 127.0.0.1:9 within --timeout_s 1",
+        ),
+    ],
+)
+def test_wrong_flags_get_a_line(flags, said, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert cli.run([*SYNTHETIC, *flags, "--device=cpu", f"--output_dir={folder}"]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert not folder.exists()
+
+
+def test_alone_a_node_ends_where_the_others_do_not_come(nodes: Nodes, tmp_path):
+    run_dir = tmp_path / "run"
+    status, _, errors = ended(
+        nodes.start(0, *SYNTHETIC, f"--output_dir={run_dir}", "--timeout_s=2")
+    )
+    assert status == 1
+    assert "could not meet the others" in errors
+    assert json.loads((run_dir / "records.jsonl").read_text())["status"] == "error"
