@@ -54,17 +54,19 @@ class TaskConfig:
     """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR, recordio:FILE.rec or
     recordio:DIR, s3://BUCKET/PREFIX, tokens:FILE_OR_DIR."""
     launcher: str = "local"
-    """What starts the workers: local, elastic (several nodes), or another file's name in
+    """What starts the workers: local, elastic (several nodes), slurm, or another file's name in
     accbench/launchers."""
     nnodes: str = "1"
-    """Machines, each of which is given the same command: a number, or MIN:MAX, between which they
-    may come and go. More than one is --launcher elastic, torch elastic's."""
+    """Machines: a number, or MIN:MAX, between which they may come and go. Each is given the same
+    command, and torch elastic joins them (--launcher elastic); Slurm finds them by itself."""
     node_rank: int | None = None
     """0 on the node that keeps the run's folder and its record. Unset: where --rdzv_endpoint is."""
     rdzv_endpoint: str | None = None
     """HOST:PORT at which the nodes meet, an address of node 0."""
     rdzv_id: str = "accbench"
     """The run's name there, the same on all nodes."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what would be submitted, and do nothing."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """auto takes the accelerator that is there and never falls back from it to the CPU."""
     epochs: int = 1

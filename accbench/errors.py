@@ -4,11 +4,12 @@ import sys
 
 # Set by a launcher, which then has made the run's folder and tells how the run
 # failed; the value is a file of blanks over which the worker writes its error, with
-# {local_rank} in its name where that is all that tells workers apart.
+# {rank} or {local_rank} in its name where all workers have one environment.
 ERROR_FILE_VARIABLE = "ACCBENCH_ERROR_FILE"
 # Set beside it by a launcher that is its workers' parent: its process id.
 LAUNCHER_PID_VARIABLE = "ACCBENCH_LAUNCHER_PID"
-# Where the workers of several nodes meet: HOST:PORT/KEY, of a store that the launcher holds.
+# Where the workers of several nodes meet: HOST:PORT/KEY, of a store that the launcher holds; or
+# file:PATH, into which rank 0 writes where its own is.
 MEETING_VARIABLE = "ACCBENCH_MEETING"
 # Bytes that the record had when the run was launched: with more, workers were started again.
 RECORDS_BEFORE_VARIABLE = "ACCBENCH_RECORDS_BEFORE"

@@ -88,7 +88,7 @@ def main(argv: Sequence[str], started: float) -> int:
         raise RequestError(f"reference, floor or check, not {what!r}")
     if ERROR_FILE_VARIABLE not in os.environ:
         command = ["-m", "accbench.comparing.numerics_process", what, argument]
-        return run(flags, prog="accbench numerics", worker=command)
+        return run(flags, prog="accbench numerics", worker=command, attached=True)
 
     def job(task: TaskConfig, topology: Topology, _started: float, _console: Any) -> None:
         if task.script is not None:

@@ -168,7 +168,7 @@ def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
     try:
-        task = resolving.resolve(task)
+        task = resolving.for_launch(task)
     except RequestError as error:
         return RowPlan(name, folder, None, str(error))
     values = config.as_mapping(task)

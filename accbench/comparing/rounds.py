@@ -212,7 +212,7 @@ def _plain(task: dict[str, Any]) -> dict[str, Any]:
     """The task by engine ddp in torch's own way; on the CPU where torch lacks the device."""
     plain = {**task, "engine": "ddp", "ddp": {}}
     try:
-        resolving.resolve(config.parse(config.as_flags(plain)))
+        resolving.for_launch(config.parse(config.as_flags(plain)))
     except RequestError:
         return {**plain, "device": "cpu"}
     return plain

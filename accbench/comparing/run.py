@@ -115,7 +115,7 @@ def _launch(
     watch = Watch(num_devices)
     flags = [*flags, f"--output_dir={folder}"]
     status = (
-        run.run(flags, "accbench run")
+        run.run(flags, "accbench run", attached=True)
         if kind == "run"
         else numerics.main([kind, argument, *flags], time.perf_counter())
     )

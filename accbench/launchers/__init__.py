@@ -25,6 +25,8 @@ class Failure:
     """One line."""
     traceback: str = ""
     exit_status: int = 1
+    is_recorded: bool = False
+    """Whether the record has this end already."""
     at: float = 0.0
     """Unix time of what a worker raised; 0 where nothing was raised, as in one that was killed."""
 
@@ -39,6 +41,20 @@ class Launcher(abc.ABC):
 
     restarts_workers = False
     """Whether `--max_restarts` is this launcher's own to keep."""
+    elsewhere = False
+    """Whether workers run on machines of which nothing is known here."""
+    attached = False
+    """Whether `launch` is to return when the run has ended, and no sooner."""
+
+    def script(self, task: TaskConfig, worker: list[str]) -> str:
+        """What `--dry_run` prints: that which would be submitted.
+
+        Raises:
+            RequestError: this launcher submits nothing.
+        """
+        raise RequestError(
+            f"--dry_run is not for --launcher {task.launcher}, which submits nothing"
+        )
 
     @classmethod
     def problem(cls, task: TaskConfig) -> str | None:
@@ -60,6 +76,9 @@ class Launcher(abc.ABC):
         Args:
             task: resolved, its folder made.
             worker: arguments to the Python interpreter that start a worker.
+
+        Raises:
+            RequestError: nothing could be started.
         """
 
 
@@ -70,6 +89,21 @@ class Joined:
     task: TaskConfig
     worker: list[str]
     """Arguments to the Python interpreter that start a worker."""
+
+
+def main_of(module: str) -> list[str]:
+    """Arguments to the Python interpreter that call `main` of a module of accbench's.
+
+    As `-m` does, but for the current folder, where a file of a user's hides the module of its
+    name that torch imports: that comes last.
+    """
+    return ["-c", f"{_CURRENT_FOLDER_LAST}from {module} import main\nmain()"]
+
+
+_CURRENT_FOLDER_LAST = """import sys
+if not getattr(sys.flags, "safe_path", False):
+    sys.path.append(sys.path.pop(0))
+"""
 
 
 def common_env(task: TaskConfig) -> dict[str, str]:
@@ -94,6 +128,8 @@ def conclude(run_dir: Path, failure: Failure | None) -> int:
     if failure is None:
         return 0
     tell(run_dir, failure)
+    if failure.is_recorded:
+        return failure.exit_status
     path = run_dir / config.RECORDS_FILE
     try:
         found = records.read(path)

@@ -12,19 +12,24 @@ from accbench.report import run as runs
 from accbench.training import resume
 
 
-def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
+def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bool = False) -> int:
     """Train a model, one worker a device; returns the exit status.
 
     Args:
         argv: the flags of a run.
         prog: what messages call the command.
         worker: arguments to the Python interpreter that start a worker.
+        attached: whether to return when the run has ended, where it is only submitted else.
     """
     with contextlib.ExitStack() as stack:
         arguments = list(worker) or ["-m", "accbench.training.worker_process"]
         try:
-            task = resolving.resolve(config.parse(argv, prog))
+            task = resolving.for_launch(config.parse(argv, prog))
             launcher = plugins.load("launchers", task.launcher)()
+            launcher.attached = attached
+            if task.dry_run:
+                print(launcher.script(task, arguments), end="")
+                return 0
             if (joined := launcher.joined(task)) is not None:
                 return _take_part(launcher, joined)
             task = stack.enter_context(run_folder.claim_output_dir(task))
@@ -34,7 +39,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
         # The workers' imports take seconds in which nothing else is said.
         _say(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
         num_restarts = 0
-        while (failure := launcher.launch(task, arguments)) is not None:
+        while (failure := _launched(launcher, task, arguments)) is not None:
             if failure.status == "oom":
                 failure = replace(failure, error=_of_memory(task, failure.error))
             if failure.status == "oom" and task.on_oom == "halve" and (task.batch_size or 1) > 1:
@@ -58,12 +63,21 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = ()) -> int:
         return launchers.conclude(task.run_dir, failure)
 
 
+def _launched(
+    launcher: launchers.Launcher, task: TaskConfig, worker: list[str]
+) -> launchers.Failure | None:
+    try:
+        return launcher.launch(task, worker)
+    except RequestError as error:
+        return launchers.Failure("error", str(error), exit_status=2)
+
+
 def _take_part(launcher: launchers.Launcher, joined: launchers.Joined) -> int:
     """Run this node's workers of a run whose folder and record are another node's."""
     task = joined.task
     logs = task.run_dir / "logs"
     _say(f"starting {task.nproc_per_node} x {task.engine} for node 0, logs in {logs}")
-    failure = launcher.launch(task, joined.worker)
+    failure = _launched(launcher, task, joined.worker)
     if failure is None:
         return 0
     launchers.tell(task.run_dir, failure)

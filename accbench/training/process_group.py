@@ -5,14 +5,18 @@ import dataclasses
 import gc
 import importlib
 import os
+import socket
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from accbench import network
 from accbench.errors import MEETING_VARIABLE, NotMetError
 
 
@@ -72,14 +76,41 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
 
 
 def _met(meeting: str, topology: Topology, timeout_s: float) -> dict[str, Any]:
-    """The store that a launcher holds for the workers of all nodes, and this one's place."""
-    where, _, key = meeting.partition("/")
-    host, _, port = where.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-    return {
-        "store": dist.PrefixStore(key, store),
-        "rank": topology.rank, "world_size": topology.world_size,
-    }  # fmt: skip
+    """The store where the workers of all nodes meet, and this one's place."""
+    timeout = timedelta(seconds=timeout_s)
+    if meeting.startswith("file:"):
+        store: dist.Store = _store_of_rank0(Path(meeting[5:]), topology, timeout_s)
+    else:
+        where, _, key = meeting.partition("/")
+        host, _, port = where.rpartition(":")
+        tcp = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        store = dist.PrefixStore(key, tcp)
+    return {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+
+
+def _store_of_rank0(path: Path, topology: Topology, timeout_s: float) -> dist.TCPStore:
+    """A store at a free port of rank 0's, which the others read from a file on a shared disk."""
+    timeout = timedelta(seconds=timeout_s)
+    alone = topology.local_world_size == topology.world_size
+    if topology.rank == 0:
+        host = "127.0.0.1" if alone else socket.gethostname()
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(f"{host}:{store.port}")
+        new.rename(path)
+    else:
+        until = time.monotonic() + timeout_s
+        while not path.exists():
+            if time.monotonic() > until:
+                raise ValueError(f"rank 0 has not written {path}")
+            time.sleep(0.1)
+        host, _, port = path.read_text().rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    if not alone:
+        interface = network.interface_of(network.address_towards(host))
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return store
 
 
 def close() -> None:

@@ -36,7 +36,7 @@ from accbench.recording import board, provenance, records, terminal
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.stop_signals import die_with_parent
-from accbench.training import checkpoints, process_group, resume, script
+from accbench.training import checkpoints, process_group, resume, script, slurm_variables
 from accbench.training.epochs import Epochs
 from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
@@ -70,6 +70,7 @@ def _worker(
 ) -> int:  # fmt: skip
     faulthandler.enable()  # a crash in C++ then shows where Python was
     standard_streams.take_any_text()
+    slurm_variables.adopt()
     topology = Topology.from_env()
     launched = ERROR_FILE_VARIABLE in os.environ
     if launched or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is a launcher, too
@@ -325,9 +326,9 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
     name, text = type(error).__name__, "".join(traceback.format_exception(error))
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None:
-        error_file = error_file.replace(
-            "{local_rank}", str(topology.local_rank)
-        )  # the launcher tells the person, and ends the record
+        # The launcher tells the person, and ends the record.
+        error_file = error_file.replace("{local_rank}", str(topology.local_rank))
+        error_file = error_file.replace("{rank}", str(topology.rank))
         details = {
             "time": time.monotonic(), "unix_time": time.time(), "rank": topology.rank, "name": name,
             "message": str(error), "traceback": text,

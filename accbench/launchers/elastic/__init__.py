@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from accbench import config, launchers, resolving
+from accbench import config, launchers, network, resolving
 from accbench.config import TaskConfig
 from accbench.errors import ERROR_FILE_VARIABLE, RECORDS_BEFORE_VARIABLE, RequestError
 from accbench.launchers import Failure, Joined, failures
@@ -36,14 +36,6 @@ _LOOK_S = 5.0
 # Seconds for what comes after the workers' end: an agent's way out, the other nodes' last words.
 _GRACE_S = 15.0
 _WORKER = ["-m", "accbench.training.worker_process"]
-# As `-m` does, but for the current folder, where a file of a user's hides the module of its
-# name that torch imports: that comes last.
-_AGENT = """import sys
-if not getattr(sys.flags, "safe_path", False):
-    sys.path.append(sys.path.pop(0))
-from accbench.launchers.elastic import agent
-agent.main()
-"""
 ERROR_FILE = "local{local_rank}.error.json"
 PIDS_FILE, OUTCOME_FILE, PLAN_FILE = "pids.json", "outcome.json", "plan.json"
 AGENT_LOG = "agent.log"
@@ -103,10 +95,7 @@ class Launcher(launchers.Launcher):
                 return problem
             with terminal.errors_to(folder / "launcher.log") as stderr:
                 if endpoint.is_host:
-                    try:
-                        self._store = meeting.open_store(endpoint, task)
-                    except RequestError as error:
-                        return Failure("error", str(error), exit_status=2)
+                    self._store = meeting.open_store(endpoint, task)
                     self._begin(task, worker)
                 agent = self._start_agent(task, endpoint, worker, folder, stderr)
                 failure = _see_to_its_end(agent, task, endpoint, folder, signals)
@@ -147,7 +136,7 @@ class Launcher(launchers.Launcher):
             "timeout_s": task.timeout_s, "saves": task.save_interval > 0,
         }  # fmt: skip
         (folder / PLAN_FILE).write_text(json.dumps(plan))
-        interface = meeting.interface_of(address)
+        interface = network.interface_of(address)
         environment = {
             **launchers.common_env(task),
             **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
@@ -157,8 +146,9 @@ class Launcher(launchers.Launcher):
             # Or a node that joins later waits for an address that nobody tells it any more.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
+        main = launchers.main_of("accbench.launchers.elastic.agent")
         return subprocess.Popen(
-            [sys.executable, "-c", _AGENT, str(folder), str(os.getpid())],
+            [sys.executable, *main, str(folder), str(os.getpid())],
             env=environment, stderr=stderr,
             start_new_session=True,  # Ctrl-C reaches the launcher alone
         )  # fmt: skip

@@ -8,7 +8,6 @@ workers, hears how the other nodes ended, and gathers what they wrote.
 import dataclasses
 import json
 import socket
-import struct
 import time
 from datetime import timedelta
 from typing import Any
@@ -17,12 +16,12 @@ import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 import accbench
+from accbench import network
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 
 DEFAULT_PORT = 29400
 """torchrun's."""
-_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,39 +113,6 @@ def open_store(endpoint: Endpoint, task: TaskConfig) -> Store:
     return PrefixStore(f"accbench/{task.rdzv_id}", store)
 
 
-def local_address(endpoint: Endpoint) -> str:
-    """This machine's address on the way to the endpoint; nothing is sent to learn it."""
-    if endpoint.is_host:
-        return endpoint.host
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface with an IPv4 address, by which gloo wants to be told; or None."""
-    try:
-        import fcntl
-
-        wanted = socket.inet_aton(socket.gethostbyname(address))
-    except (ImportError, OSError):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-            except OSError:  # it has none
-                continue
-            # All of 127.0.0.0/8 is the loopback's.
-            if found == wanted or (name == "lo" and wanted[:1] == b"\x7f"):
-                return name
-    return None
-
-
 def reachable(endpoint: Endpoint) -> bool:
     """Whether the host answers, within two seconds."""
     try:
@@ -177,6 +143,11 @@ def published_soon(store: Store, keys: list[str], seconds: float) -> dict[str, A
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.05)
     return {key: published(store, key) for key in keys if store.check([key])}
+
+
+def local_address(endpoint: Endpoint) -> str:
+    """This machine's address, as the other nodes see it."""
+    return endpoint.host if endpoint.is_host else network.address_towards(endpoint.host)
 
 
 def name_of_node(endpoint: Endpoint) -> str:

@@ -1,0 +1,119 @@
+"""What a job's script runs, on its first node: the workers by srun, and the record's end."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from accbench import config, folders, launchers, resolving, run_folder
+from accbench.config import TaskConfig
+from accbench.errors import (
+    ERROR_FILE_VARIABLE,
+    MEETING_VARIABLE,
+    STOPPED_STATUS,
+    RequestError,
+)  # fmt: skip
+from accbench.launchers import Failure, failures
+from accbench.stop_signals import StopSignals
+from accbench.training import resume
+
+_POLL_S = 0.2
+
+
+def main() -> None:
+    """Run the job: its arguments are the run's folder and how a worker is started."""
+    folder, *worker = sys.argv[1:]
+    run_dir = Path(folder)
+    task = config.parse([f"--config={run_dir / config.CONFIG_FILE}"])
+    try:
+        with folders.held(run_dir):
+            task = _task(task)
+            failure = _srun(task, worker)
+            status = launchers.conclude(run_dir, failure)
+    except RequestError as error:
+        status = launchers.conclude(run_dir, Failure("error", str(error), exit_status=2))
+    if status == STOPPED_STATUS and _time_is_over(task):
+        job = os.environ["SLURM_JOB_ID"]
+        print(f"the job's time is over: requeueing {job}, to go on from the checkpoint", flush=True)
+        subprocess.run(["scontrol", "requeue", job])
+    sys.exit(status)
+
+
+def _task(task: TaskConfig) -> TaskConfig:
+    """The task with what this node has; from the newest checkpoint where Slurm has requeued it."""
+    task = resolving.resolve(task)
+    if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+        return resume.restarted(task, lambda line: print(line, flush=True))
+    run_folder.write(task)
+    return task
+
+
+def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
+    """The workers, one a task, to their end."""
+    num_workers = int(os.environ["SLURM_NTASKS"])
+    attempt = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}"
+    # On the run's disk, which all nodes share.
+    shared = task.run_dir / f".job-{attempt}"
+    shared.mkdir(exist_ok=True)
+    error_files = {rank: shared / f"rank{rank}.error.json" for rank in range(num_workers)}
+    if (problem := failures.reserve(error_files.values())) is not None:
+        return problem
+    environment = {
+        **launchers.common_env(task), **os.environ,
+        ERROR_FILE_VARIABLE: str(shared / "rank{rank}.error.json"),
+        MEETING_VARIABLE: f"file:{shared / 'meeting'}",
+    }  # fmt: skip
+    command = [
+        "srun", f"--ntasks={num_workers}", "--kill-on-bad-exit=1",
+        sys.executable, "-u", *worker, f"--config={task.run_dir / config.CONFIG_FILE}",
+    ]  # fmt: skip
+    with StopSignals() as signals:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        while process.poll() is None:  # Slurm itself signals the tasks
+            if signals.order:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(_POLL_S)
+    raised = {rank: failures.read_error(path) for rank, path in error_files.items()}
+    failed = {rank: 1 for rank, error in raised.items() if error is not None}
+    failure = _failure(process.returncode, failed, error_files)
+    for path in (*shared.iterdir(),):
+        path.unlink()
+    with contextlib.suppress(OSError):
+        shared.rmdir()
+    if failure is not None and failure.status == "error" and signals.wish:
+        return Failure("interrupted", f"stopped by {signals.wish.name}", exit_status=130)
+    return failure
+
+
+def _failure(
+    exit_status: int, failed: dict[int, int], error_files: dict[int, Path]
+) -> Failure | None:
+    """What ended the workers; srun tells their highest status, above 128 for a signal."""
+    if exit_status == 0:
+        return None
+    if failed:
+        return failures.first_failure(failed, error_files)
+    how = (
+        f"was killed by {signal.Signals(exit_status - 128).name}" if exit_status > 128 else "ended"
+    )
+    return Failure("error", f"a worker {how} (srun's status {exit_status}); see the job's log")
+
+
+def _time_is_over(task: TaskConfig) -> bool:
+    """Whether Slurm has ended this job for its limit, rather than somebody."""
+    job = os.environ["SLURM_JOB_ID"]
+    done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
+    state, end = (re.search(rf"{name}=(\S+)", done.stdout) for name in ("JobState", "EndTime"))
+    if state is None or end is None or state[1] != "RUNNING":
+        return False
+    try:
+        ends_at = time.mktime(time.strptime(end[1], "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # Unknown
+        return False
+    signal_s: int = task.options["slurm"].signal_s
+    # Slurm may send the signal up to a minute early (sbatch(1), --signal).
+    return ends_at - time.time() < signal_s + 60

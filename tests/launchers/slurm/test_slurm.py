@@ -1,0 +1,149 @@
+"""A job of a real Slurm of one node trains like a run here, and is requeued from its checkpoint."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from accbench import cli
+from accbench.recording import records
+from accbench.training.slurm_variables import as_torchrun, tasks_per_node
+from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, run
+from tests.launchers.slurm import cluster
+
+SYNTHETIC = (*TINY, "--data=synthetic", "--device=cpu", "--nproc_per_node=2")
+FLAGS = (*SYNTHETIC, "--launcher=slurm")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment in which Slurm's commands find it."""
+    if not cluster.is_installed():
+        pytest.skip("needs root, and Debian's slurm-wlm and munge")
+    with cluster.running(tmp_path_factory.mktemp("slurm")) as environment:
+        yield environment
+
+
+def submit(environment: dict[str, str], *flags: object) -> str:
+    """Submit a run; the job's number."""
+    done = subprocess.run(
+        command(*FLAGS, *flags), cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith("submitted job ")
+    return line.split(";")[0].removeprefix("submitted job ")
+
+
+def asked(environment: dict[str, str], *words: str) -> str:
+    return subprocess.run(words, env=environment, capture_output=True, text=True).stdout
+
+
+def wait_for(what) -> None:
+    until = time.monotonic() + HANG_S
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def state_at_end(environment: dict[str, str], job: str) -> str:
+    """Wait for the job to be over; how it ended, as Slurm says."""
+    wait_for(lambda: not asked(environment, "squeue", "-h", "-j", job).strip())
+    shown = asked(environment, "scontrol", "show", "job", job)
+    return shown.split("JobState=")[1].split()[0]
+
+
+def windows(run_dir: Path) -> int:
+    path = run_dir / "records.jsonl"
+    return path.read_text().count('"kind": "window"') if path.exists() else 0
+
+
+def test_a_job_trains_as_a_run_here(slurm, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    job = submit(slurm, f"--output_dir={there}")
+    assert run(*SYNTHETIC, f"--output_dir={here}").returncode == 0
+    assert state_at_end(slurm, job) == "COMPLETED"
+    losses = [[w.loss for w in of_kind(d, records.WindowRecord)] for d in (here, there)]
+    assert losses[0] == losses[1]
+    assert end_of(there).status == "ok"
+    (header,) = of_kind(there, records.RunRecord)
+    assert header.world_size == 2
+    assert {path.name for path in (there / "logs").iterdir()} == {
+        "rank0.log", "rank1.log", f"slurm-{job}.log"
+    }  # fmt: skip
+
+
+def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
+    run_dir = tmp_path / "run"
+    job = submit(slurm, "--model=tests.nets:slow", "--max_steps=12", f"--output_dir={run_dir}")
+    wait_for(lambda: windows(run_dir))
+    asked(slurm, "scontrol", "requeue", job)
+    assert state_at_end(slurm, job) == "COMPLETED"
+    (resumed,) = of_kind(run_dir, records.ResumeRecord)
+    assert resumed.step >= 2
+    assert of_kind(run_dir, records.EndRecord)[-1].num_steps == 12
+
+
+def test_a_workers_error_ends_the_record_and_the_job(slurm, tmp_path):
+    run_dir = tmp_path / "run"
+    job = submit(slurm, "--model=tests.nets:raises_on_rank1", f"--output_dir={run_dir}")
+    assert state_at_end(slurm, job) == "FAILED"
+    assert end_of(run_dir).error == "rank 1 failed: ValueError: planted fault"
+    assert "planted fault" in (run_dir / "logs" / f"slurm-{job}.log").read_text()
+
+
+def test_what_sbatch_refuses_is_told(slurm, tmp_path):
+    done = subprocess.run(
+        command(*FLAGS, "--slurm.partition=nowhere", f"--output_dir={tmp_path / 'run'}"),
+        cwd=ROOT, env=slurm, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "sbatch refused" in done.stderr
+    assert "nowhere" in done.stderr
+
+
+def test_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
+    folder = tmp_path / "run"
+    flags = ("--slurm.time=4:00:00", "--slurm.sbatch_args=--mem=64G --qos='low prio'", "--nnodes=3")
+    assert cli.run([*FLAGS, *flags, "--dry_run", f"--output_dir={folder}"]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n")
+    for line in ("--nodes=3", "--ntasks-per-node=2", "--time=4:00:00", "--signal=TERM@120",
+                 "--mem=64G", "--requeue", f"--output={folder}/logs/slurm-%j.log"):  # fmt: skip
+        assert f"#SBATCH {line}\n" in script
+    assert "--gpus" not in script
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--launcher=slurm", "--device=auto"), "needs --device cuda or --device cpu"),
+        (("--launcher=slurm", "--nnodes=1:4"), "must be a number"),
+        (("--launcher=slurm", "--max_restarts=1"), "requeues by itself"),
+        (("--launcher=slurm", "--slurm.sbatch_args='"), "No closing quotation"),
+        (("--launcher=slurm",), "needs Slurm's sbatch"),
+        (("--dry_run",), "--dry_run is not for --launcher local"),
+    ],
+)
+def test_wrong_flags_get_a_line(flags, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.run([*SYNTHETIC, *flags, f"--output_dir={tmp_path / 'run'}"]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+
+
+def test_a_tasks_place_is_read_from_slurms_variables():
+    """Three nodes, as srun(1) describes what it sets."""
+    assert tasks_per_node("2(x2),1") == [2, 2, 1]
+    told = {
+        "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+        "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    }  # fmt: skip
+    assert as_torchrun(told) == {
+        "RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "1"
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="not as Slurm counts"):
+        tasks_per_node("2(x)")
