@@ -85,6 +85,7 @@ setup(
             "moto[server,s3]>=5.1",
             "ipykernel>=6",
             "jsonschema>=4.20",
+            "kubeflow-trainer-api>=2.2",  # to check docs/trainjob.yaml
             "matplotlib>=3.8",
             "nbclient>=0.10",
             "nbformat>=5.10",

@@ -58,7 +58,7 @@ def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]
     if not known:
         rank, exit_code = next(iter(exit_codes.items()))
         return Failure("error", f"rank {rank} exited with status {exit_code}, see above")
-    error = min(known.values(), key=lambda error: error["time"])
+    error = min(known.values(), key=lambda error: error["unix_time"])
     rank = error["rank"]
     if error["name"] == "RequestError":
         return Failure("error", error["message"], exit_status=2)

@@ -330,8 +330,8 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
         error_file = error_file.replace("{local_rank}", str(topology.local_rank))
         error_file = error_file.replace("{rank}", str(topology.rank))
         details = {
-            "time": time.monotonic(), "unix_time": time.time(), "rank": topology.rank, "name": name,
-            "message": str(error), "traceback": text,
+            "unix_time": time.time(), "rank": topology.rank, "name": name, "message": str(error),
+            "traceback": text,
         }  # fmt: skip
         with Path(error_file).open("r+") as file:  # over blanks that hold the place
             file.write(json.dumps(details))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from accbench import config, folders, launchers, resolving, run_folder
@@ -22,6 +23,8 @@ from accbench.stop_signals import StopSignals
 from accbench.training import resume
 
 _POLL_S = 0.2
+# Seconds in which workers end by themselves when one has failed.
+_GRACE_S = 5.0
 
 
 def main() -> None:
@@ -68,17 +71,13 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
         MEETING_VARIABLE: f"file:{shared / 'meeting'}",
     }  # fmt: skip
     command = [
-        "srun", f"--ntasks={num_workers}", "--kill-on-bad-exit=1",
+        "srun", f"--ntasks={num_workers}",
         sys.executable, "-u", *worker, f"--config={task.run_dir / config.CONFIG_FILE}",
     ]  # fmt: skip
     with StopSignals() as signals:
         process = subprocess.Popen(command, env=environment, start_new_session=True)
-        while process.poll() is None:  # Slurm itself signals the tasks
-            if signals.order:
-                process.send_signal(signal.SIGKILL)
-            time.sleep(_POLL_S)
-    raised = {rank: failures.read_error(path) for rank, path in error_files.items()}
-    failed = {rank: 1 for rank, error in raised.items() if error is not None}
+        _wait(process, error_files.values(), signals)
+    failed = {rank: 1 for rank, path in error_files.items() if failures.read_error(path)}
     failure = _failure(process.returncode, failed, error_files)
     for path in (*shared.iterdir(),):
         path.unlink()
@@ -87,6 +86,26 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
     if failure is not None and failure.status == "error" and signals.wish:
         return Failure("interrupted", f"stopped by {signals.wish.name}", exit_status=130)
     return failure
+
+
+def _wait(
+    process: "subprocess.Popen[bytes]", error_files: Collection[Path], signals: StopSignals
+) -> None:
+    """Wait for srun's end; where a worker has failed, the others have a few seconds.
+
+    srun could do that (--kill-on-bad-exit), but would also end the rank that is still writing the
+    checkpoint when another has stopped.
+    """
+    failed_at: float | None = None
+    while process.poll() is None:  # Slurm itself signals the tasks
+        time.sleep(_POLL_S)
+        raised = [error for path in error_files if (error := failures.read_error(path))]
+        if failed_at is None and any(error["name"] != "StoppedError" for error in raised):
+            failed_at = time.monotonic()
+        late = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
+        if signals.order or late:
+            process.terminate()  # which srun passes on
+            failed_at = time.monotonic()
 
 
 def _failure(
