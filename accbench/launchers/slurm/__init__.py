@@ -63,7 +63,7 @@ class Launcher(launchers.Launcher):
 
     def script(self, task: TaskConfig, worker: list[str]) -> str:
         folder = Path(task.output_dir or "runs/NAME").absolute()
-        return script.text(task, worker, folder)
+        return script.text(task, worker, folder, is_held=False)
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         if shutil.which("sbatch") is None:
@@ -72,7 +72,7 @@ class Launcher(launchers.Launcher):
                 "submitted, or print the script by --dry_run"
             )
         path = task.run_dir / SCRIPT_FILE
-        path.write_text(script.text(task, worker, task.run_dir))
+        path.write_text(script.text(task, worker, task.run_dir, self.attached))
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
         if done.returncode:
             raise RequestError(f"sbatch refused {path}: {' '.join(done.stderr.split())}")

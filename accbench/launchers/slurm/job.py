@@ -28,12 +28,12 @@ _GRACE_S = 5.0
 
 
 def main() -> None:
-    """Run the job: its arguments are the run's folder and how a worker is started."""
-    folder, *worker = sys.argv[1:]
+    """Run the job: its arguments are the run's folder, whether it is held, a worker's command."""
+    folder, held, *worker = sys.argv[1:]
     run_dir = Path(folder)
     task = config.parse([f"--config={run_dir / config.CONFIG_FILE}"])
     try:
-        with folders.held(run_dir):
+        with contextlib.nullcontext() if held == "held" else folders.held(run_dir):
             task = _task(task)
             failure = _srun(task, worker)
             status = launchers.conclude(run_dir, failure)

@@ -9,11 +9,12 @@ from accbench import launchers
 from accbench.config import TaskConfig
 
 
-def text(task: TaskConfig, worker: list[str], folder: Path) -> str:
+def text(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> str:
     """The script, whole.
 
     Args:
         folder: the run's, on a disk that all nodes share.
+        is_held: whether who submits keeps others out of it until the job's end.
     """
     options: Any = task.options["slurm"]
     model = task.script or task.model
@@ -38,5 +39,6 @@ def text(task: TaskConfig, worker: list[str], folder: Path) -> str:
             lines.append(f"#SBATCH --{name}" + ("" if value is True else f"={value}"))
     lines += [f"#SBATCH {argument}" for argument in shlex.split(options.sbatch_args)]
     driver = launchers.main_of("accbench.launchers.slurm.job")
-    command = [sys.executable, *driver, str(folder), *worker]
+    holds = "held" if is_held else "free"
+    command = [sys.executable, *driver, str(folder), holds, *worker]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
