@@ -38,23 +38,6 @@ def resolve(task: TaskConfig) -> TaskConfig:
     return task
 
 
-def for_launch(task: TaskConfig) -> TaskConfig:
-    """`resolve`, but what depends on the machine is left open where workers run elsewhere.
-
-    Raises:
-        RequestError: as `resolve`; or the device is not said, which cannot be seen from here.
-    """
-    if not plugins.load("launchers", task.launcher).elsewhere:
-        return resolve(task)
-    if task.device == "auto":
-        raise RequestError(
-            f"--launcher {task.launcher} needs --device cuda or --device cpu, for this machine "
-            "is not the one that trains"
-        )
-    filled = fill(task, task.device)
-    return dataclasses.replace(filled, threads=task.threads, workers=task.workers)
-
-
 def check_data(task: TaskConfig) -> None:
     """Look whether the task's data is there.
 

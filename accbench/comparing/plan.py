@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from accbench import config, plugins, resolving
+from accbench import config, launchers, plugins
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.report.comparison import Plan, RowPlan
@@ -168,7 +168,7 @@ def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
     try:
-        task = resolving.for_launch(task)
+        task = launchers.resolve(task)
     except RequestError as error:
         return RowPlan(name, folder, None, str(error))
     values = config.as_mapping(task)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from accbench import config, folders, resolving
+from accbench import config, folders, launchers, plugins
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
@@ -212,7 +212,7 @@ def _plain(task: dict[str, Any]) -> dict[str, Any]:
     """The task by engine ddp in torch's own way; on the CPU where torch lacks the device."""
     plain = {**task, "engine": "ddp", "ddp": {}}
     try:
-        resolving.for_launch(config.parse(config.as_flags(plain)))
+        launchers.resolve(config.parse(config.as_flags(plain)))
     except RequestError:
         return {**plain, "device": "cpu"}
     return plain
@@ -294,6 +294,8 @@ def run(job: Job, cache: Path) -> runs.Run:
     log.write_bytes(b"")  # a launcher that is killed at once leaves none
     flags = config.as_flags(job.task)
     num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
+    if plugins.load("launchers", job.task["launcher"]).elsewhere:
+        num_devices = None  # what is seen of this machine says nothing
     exit_status = run_to_its_end(job.kind, job.argument, flags, job.folder, log, num_devices)
     path = job.folder / config.RECORDS_FILE
     path.parent.mkdir(exist_ok=True)

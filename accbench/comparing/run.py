@@ -31,7 +31,12 @@ _PRELOADED = ["accbench.comparing.run", "accbench.launchers.local", "accbench.co
 
 
 def run_to_its_end(
-    kind: Kind, argument: str, flags: Sequence[str], folder: Path, log: Path, num_devices: int
+    kind: Kind,
+    argument: str,
+    flags: Sequence[str],
+    folder: Path,
+    log: Path,
+    num_devices: int | None,
 ) -> int | None:
     """Returns the launcher's exit status; SIGTERM and Ctrl-C here end the run first.
 
@@ -41,7 +46,7 @@ def run_to_its_end(
         flags: those of a run.
         folder: the run's, whose records get what other programs and devices did.
         log: file for what the launcher says.
-        num_devices: accelerators to watch.
+        num_devices: accelerators to watch, beside this machine; None: watch nothing.
     """
 
     stopped = started = False
@@ -99,7 +104,7 @@ def _start_fork_server() -> None:
 
 
 def _launch(
-    kind: Kind, argument: str, flags: list[str], folder: Path, log: Path, num_devices: int
+    kind: Kind, argument: str, flags: list[str], folder: Path, log: Path, num_devices: int | None
 ) -> None:
     # They import torch, which the comparison itself can do without.
     from accbench.comparing import numerics
@@ -112,7 +117,7 @@ def _launch(
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     standard_streams.take_any_text()
-    watch = Watch(num_devices)
+    watch = None if num_devices is None else Watch(num_devices)
     flags = [*flags, f"--output_dir={folder}"]
     status = (
         run.run(flags, "accbench run", attached=True)
@@ -121,7 +126,8 @@ def _launch(
     )
     sys.stdout.flush()
     folder.mkdir(exist_ok=True)
-    records.append(folder / config.RECORDS_FILE, watch.stop())
+    if watch is not None:
+        records.append(folder / config.RECORDS_FILE, watch.stop())
     sys.exit(status)
 
 

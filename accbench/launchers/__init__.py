@@ -9,7 +9,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from accbench import config
+from accbench import config, plugins
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.recording import records
@@ -42,7 +42,7 @@ class Launcher(abc.ABC):
     restarts_workers = False
     """Whether `--max_restarts` is this launcher's own to keep."""
     elsewhere = False
-    """Whether workers run on machines of which nothing is known here."""
+    """Whether workers are no processes of this one's, and perhaps on other machines."""
     attached = False
     """Whether `launch` is to return when the run has ended, and no sooner."""
 
@@ -55,6 +55,16 @@ class Launcher(abc.ABC):
         raise RequestError(
             f"--dry_run is not for --launcher {task.launcher}, which submits nothing"
         )
+
+    def resolve(self, task: TaskConfig) -> TaskConfig:
+        """What the machine that trains makes of a task, by `resolving.resolve` there.
+
+        Raises:
+            RequestError: the task cannot run there; the message says why and what to do.
+        """
+        from accbench import resolving
+
+        return resolving.resolve(task)
 
     @classmethod
     def problem(cls, task: TaskConfig) -> str | None:
@@ -89,6 +99,16 @@ class Joined:
     task: TaskConfig
     worker: list[str]
     """Arguments to the Python interpreter that start a worker."""
+
+
+def resolve(task: TaskConfig) -> TaskConfig:
+    """What the machine that trains makes of a task, which is its launcher's to ask.
+
+    Raises:
+        RequestError: the task cannot run there, or there is no such launcher.
+    """
+    launcher: Launcher = plugins.load("launchers", task.launcher)()
+    return launcher.resolve(task)
 
 
 def main_of(module: str) -> list[str]:

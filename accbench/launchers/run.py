@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from accbench import config, launchers, plugins, resolving, run_folder
+from accbench import config, launchers, plugins, run_folder
 from accbench.config import TaskConfig
 from accbench.errors import RequestError, refused
 from accbench.report import run as runs
@@ -24,7 +24,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
     with contextlib.ExitStack() as stack:
         arguments = list(worker) or ["-m", "accbench.training.worker_process"]
         try:
-            task = resolving.for_launch(config.parse(argv, prog))
+            task = launchers.resolve(config.parse(argv, prog))
             launcher = plugins.load("launchers", task.launcher)()
             launcher.attached = attached
             if task.dry_run:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from accbench import launchers
+from accbench import launchers, resolving
 from accbench.config import RECORDS_FILE, TaskConfig
 from accbench.errors import RequestError
 from accbench.launchers import Failure
@@ -60,6 +60,16 @@ class Launcher(launchers.Launcher):
         except ValueError as error:
             return f"--slurm.sbatch_args: {error}"
         return None
+
+    def resolve(self, task: TaskConfig) -> TaskConfig:
+        if task.device == "auto":
+            raise RequestError(
+                "--launcher slurm needs --device cuda or --device cpu, for this machine is not the "
+                "one that trains"
+            )
+        # What depends on the machine is left open, for the job to find.
+        filled = resolving.fill(task, task.device)
+        return dataclasses.replace(filled, threads=task.threads, workers=task.workers)
 
     def script(self, task: TaskConfig, worker: list[str]) -> str:
         folder = Path(task.output_dir or "runs/NAME").absolute()
