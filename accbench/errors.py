@@ -19,6 +19,10 @@ class RequestError(Exception):
     """What was asked for cannot be done. Ends a command with exit status 2."""
 
 
+class NoMoreRunsError(RequestError):
+    """Node 0 has no more to do for those who take part."""
+
+
 class NotMetError(RequestError):
     """The workers could not find each other; each of them that tells so knows its own part."""
 

@@ -76,8 +76,9 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
     Raises:
         RequestError: flags contradict each other, or name something that there is not.
     """
-    if task.nnodes != TaskConfig.nnodes and task.launcher == TaskConfig.launcher:
-        task = dataclasses.replace(task, launcher="elastic")
+    several = task.nnodes != TaskConfig.nnodes
+    if task.launcher in ("local", "elastic"):  # one thing, with a rendezvous where it needs one
+        task = dataclasses.replace(task, launcher="elastic" if several else "local")
     problem = plugins.load("launchers", task.launcher).problem(task)
     if problem is not None:
         raise RequestError(problem)

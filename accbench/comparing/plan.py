@@ -133,6 +133,10 @@ def _check(flags: Any) -> None:
             "compare reads gradients from the optimizer's momentum, and --momentum 0 keeps none: "
             "add --numerics_steps 0"
         )
+    if not flags.nnodes.isdigit():
+        raise RequestError(
+            f"compare measures with as many nodes as --nnodes says, not {flags.nnodes}"
+        )
     if flags.profile is not None:
         raise RequestError("a profile slows what compare measures; take --profile in a run")
     if flags.on_oom != "stop":

@@ -46,11 +46,20 @@ def main(argv: Sequence[str], prog: str) -> int:
     with contextlib.ExitStack() as stack:
         try:
             plan, wanted = parse(argv, prog)
+            task = config.parse(config.as_flags(next(row.task for row in plan.rows if row.task)))
+            launcher = plugins.load("launchers", task.launcher)()
+            if launcher.follows(task):
+                from accbench.launchers import run as runner
+
+                return runner.follow(task, prog)
             folder = stack.enter_context(claim(plan, wanted))
             plan = Plan.read(folder)  # with the order that was drawn, if not now then at first
         except RequestError as error:
             return refused(prog, error)
-        return _compare(plan, folder, prog)
+        try:
+            return _compare(plan, folder, prog)
+        finally:
+            launcher.farewell(task)
 
 
 def _compare(plan: Plan, folder: Path, prog: str) -> int:
@@ -134,9 +143,10 @@ def introduction(plan: Plan, folder: Path) -> str:
     batch = f"batch {task['batch_size']} a worker, "
     if "script" in task:
         what, batch = task["script"], ""
+    nodes = "" if task["nnodes"] == "1" else f"{task['nnodes']} nodes of "
     lines = [
         f"comparing {', '.join(row.name for row in plan.rows)} in {plan.repeats} rounds: "
-        f"{what}, {task['nproc_per_node']} x {task['device']}, {batch}"
+        f"{what}, {nodes}{task['nproc_per_node']} x {task['device']}, {batch}"
         f"{task['amp_level']}, {task['max_steps']} steps"
     ]
     if plan.defaults:
@@ -189,9 +199,9 @@ def _numerics_jobs(
         steps |= {"epochs": None, "workers": 0}
     plain = _plain(task) | steps
     reference = comparison.numerics_folder(folder, REFERENCE)
-    num_ranks = task["nproc_per_node"]
-    threads = num_ranks * plain["threads"]
-    exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "threads": threads}
+    num_ranks = task["nproc_per_node"] * int(task["nnodes"])
+    threads = None if plain["threads"] is None else num_ranks * plain["threads"]
+    exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "nnodes": "1", "threads": threads}
     if "script" in task:  # whose loop knows of its own samples alone
         exact |= {"nproc_per_node": num_ranks, "threads": plain["threads"]}
     yield Job(

@@ -75,9 +75,18 @@ class Launcher(abc.ABC):
         """A run that was begun elsewhere and that this process takes part in; None to begin one.
 
         Raises:
+            NoMoreRunsError: there is none any more, of several one after the other.
             RequestError: it cannot be joined.
         """
         return None
+
+    def follows(self, task: TaskConfig) -> bool:
+        """Whether this process only takes part in what another has begun, run after run."""
+        return False
+
+    def farewell(self, task: TaskConfig) -> None:
+        """Tell those who take part that no more runs follow."""
+        return
 
     @abc.abstractmethod
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:

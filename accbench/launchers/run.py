@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from accbench import config, launchers, plugins, run_folder
 from accbench.config import TaskConfig
-from accbench.errors import RequestError, refused
+from accbench.errors import STOPPED_STATUS, NoMoreRunsError, RequestError, refused
 from accbench.report import run as runs
 from accbench.training import resume
 
@@ -70,6 +70,21 @@ def _launched(
         return launcher.launch(task, worker)
     except RequestError as error:
         return launchers.Failure("error", str(error), exit_status=2)
+
+
+def follow(task: TaskConfig, prog: str) -> int:
+    """Take part in one run after another, of a comparison, until there are no more."""
+    launcher = plugins.load("launchers", task.launcher)()
+    while True:
+        try:
+            joined = launcher.joined(task)
+        except NoMoreRunsError:
+            return 0
+        except RequestError as error:
+            return refused(prog, error)
+        assert joined is not None
+        if _take_part(launcher, joined) in (STOPPED_STATUS, 130):
+            return 130
 
 
 def _take_part(launcher: launchers.Launcher, joined: launchers.Joined) -> int:

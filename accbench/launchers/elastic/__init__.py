@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,12 @@ from torch.distributed import Store
 
 from accbench import config, launchers, network, resolving
 from accbench.config import TaskConfig
-from accbench.errors import ERROR_FILE_VARIABLE, RECORDS_BEFORE_VARIABLE, RequestError
+from accbench.errors import (
+    ERROR_FILE_VARIABLE,
+    RECORDS_BEFORE_VARIABLE,
+    NoMoreRunsError,
+    RequestError,
+)  # fmt: skip
 from accbench.launchers import Failure, Joined, failures
 from accbench.launchers.elastic import collected, meeting
 from accbench.launchers.elastic.meeting import Endpoint
@@ -49,6 +55,7 @@ class Launcher(launchers.Launcher):
     def __init__(self) -> None:
         self._store: Store | None = None
         self._records_bytes = 0
+        self._joined_last: str | None = None
         self._number = 0  # of this node among those that joined; the host is 0
 
     @classmethod
@@ -62,13 +69,29 @@ class Launcher(launchers.Launcher):
             return str(error)
         return None
 
+    def follows(self, task: TaskConfig) -> bool:
+        return not meeting.endpoint_of(task).is_host
+
+    def farewell(self, task: TaskConfig) -> None:
+        endpoint = meeting.endpoint_of(task)
+        most = meeting.nodes_of(task)[1]
+        with terminal.errors_to(Path(os.devnull)):
+            store = meeting.open_store(endpoint, task)
+            meeting.publish(store, "run", {"id": "over"})
+            until = time.monotonic() + _GRACE_S
+            while store.add("nodes", 0) < most - 1 and time.monotonic() < until:
+                time.sleep(_POLL_S)
+
     def joined(self, task: TaskConfig) -> Joined | None:
         endpoint = meeting.endpoint_of(task)
         if endpoint.is_host:
             return None
         with terminal.errors_to(Path(os.devnull)):
-            self._store = store = meeting.open_store(endpoint, task)
-        told = meeting.published(store, "run")
+            self._store, told = meeting.next_run(endpoint, task, self._joined_last)
+        store, self._joined_last = self._store, told["id"]
+        if told["id"] == "over":
+            store.add("nodes", 1)
+            raise NoMoreRunsError(f"node 0 at {endpoint} has no more to do")
         if told["what_runs"] != meeting.what_runs():
             raise RequestError(
                 f"node 0 has {_in_words(told['what_runs'])}, and this one "
@@ -111,6 +134,7 @@ class Launcher(launchers.Launcher):
         records = task.run_dir / config.RECORDS_FILE
         self._records_bytes = records.stat().st_size if records.exists() else 0
         told = {
+            "id": uuid.uuid4().hex,
             "task": json.loads((task.run_dir / config.CONFIG_FILE).read_text()),
             # A script is elsewhere on other nodes, a module has the same name.
             "worker": worker if worker[0] == "-m" else _WORKER,

@@ -145,6 +145,32 @@ def published_soon(store: Store, keys: list[str], seconds: float) -> dict[str, A
     return {key: published(store, key) for key in keys if store.check([key])}
 
 
+def next_run(endpoint: Endpoint, task: TaskConfig, last: str | None) -> tuple[Store, Any]:
+    """What node 0 runs next, and the store of it, within `--timeout_s`.
+
+    Args:
+        last: the run that this node has taken part in, whose store may still be there.
+
+    Raises:
+        RequestError: nothing is begun.
+    """
+    until = time.monotonic() + task.timeout_s
+    while time.monotonic() < until:
+        store = open_store(endpoint, task)
+        try:
+            told = published(store, "run")
+        except RuntimeError:  # the store of the run before, which went at that moment
+            continue
+        if told["id"] != last:
+            return store, told
+        del store
+        time.sleep(0.2)
+    raise RequestError(
+        f"node 0 at --rdzv_endpoint {endpoint} began no other run within --timeout_s "
+        f"{task.timeout_s:g}"
+    )
+
+
 def local_address(endpoint: Endpoint) -> str:
     """This machine's address, as the other nodes see it."""
     return endpoint.host if endpoint.is_host else network.address_towards(endpoint.host)

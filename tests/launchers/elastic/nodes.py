@@ -6,10 +6,11 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.conftest import HANG_S, ROOT, command
+from tests.conftest import HANG_S, ROOT
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -23,14 +24,16 @@ class Nodes:
         self.port = _free_port() if names is None else 29400
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, node: int, *flags: object) -> "subprocess.Popen[str]":
-        """Begin a run on a node."""
+    def start(
+        self, node: int, *flags: object, to_do: tuple[str, ...] = ("launch_single_task.py",)
+    ) -> "subprocess.Popen[str]":
+        """Begin a run on a node, or another command."""
         inside = [] if self.names is None else ["ip", "netns", "exec", self.names[node]]
         arguments = (
             "--nnodes=2", f"--node_rank={node}", f"--rdzv_endpoint={self.host}:{self.port}", *flags
         )  # fmt: skip
         process = subprocess.Popen(
-            [*inside, *command(*arguments)], cwd=ROOT, text=True,
+            [*inside, sys.executable, *to_do, *map(str, arguments)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.started.append(process)

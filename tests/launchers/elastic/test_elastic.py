@@ -113,6 +113,20 @@ def test_a_stop_signal_on_one_node_saves_and_stops_both(nodes: Nodes, tmp_path):
     assert list(run_dir.glob("checkpoints/step-*"))
 
 
+def test_a_comparison_runs_on_both_nodes(nodes: Nodes, tmp_path):
+    folder = tmp_path / "comparison"
+    flags = (*SYNTHETIC, "--engines=ddp,ddp", "--repeats=2", "--numerics_steps=0")
+    flags = (*flags, f"--output_dir={folder}", "--timeout_s=120")
+    compare = ("-m", "accbench", "compare")
+    started = [nodes.start(node, *flags, to_do=compare) for node in (0, 1)]
+    of_nodes = [ended(process) for process in started]
+    assert of_nodes[1][0] == 0, of_nodes  # the first, where others shared the machine, says so
+    assert of_nodes[1][1].count("for node 0") == 4
+    found = json.loads((folder / "report.json").read_text())
+    assert found["setting"]["global batch"] == 8
+    assert [row["rounds_ok"] for row in found["rows"]] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
