@@ -1,0 +1,5 @@
+"""Workers on a Dask cluster: `--launcher dask`, and `run` for a function of your own."""
+
+from accbench.launchers.dask.dispatch import run
+
+__all__ = ["run"]
