@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = _WRITE | os.O_EXCL
+_APPEND = _WRITE | os.O_APPEND | os.O_NONBLOCK  # or a pipe of that name would be waited for
 
 
 def parts_of(path: str) -> tuple[str, ...]:
@@ -17,8 +20,8 @@ def parts_of(path: str) -> tuple[str, ...]:
         ValueError: it is empty or absolute, or goes up.
     """
     parts = PurePosixPath(path).parts
-    if not parts or parts[0] == "/" or ".." in parts or "\0" in path or not isinstance(path, str):
-        raise ValueError(f"{path!r} is no path below a folder: it must neither be absolute nor go up")
+    if not parts or parts[0].startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError(f"{path!r} is no path below a folder: it is empty or absolute, or goes up")
     return parts
 
 
@@ -65,9 +68,8 @@ class Below:
             ValueError: the path leads elsewhere.
             OSError: it cannot be written.
         """
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with self._parent(path) as (folder, name):
-            descriptor = os.open(name, flags, 0o666, dir_fd=folder)
+            descriptor = os.open(name, _APPEND, 0o666, dir_fd=folder)
             with os.fdopen(descriptor, "wb") as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise ValueError(f"{path!r} is no file")
@@ -81,9 +83,8 @@ class Below:
             OSError: it cannot be written.
         """
         with self._parent(path) as (folder, name):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             unfinished = f".{name[:100]}.{uuid.uuid4().hex}.part"
-            descriptor = os.open(unfinished, flags, 0o666, dir_fd=folder)
+            descriptor = os.open(unfinished, _NEW, 0o666, dir_fd=folder)
             return Unfinished(os.dup(folder), unfinished, name, descriptor)
 
     def remove(self, path: str) -> None:
@@ -114,9 +115,7 @@ class Unfinished:
     def finish(self) -> None:
         """Give it its name; a link of that name is replaced, not followed."""
         self._file.close()
-        os.replace(
-            self._unfinished, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder
-        )
+        os.replace(self._unfinished, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.close(self._folder)
 
     def drop(self) -> None:

@@ -110,7 +110,7 @@ class Collector:
             return  # it came both ways
         if number > source.num_received:
             raise ResultsLostError(
-                f"results {source.num_received} to {number - 1} of {source.worker} are lost: Dask's "
+                f"results {source.num_received} to {number - 1} of {source.worker} are lost: the "
                 "scheduler keeps too few events, set distributed.admin.low-level-log-length to "
                 "1000 or more where it is started"
             )

@@ -57,9 +57,18 @@ def run(
         key = f"{name}-rank{place.rank}-{call_id}"
         futures.append(
             client.submit(
-                _rank, pytorch_function, args, {**kwargs, **own}, place, backend,
-                (call_id, asked_at), key,
-                key=key, workers=[place.address], allow_other_workers=False, pure=False,
+                _rank,
+                pytorch_function,
+                args,
+                {**kwargs, **own},
+                place,
+                backend,
+                (call_id, asked_at),
+                key,
+                key=key,
+                workers=[place.address],
+                allow_other_workers=False,
+                pure=False,
             )  # fmt: skip
         )
     watch.watch(client, call_id, dict(zip(futures, ranks, strict=True)))
@@ -198,15 +207,9 @@ def _own_device(
     store: Any, place: Place, backend: str | None
 ) -> contextlib.AbstractContextManager[Any]:
     """This rank's CUDA device as torch's current one, where there are any."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    store.set(f"devices/{place.rank}", "-" if names is None else f"={names}")
+    visible = places.visible_devices(store, place)
     if backend == "gloo" or not torch.cuda.is_available():
         return contextlib.nullcontext()
-    first = place.rank - place.local_rank
-    told = [
-        store.get(f"devices/{first + mate}").decode() for mate in range(place.local_world_size)
-    ]
-    visible = [None if names == "-" else names[1:] for names in told]
     return torch.cuda.device(
         places.device_index(place.local_rank, visible, torch.cuda.device_count())
     )

@@ -1,13 +1,13 @@
 """Where the ranks of a call meet: a store that rank 0's Dask worker holds, at a port of its own."""
 
 import contextlib
+import importlib
 import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import psutil
 from torch.distributed import TCPStore
 
 from accbench.launchers.dask.places import Place, ask_scheduler, metadata_key
@@ -78,13 +78,13 @@ def held(call: Call, place: Place) -> Iterator[TCPStore]:
         call.tell("store", [place.host, listening.port])
     host, port = _where(call)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-    store.set(f"here/{place.rank}", b"")
+    store.set(f"here/{place.rank}", "")
     _wait_for(store, "here", call, place.world_size)
     try:
         yield store
     finally:
         with contextlib.suppress(RuntimeError):
-            store.set(f"left/{place.rank}", b"")
+            store.set(f"left/{place.rank}", "")
             if listening is not None:
                 until = time.monotonic() + _LEAVE_S
                 left = [f"left/{rank}" for rank in range(place.world_size)]
@@ -122,6 +122,7 @@ def interface_env(host: str) -> dict[str, str]:
 
     Left alone, gloo takes the one that the machine's name leads to, and NCCL one of its own choice.
     """
+    psutil = importlib.import_module("psutil")  # comes with distributed
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

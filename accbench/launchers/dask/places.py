@@ -1,6 +1,7 @@
 """Which rank is on which Dask worker, and what a rank asks of the scheduler."""
 
 import dataclasses
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -86,6 +87,20 @@ def own_first(visible: Sequence[str | None]) -> list[str] | None:
     if len(firsts) < len(visible) or len(set(firsts)) < len(firsts):
         return None
     return firsts
+
+
+def visible_devices(store: Any, place: Place) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of the ranks on this host, by local rank; all of them ask.
+
+    Args:
+        store: torch's, where the ranks meet.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    store.set(f"devices/{place.rank}", "-" if names is None else f"={names}")
+    first = place.rank - place.local_rank
+    mates = range(first, first + place.local_world_size)
+    told = [store.get(f"devices/{mate}").decode() for mate in mates]
+    return [None if names == "-" else names[1:] for names in told]
 
 
 def ask_scheduler(worker: Any, what: str, **arguments: Any) -> Any:

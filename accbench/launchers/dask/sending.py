@@ -48,7 +48,7 @@ class Sender:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
-        self._ahead: deque[int] = deque()  # bytes of each event that the client is not known to have
+        self._ahead: deque[int] = deque()  # bytes of events that the client may not have yet
         hello = {"source": self.source, "worker": self._worker.address}
         ask_scheduler(self._worker, "log_event", topic=key, msg=hello)
 
@@ -107,4 +107,4 @@ def _this_worker() -> Any:
     try:
         return get_worker()
     except ValueError:
-        raise RuntimeError("results are submitted by a task on a Dask worker, in its thread") from None
+        raise RuntimeError("results come from a task on a Dask worker, in its own thread") from None
