@@ -5,7 +5,7 @@ Dask starts nothing here: its scheduler and workers are there already, one worke
 
 import dataclasses
 import importlib.util
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -51,16 +51,24 @@ class Launcher(launchers.Launcher):
             return None
         return cluster.insecure(cluster.with_protocol(options.scheduler))
 
+    def resolve(self, task: TaskConfig) -> TaskConfig:
+        """As the machine of rank 0 makes of it: the client may have no such device."""
+        if (problem := self.problem(task)) is not None:
+            raise RequestError(problem)
+        with cluster.connect(task.options["dask"]) as client:
+            return driving.resolved(client, task, _ranks(client, task)[0])
+
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         options = task.options["dask"]
         try:
-            client = cluster.connect(options)
+            with cluster.connect(options) as client:
+                return driving.drive(client, task, worker, _ranks(client, task))
         except RequestError as error:
             return Failure("error", str(error), exit_status=2)
-        with client:
-            try:
-                ranks = places.of_workers(client, task.nproc_per_node)
-            except ValueError as error:
-                why = f"{error}: start more, or lower --nproc_per_node"
-                return Failure("error", why, exit_status=2)
-            return driving.drive(client, task, worker, ranks)
+
+
+def _ranks(client: Any, task: TaskConfig) -> list[places.Place]:
+    try:
+        return places.of_workers(client, task.nproc_per_node)
+    except ValueError as error:
+        raise RequestError(f"{error}: start more, or lower --nproc_per_node") from None

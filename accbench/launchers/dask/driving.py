@@ -1,5 +1,6 @@
 """The client's side of `--launcher dask`: starts the ranks, takes what they send, ends them."""
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any
 
 from accbench import config
 from accbench.config import TaskConfig
+from accbench.errors import RequestError
 from accbench.launchers import Failure, failures
 from accbench.launchers.dask import training, watch
 from accbench.launchers.dask.below import Below
@@ -43,6 +45,30 @@ class Received(Files):
             self.outcomes[outcome["rank"]] = outcome
         else:
             super().take(source, message)
+
+
+def resolved(client: Any, task: TaskConfig, place: Place) -> TaskConfig:
+    """What the machine of a rank makes of a task.
+
+    Raises:
+        RequestError: it cannot run there, or there is no accbench.
+    """
+    if task.script is not None:
+        task = dataclasses.replace(task, script=str(Path(task.script).absolute()))
+    future = client.submit(
+        training.resolve, task, place,
+        workers=[place.address], allow_other_workers=False, pure=False,
+    )  # fmt: skip
+    try:
+        return client.gather(future)
+    except RequestError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise RequestError(
+            f"{place} cannot take a task ({type(error).__name__}: {text}); the scheduler and all "
+            "Dask workers need accbench in the version that is here"
+        ) from None
 
 
 def drive(client: Any, task: TaskConfig, worker: list[str], ranks: list[Place]) -> Failure | None:
@@ -156,7 +182,10 @@ class _Run:
 
 def _of_workers(outcomes: Mapping[int, dict[str, Any]]) -> Failure | None:
     """The first failure of the workers' processes, with clocks of one kind."""
-    codes = {rank: o["exit_code"] for rank, o in sorted(outcomes.items()) if o["exit_code"]}
+    failed = {rank: o for rank, o in sorted(outcomes.items()) if o["exit_code"]}
+    # Those that were told to end did so because of the others.
+    alone = {rank: o for rank, o in failed.items() if not o["ordered"]}
+    codes = {rank: o["exit_code"] for rank, o in (alone or failed).items()}
     if not codes:
         return None
     with tempfile.TemporaryDirectory() as folder:

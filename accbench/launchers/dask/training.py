@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import accbench
-from accbench import config, launchers, plugins
+from accbench import config, launchers, plugins, resolving
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError
 from accbench.launchers import failures
 from accbench.launchers.dask import meeting, places
@@ -61,6 +61,20 @@ def what_runs() -> dict[str, str]:
     return {"accbench": accbench.__version__, "torch": torch.__version__}
 
 
+def resolve(task: config.TaskConfig, place: Place) -> config.TaskConfig:
+    """What this machine makes of a task; a task on a Dask worker.
+
+    Raises:
+        RequestError: it cannot run here.
+    """
+    num_ranks = task.nproc_per_node
+    try:
+        here = resolving.resolve(dataclasses.replace(task, nproc_per_node=place.local_world_size))
+    except RequestError as error:
+        raise RequestError(f"{error} (on {socket.gethostname()})") from None
+    return dataclasses.replace(here, nproc_per_node=num_ranks)
+
+
 def train(plan: Plan, place: Place, handler: DaskResultsHandler, key: str) -> None:
     """Run one rank's worker to its end; a task on a Dask worker.
 
@@ -93,13 +107,13 @@ def train(plan: Plan, place: Place, handler: DaskResultsHandler, key: str) -> No
                 start_new_session=True,
             )  # fmt: skip
         try:
-            _follow(process, call, sender, output, mirror)
+            told = _follow(process, call, sender, output, mirror)
         finally:
             failures.end_groups([process.pid])
             process.wait()
         outcome = {
             "rank": place.rank, "exit_code": process.returncode,
-            "error": failures.read_error(error_file),
+            "error": failures.read_error(error_file), "ordered": ORDER in told,
         }  # fmt: skip
         sender.send("outcome", "", json.dumps(outcome).encode())
 
@@ -175,8 +189,8 @@ def _of_nanny() -> dict[str, str]:
 def _follow(
     process: "subprocess.Popen[bytes]", call: meeting.Call, sender: Sender, output: Path,
     mirror: Mirror | None,
-) -> None:  # fmt: skip
-    """Pass on what a worker says until it ends, and what the client says to it."""
+) -> set[str]:  # fmt: skip
+    """Pass on what a worker says until it ends, and what the client says to it; returns that."""
     sent, looked_at, killed_at = 0, 0.0, float("inf")
     asked: set[str] = set()
     while True:
@@ -185,7 +199,7 @@ def _follow(
         if mirror is not None:
             mirror.update(last=ended)
         if ended:
-            return
+            return asked
         if time.monotonic() - looked_at > _LOOK_S:
             looked_at = time.monotonic()
             stop = call.told().get("stop") if call.goes_on() else ORDER
