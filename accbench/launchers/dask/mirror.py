@@ -16,7 +16,7 @@ class Mirror:
 
     Args:
         folder: on this machine.
-        known_as: the run's folder at the client, whose name records hold.
+        known_as: the run's folder at the client, whose name records and logs are to hold.
         parts: what to send, by the first part of the path; None: all.
     """
 
@@ -48,6 +48,10 @@ class Mirror:
                 self.sender.send("whole", path, (self.folder / path).read_bytes())
                 self._sent[path] = found
 
+    def renamed(self, lines: bytes) -> bytes:
+        """With the client's name of the folder in place of this one's."""
+        return lines.replace(*self._renamed)
+
     def _send_growth(self, path: str, before: tuple[int, int] | None, last: bool) -> None:
         begin = 0 if before is None else before[0]
         while True:
@@ -58,10 +62,7 @@ class Mirror:
             whole_lines = whole_lines or (new if len(new) == _STEP_BYTES else b"")
             if not whole_lines:
                 return
-            data = whole_lines
-            if path == config.RECORDS_FILE:
-                data = data.replace(*self._renamed)
-            self.sender.send("append", path, data)
+            self.sender.send("append", path, self.renamed(whole_lines))
             begin += len(whole_lines)
             self._sent[path] = (begin, 0)
 

@@ -195,7 +195,7 @@ def _follow(
     asked: set[str] = set()
     while True:
         ended = process.poll() is not None
-        sent = _send_output(sender, output, sent)
+        sent = _send_output(sender, output, sent, mirror, ended)
         if mirror is not None:
             mirror.update(last=ended)
         if ended:
@@ -213,12 +213,17 @@ def _follow(
         time.sleep(_POLL_S)
 
 
-def _send_output(sender: Sender, output: Path, sent: int) -> int:
+def _send_output(
+    sender: Sender, output: Path, sent: int, mirror: Mirror | None, ended: bool
+) -> int:
+    """Send whole lines, and what is left at the end; returns the bytes sent of all there is."""
     while True:
         with output.open("rb") as file:
             file.seek(sent)
             new = file.read(_OUTPUT_BYTES)
+        if not ended and len(new) < _OUTPUT_BYTES:
+            new = new[: new.rfind(b"\n") + 1]
         if not new:
             return sent
-        sender.send("print", "", new)
+        sender.send("print", "", new if mirror is None else mirror.renamed(new))
         sent += len(new)
