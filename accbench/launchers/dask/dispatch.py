@@ -46,9 +46,11 @@ def run(
         Dask's futures of what the function returns, by rank.
 
     Raises:
-        ValueError: the cluster has no workers.
+        ValueError: the cluster has no workers, or they are threads of this process.
     """
     ranks = places.of_workers(client)
+    if any(place.address.startswith("inproc://") for place in ranks):
+        raise ValueError(_OWN_PROCESSES)
     call_id, asked_at = uuid.uuid4().hex, time.time()
     name = getattr(pytorch_function, "__name__", "function")
     futures = []
@@ -138,6 +140,11 @@ def _chosen(backend: str | None) -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+_OWN_PROCESSES = (
+    "two Dask workers are in one process, which can be one rank alone: start the cluster with "
+    "processes, as LocalCluster(processes=True)"
+)
+_CHILD_S = 2.0
 _TURN = threading.Condition()
 _running: str | None = None
 _waiting: list[tuple[float, str]] = []
@@ -154,10 +161,7 @@ def _turn(call_id: str, asked_at: float, call: meeting.Call) -> Iterator[None]:
     own = (asked_at, call_id)
     with _TURN:
         if _running == call_id or own in _waiting:
-            raise RuntimeError(
-                "two Dask workers are in one process, which can be one rank alone: start the "
-                "cluster with processes, as LocalCluster(processes=True, threads_per_worker=1)"
-            )
+            raise RuntimeError(_OWN_PROCESSES)
         _waiting.append(own)
         try:
             while _running is not None or min(_waiting) != own:
@@ -197,10 +201,14 @@ def _children_allowed() -> Iterator[None]:
     settings: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     before = settings.get("daemon")
     settings["daemon"] = False
+    earlier = multiprocessing.active_children()
     try:
         yield
     finally:
         settings["daemon"] = before
+        for child in multiprocessing.active_children():
+            if child not in earlier:
+                child.join(_CHILD_S)  # one that a DataLoader has told to end, but not waited for
 
 
 def _own_device(
