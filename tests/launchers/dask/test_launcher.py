@@ -1,0 +1,224 @@
+"""`--launcher dask` on a real cluster, on TLS, of which one folder of the client is hidden."""
+
+import contextlib
+import importlib.util
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from accbench import cli
+from accbench.recording import records
+from tests.conftest import (
+    HANG_S,
+    ROOT,
+    TINY,
+    command,
+    end_of,
+    of_kind,
+    processes_of,
+    run,
+    under_way,
+    wait_until,
+)
+
+SMALL = (*TINY, "--nproc_per_node=2", "--data=synthetic")
+LONG = (*SMALL, "--max_steps=1000000", "--epochs=100000", "--log_interval=20")
+_HIDING = 'mount -t tmpfs tmpfs "$1" 2>/dev/null && touch "$2/hidden"; exec "$0" -m {} "$2"'.format(
+    "tests.launchers.dask.clusters"
+)
+
+
+class Cluster(NamedTuple):
+    flags: tuple[str, ...]
+    hidden: Path
+    """A folder of the client's that the cluster's machine lacks."""
+    hides: bool
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """A cluster on TLS in a process of its own, which ends with the block."""
+    hidden, of_cluster = folder / "hidden", folder / "cluster"
+    hidden.mkdir()
+    of_cluster.mkdir()
+    shell = ["sh", "-c", _HIDING, sys.executable, str(hidden), str(of_cluster)]
+    may_hide = subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+    process = subprocess.Popen(
+        [*(["unshare", "-m"] if may_hide else []), *(shell if may_hide else [
+            sys.executable, "-m", "tests.launchers.dask.clusters", str(of_cluster)])],
+        cwd=ROOT, stdin=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        address = of_cluster / "address"
+        wait_until(lambda: address.exists() or process.poll() is not None)
+        assert process.poll() is None
+        names = {"ca_file": "ca.pem", "cert": "cert.pem", "key": "key.pem"}
+        flags = [f"--dask.tls_{name}={of_cluster / file}" for name, file in names.items()]
+        yield Cluster(
+            ("--launcher=dask", f"--scheduler={address.read_text()}", *flags),
+            hidden, (of_cluster / "hidden").exists(),
+        )  # fmt: skip
+    finally:
+        process.stdin.close()
+        process.wait(HANG_S)
+
+
+@pytest.fixture(scope="module")
+def on_tls(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("dask")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("xla", marks=pytest.mark.xla)])
+def test_a_resnet_trains_and_its_folder_is_as_of_any_run(on_tls, images, tmp_path, engine):
+    folder = tmp_path / "run"
+    flags = (*SMALL, f"--data=imagefolder:{images}", "--model=resnet10", f"--engine={engine}")
+    done = run(*on_tls.flags, *flags, "--max_steps=4", f"--output_dir={folder}")
+    assert done.returncode == 0, done.stderr
+    assert f"done: 4 steps, 32 samples, records in {folder}" in done.stdout
+    end = end_of(folder)
+    assert (end.status, end.num_steps, end.num_samples) == ("ok", 4, 32)
+    (header,) = of_kind(folder, records.RunRecord)
+    assert (header.world_size, header.engine) == (2, engine)
+    for rank in range(2):
+        assert "done: 4 steps" in (folder / "logs" / f"rank{rank}.log").read_text()
+    assert (folder / "checkpoints" / "step-000000004" / "tensors.safetensors").exists()
+
+
+def losses_of(folder: Path) -> list[float | None]:
+    """Of the second, the fourth and the sixth step."""
+    losses = {w.first_step + w.num_steps: w.loss for w in of_kind(folder, records.WindowRecord)}
+    return [losses[step] for step in (2, 4, 6)]
+
+
+def test_a_folder_that_no_machine_shares_is_collected(on_tls):
+    if not on_tls.hides:
+        pytest.skip("mounting is not allowed here")
+    folder = on_tls.hidden / "run"
+    flags = (*SMALL, "--tensorboard=auto", "--save_steps=2", "--keep_checkpoints=1")
+    done = run(*on_tls.flags, *flags, f"--output_dir={folder}")
+    assert done.returncode == 0, done.stderr
+    assert f"done: 6 steps, 48 samples, records in {folder}" in done.stdout
+    assert end_of(folder).status == "ok"
+    (header,) = of_kind(folder, records.RunRecord)
+    assert header.task["output_dir"] == str(folder)
+    for rank in range(2):
+        assert "done: 6 steps" in (folder / "logs" / f"rank{rank}.log").read_text()
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert checkpoint.name == "step-000000006"
+    here = on_tls.hidden / "here"
+    assert run(*SMALL, f"--output_dir={here}").returncode == 0
+    assert losses_of(folder) == losses_of(here)
+    refused = run(*on_tls.flags, *SMALL, "--resume=auto", f"--output_dir={folder}")
+    assert refused.returncode == 2
+    assert "--resume needs a run's folder that all machines share" in refused.stderr
+
+
+def test_the_first_failing_rank_is_told_once(on_tls, tmp_path):
+    flags = (*SMALL, "--model=tests.nets:raises_on_rank1")
+    done = run(*on_tls.flags, *flags, f"--output_dir={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "accbench: rank 1 failed: ValueError: planted fault" in done.stderr
+    assert end_of(tmp_path / "run").error == "rank 1 failed: ValueError: planted fault"
+
+
+def test_a_stopped_run_saves_itself(on_tls, tmp_path):
+    folder = tmp_path / "run"
+    arguments = command(*on_tls.flags, *LONG, f"--output_dir={folder}")
+    with under_way(folder, arguments, num_windows=2) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(HANG_S) == 75, process.stderr.read()
+    assert end_of(folder).status == "interrupted"
+    assert list((folder / "checkpoints").iterdir())
+    assert not processes_of(folder)
+
+
+def test_nothing_goes_on_when_the_client_is_killed(on_tls, tmp_path):
+    folder = tmp_path / "run"
+    arguments = command(*on_tls.flags, *LONG, "--save_interval=0", f"--output_dir={folder}")
+    with under_way(folder, arguments, num_windows=2) as process:
+        assert processes_of(folder)
+        process.kill()
+    wait_until(lambda: not processes_of(folder))
+    done = run(*on_tls.flags, *SMALL, f"--output_dir={tmp_path / 'again'}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_killed_dask_worker_is_named_and_the_cluster_is_used_again(tmp_path):
+    folder = tmp_path / "run"
+    with cluster(tmp_path) as own:
+        arguments = command(*own.flags, *LONG, "--save_interval=0", f"--output_dir={folder}")
+        with under_way(folder, arguments, num_windows=2) as process:
+            (of_rank1,) = [p for p in processes_of(folder) if p.environ().get("RANK") == "1"]
+            psutil.Process(of_rank1.ppid()).kill()
+            _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "rank 1's Dask worker tls://127.0.0.1:" in errors
+        assert "has left the cluster" in errors
+        assert "has left the cluster" in end_of(folder).error
+        wait_until(lambda: not processes_of(folder))
+        flags = (*own.flags, *SMALL, "--max_steps=2")
+        wait_until(lambda: run(*flags, f"--output_dir={tmp_path / 'again'}").returncode == 0)
+
+
+def test_engines_are_compared_on_a_cluster(on_tls, tmp_path):
+    flags = (*TINY, "--data=synthetic", "--repeats=2", "--numerics_steps=0")
+    engines = "--engines=ddp,ddp:channels_last=false"
+    done = subprocess.run(
+        [sys.executable, "-m", "accbench", "compare", *on_tls.flags, *flags, engines,
+         f"--output_dir={tmp_path / 'comparison'}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    headers = [
+        of_kind(path.parent, records.RunRecord)[0]
+        for path in (tmp_path / "comparison").rglob("records.jsonl")
+    ]
+    assert [header.task["launcher"] for header in headers] == ["dask"] * 4
+
+
+REFUSED = [
+    ([], "--launcher dask needs one of --scheduler tls://HOST:PORT and --scheduler_file FILE"),
+    (["--scheduler=tcp://10.9.8.7:8786"], "beyond this machine Dask has to be on TLS"),
+    (["--scheduler=10.9.8.7:8786"], "beyond this machine Dask has to be on TLS"),
+    (["--scheduler_file=absent.json"], "--scheduler_file absent.json: it is no file of a Dask"),
+    (["--scheduler=tls://10.9.8.7:1", "--dask.tls_cert=absent.pem"], "cannot read absent.pem"),
+]
+
+
+@pytest.mark.parametrize(("flags", "told"), REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(capsys, flags, told):
+    assert cli.run(["--launcher=dask", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_too_few_workers_and_what_a_machine_lacks_are_refused(on_tls, capsys, tmp_path):
+    output = f"--output_dir={tmp_path / 'run'}"
+    for flags, told in (
+        (["--nproc_per_node=3"], "the cluster has 2 Dask workers, and 3 needed"),
+        (["--data=imagefolder:/absent"], "there is no folder /absent (on "),
+    ):
+        assert cli.run([*on_tls.flags, *flags, output]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_dask_a_command_to_install_it_is_told(capsys, monkeypatch):
+    # Stands in for an environment without the package.
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "distributed" else found(name)
+    )
+    assert cli.run(["--launcher=dask", "--scheduler=tls://h:1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--launcher dask needs distributed, which is not installed: " in line
+    assert "[dask]" in line
