@@ -107,8 +107,10 @@ class Run:
         """What must be alike in two runs for their speeds to be compared."""
         assert self.header is not None
         run = self.header
+        launcher = run.task.get("launcher", config.TaskConfig.launcher)
         return {
             "machine": run.hostname,
+            **({} if launcher == config.TaskConfig.launcher else {"launcher": launcher}),
             "device": f"{run.world_size} x {run.device_name}",
             "model": run.model,
             **self._size(run),

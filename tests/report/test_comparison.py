@@ -476,6 +476,12 @@ def test_runs_of_different_settings_are_refused_or_marked(folder):
     assert row_of(folder, "xla").verdict == "not valid"
 
 
+def test_runs_of_different_launchers_are_refused(folder):
+    rewrite(folder, "xla", replaced(records.RunRecord, task={"launcher": "dask"}))
+    with pytest.raises(RequestError, match="launcher: as usual, dask.*--allow_mixed"):
+        comparison.read(folder)
+
+
 def test_page_is_one_file_and_escapes(tmp_path):
     evil = '<script>alert("x")</script>&'
     rows = tuple(
