@@ -184,7 +184,7 @@ def check_mixed(found: list[Run], allow_mixed: bool) -> tuple[str, ...]:
     settings = [run.setting() for run in found if run.header is not None]
     lines = []
     for key in dict.fromkeys(key for setting in settings for key in setting):
-        values = sorted({str(setting.get(key, "as usual")) for setting in settings})
+        values = sorted({str(setting.get(key)) for setting in settings})
         if len(values) > 1:
             lines.append(f"{key}: {', '.join(values)}")
     if lines and not allow_mixed:

@@ -478,7 +478,7 @@ def test_runs_of_different_settings_are_refused_or_marked(folder):
 
 def test_runs_of_different_launchers_are_refused(folder):
     rewrite(folder, "xla", replaced(records.RunRecord, task={"launcher": "dask"}))
-    with pytest.raises(RequestError, match="launcher: as usual, dask.*--allow_mixed"):
+    with pytest.raises(RequestError, match="launcher: None, dask.*--allow_mixed"):
         comparison.read(folder)
 
 
