@@ -51,9 +51,10 @@ class Launcher(launchers.Launcher):
             return None
         return cluster.insecure(cluster.with_protocol(options.scheduler))
 
-    def resolve(self, task: TaskConfig) -> TaskConfig:
+    @classmethod
+    def resolved(cls, task: TaskConfig) -> TaskConfig:
         """As the machine of rank 0 makes of it: the client may have no such device."""
-        if (problem := self.problem(task)) is not None:
+        if (problem := cls.problem(task)) is not None:
             raise RequestError(problem)
         with cluster.connect(task.options["dask"]) as client:
             return driving.resolved(client, task, _ranks(client, task)[0])
