@@ -63,7 +63,15 @@ class Launcher(launchers.Launcher):
         options = task.options["dask"]
         try:
             with cluster.connect(options) as client:
-                return driving.drive(client, task, worker, _ranks(client, task))
+                try:
+                    return driving.drive(client, task, worker, _ranks(client, task))
+                except RequestError:
+                    raise
+                except Exception:
+                    if client.status == "running":
+                        raise
+                    lost = f"the connection to Dask's scheduler {cluster.address_of(options)}"
+                    return Failure("error", f"{lost} is lost")
         except RequestError as error:
             return Failure("error", str(error), exit_status=2)
 

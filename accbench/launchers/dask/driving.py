@@ -130,6 +130,8 @@ class _Run:
         told: set[str] = set()
         while pending := [f for f in self.futures if not f.done()]:
             self.collector.collect(_POLL_S)
+            if self.client.status != "running":
+                raise ConnectionError("the scheduler has gone")
             ill = any(outcome["exit_code"] for outcome in self.received.outcomes.values())
             if ill or any(f.status in ("error", "cancelled") for f in self.futures):
                 failed_at = failed_at or time.monotonic()
