@@ -65,6 +65,8 @@ def resolved(client: Any, task: TaskConfig, place: Place) -> TaskConfig:
         raise
     except Exception as error:
         text = " ".join(str(error).split())
+        if client.status != "running":
+            raise RequestError(f"the connection to Dask's scheduler is lost: {text}") from None
         raise RequestError(
             f"{place} cannot take a task ({type(error).__name__}: {text}); the scheduler and all "
             "Dask workers need accbench in the version that is here"
