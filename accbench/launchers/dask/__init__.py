@@ -23,6 +23,8 @@ __all__ = ["DaskResultsHandler", "Launcher", "run"]
 class Launcher(launchers.Launcher):
     """A task's ranks on the workers of a Dask cluster; `--nproc_per_node` is how many in all."""
 
+    elsewhere = True
+
     @dataclasses.dataclass(frozen=True)
     class Options:
         """How to reach the cluster. Files of TLS that are not given, Dask's configuration has."""
@@ -51,10 +53,9 @@ class Launcher(launchers.Launcher):
             return None
         return cluster.insecure(cluster.with_protocol(options.scheduler))
 
-    @classmethod
-    def resolved(cls, task: TaskConfig) -> TaskConfig:
+    def resolve(self, task: TaskConfig) -> TaskConfig:
         """As the machine of rank 0 makes of it: the client may have no such device."""
-        if (problem := cls.problem(task)) is not None:
+        if (problem := self.problem(task)) is not None:
             raise RequestError(problem)
         with cluster.connect(task.options["dask"]) as client:
             return driving.resolved(client, task, _ranks(client, task)[0])
