@@ -44,6 +44,8 @@ class Launcher(launchers.Launcher):
     def problem(cls, task: TaskConfig) -> str | None:
         if importlib.util.find_spec("distributed") is None:
             return f"--launcher dask needs {extras.not_installed('distributed', 'dask')}"
+        if task.nnodes != TaskConfig.nnodes:
+            return "--nnodes is not for --launcher dask: --nproc_per_node is the ranks in all"
         options = task.options["dask"]
         if (options.scheduler is None) == (options.scheduler_file is None):
             return (
