@@ -1,0 +1,46 @@
+"""What a row may ask of the run that it is part of: random keys, and the rules in force."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Named choices of how graphs are lowered; results agree but for rounding.
+
+    Those that are off by default pay on a CPU, where XLA doesn't choose layouts itself.
+    """
+
+    channels_last: bool = False
+    """Carry images as NHWC from a convolution on to the next, through all between them."""
+    products_for_1x1: bool = False
+    """Compute convolutions with 1 x 1 kernels as products of matrices. Needs channels_last."""
+    float64_as_float32: bool = False
+    """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
+
+
+class Context:
+    """One run of a graph."""
+
+    def __init__(self, key: Any, rules: Rules) -> None:
+        """
+        Args:
+            key: the run's random key, a jax key array; None if nothing is to be drawn.
+        """
+        self.rules = rules
+        self._key = key
+        self._num_draws = 0
+        self.node: Any = None  # the fx.Node whose row runs
+
+    def next_key(self) -> Any:
+        """A key for one random operation: the run's, folded with that operation's number.
+
+        Raises:
+            ValueError: the run has no key.
+        """
+        import jax
+
+        if self._key is None:
+            raise ValueError("the graph draws random numbers, and run_graph was given no key")
+        self._num_draws += 1
+        return jax.random.fold_in(self._key, self._num_draws)

@@ -1,0 +1,1 @@
+"""Rows of the table, a module a kind of operation."""

@@ -1,0 +1,327 @@
+"""Batch, layer and group normalization, softmax, and their gradients; all computed in float32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..dtypes import opmath
+from ..table import lowering
+
+
+def channels(vector: Any, ndim: int) -> Any:
+    """(C,) -> (C, 1, ...): to be broadcast over (N, C, *spatial)."""
+    return vector.reshape(-1, *[1] * (ndim - 2))
+
+
+def _wide(*arrays: Any) -> list[Any]:
+    return [None if a is None else a.astype(opmath(a.dtype)) for a in arrays]
+
+
+def _affine(x: Any, mean: Any, scale: Any, bias: Any) -> Any:
+    """(x - mean) * scale + bias over channels."""
+    y = (x - channels(mean, x.ndim)) * channels(scale, x.ndim)
+    return y if bias is None else y + channels(bias, x.ndim)
+
+
+def _batch_statistics(x: Any, eps: float) -> tuple[Any, Any, Any]:
+    """Mean, biased variance and 1 / deviation of each channel, of all but axis 1."""
+    over = (0, *range(2, x.ndim))
+    mean = jnp.mean(x, over)
+    variance = jnp.mean(jnp.square(x - channels(mean, x.ndim)), over)
+    return mean, variance, lax.rsqrt(variance + eps)
+
+
+def batch_norm_train(
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Output, batch mean, 1 / deviation, and the running mean and variance after the batch."""
+    x, w, b = _wide(input, weight, bias)
+    batch_mean, batch_var, invstd = _batch_statistics(x, eps)
+    y = _affine(x, batch_mean, invstd if w is None else invstd * w, b).astype(input.dtype)
+    n = x.size // max(x.shape[1], 1)
+    # Running variances are unbiased; of one value each there is none, and torch's is NaN or inf.
+    unbiased = batch_var * (n / (n - 1) if n > 1 else jnp.inf)
+    return y, batch_mean, invstd, _moved(mean, batch_mean, momentum), _moved(var, unbiased, momentum)
+
+
+def _moved(running: Any, of_batch: Any, momentum: float) -> Any:
+    if running is None:
+        return None
+    (wide,) = _wide(running)
+    return (wide * (1 - momentum) + of_batch * momentum).astype(running.dtype)
+
+
+def batch_norm_eval(
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float
+) -> Any:
+    x, w, b, m, v = _wide(input, weight, bias, mean, var)
+    invstd = lax.rsqrt(v + eps)
+    return _affine(x, m, invstd if w is None else invstd * w, b).astype(input.dtype)
+
+
+def _none(dtype: Any) -> Any:
+    """What torch gives in place of statistics that weren't computed."""
+    return jnp.zeros((0,), dtype)
+
+
+@lowering("aten._native_batch_norm_legit_functional.default")
+def batch_norm_functional(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    if training:
+        return batch_norm_train(input, weight, bias, running_mean, running_var, momentum, eps)
+    y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps)
+    empty = _none(jnp.float32)
+    return y, empty, empty, running_mean, running_var
+
+
+@lowering("aten._native_batch_norm_legit.no_stats")
+def batch_norm_no_stats(
+    input: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, ...]:
+    return batch_norm_train(input, weight, bias, None, None, momentum, eps)[:3]
+
+
+@lowering("aten._native_batch_norm_legit_no_training.default")
+def batch_norm_no_training(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    empty = _none(jnp.float32)
+    return batch_norm_eval(input, weight, bias, running_mean, running_var, eps), empty, empty
+
+
+@lowering("aten.native_batch_norm.default")
+def native_batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Without statistics that run, or in evaluation: else a graph has the functional one."""
+    how = (input, weight, bias, running_mean, running_var, training, momentum, eps)
+    return batch_norm_functional(*how)[:3]
+
+
+@lowering("aten._batch_norm_with_update_functional.default")
+def batch_norm_with_update(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    y, mean, invstd, moved_mean, moved_var = batch_norm_train(
+        input, weight, bias, running_mean, running_var, momentum, eps
+    )
+    return y, mean, invstd, _none(jnp.uint8), moved_mean, moved_var
+
+
+@lowering("aten._batch_norm_no_update.default")
+def batch_norm_no_update(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps)
+    return y, _none(jnp.float32), _none(jnp.float32), _none(jnp.uint8)
+
+
+@lowering("aten.native_batch_norm_backward.default")
+def batch_norm_backward(
+    grad_out: Any,
+    input: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+    g, x, w = _wide(grad_out, input, weight)
+    over, n = (0, *range(2, x.ndim)), x.size // max(x.shape[1], 1)
+    mean, invstd = _wide(save_mean, save_invstd)
+    if not train:
+        mean, running = _wide(running_mean, running_var)
+        invstd = lax.rsqrt(running + eps)
+    of_bias = jnp.sum(g, over)
+    # Not sum(g * (x - mean)), for which XLA would keep x - mean of all layers in memory.
+    of_weight = (jnp.sum(g * x, over) - mean * of_bias) * invstd
+    scale = channels(invstd if w is None else invstd * w, x.ndim)
+    if train:
+        slope = channels(of_weight * invstd / n, x.ndim)
+        g = g - channels(of_bias / n, x.ndim) - (x - channels(mean, x.ndim)) * slope
+    dtype = input.dtype if weight is None else weight.dtype
+    grads = ((g * scale).astype(input.dtype), of_weight.astype(dtype), of_bias.astype(dtype))
+    return tuple(v if m else None for v, m in zip(grads, output_mask, strict=True))  # type: ignore[return-value]
+
+
+@lowering("aten.batch_norm_backward.default")
+def batch_norm_backward_with_reserve(
+    grad_out: Any,
+    input: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_var: Any,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: Any,
+) -> tuple[Any, Any, Any]:
+    statistics = (running_mean, running_var, save_mean, save_var)
+    return batch_norm_backward(grad_out, input, weight, *statistics, update, eps, output_mask)
+
+
+@lowering("aten.native_layer_norm.default")
+def layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
+    x, w, b = _wide(input, weight, bias)
+    over = tuple(range(x.ndim - len(normalized_shape), x.ndim))
+    mean = jnp.mean(x, over, keepdims=True)
+    rstd = lax.rsqrt(jnp.mean(jnp.square(x - mean), over, keepdims=True) + eps)
+    y = (x - mean) * rstd
+    y = y if w is None else y * w
+    return (y if b is None else y + b).astype(input.dtype), mean, rstd
+
+
+@lowering("aten.native_layer_norm_backward.default")
+def layer_norm_backward(
+    grad_out: Any,
+    input: Any,
+    normalized_shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    output_mask: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+    g, x, mean, rstd, w = _wide(grad_out, input, mean, rstd, weight)
+    first = x.ndim - len(normalized_shape)
+    inner, outer = tuple(range(first, x.ndim)), tuple(range(first))
+    normal = (x - mean) * rstd
+    of_input = of_weight = of_bias = None
+    if output_mask[0]:
+        scaled = g if w is None else g * w
+        along = normal * jnp.mean(scaled * normal, inner, keepdims=True)
+        of_input = rstd * (scaled - jnp.mean(scaled, inner, keepdims=True) - along)
+        of_input = of_input.astype(input.dtype)
+    if output_mask[1] and weight is not None:
+        of_weight = jnp.sum(g * normal, outer).astype(weight.dtype)
+    if output_mask[2] and bias is not None:
+        of_bias = jnp.sum(g, outer).astype(bias.dtype)
+    return of_input, of_weight, of_bias
+
+
+@lowering("aten.native_group_norm.default")
+def group_norm(
+    input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[Any, Any, Any]:
+    x, w, b = _wide(input, weight, bias)
+    groups = x.reshape(N, group, C // group * HxW)
+    mean = jnp.mean(groups, 2)
+    rstd = lax.rsqrt(jnp.mean(jnp.square(groups - mean[..., None]), 2) + eps)
+    y = ((groups - mean[..., None]) * rstd[..., None]).reshape(input.shape)
+    y = y if w is None else y * channels(w, x.ndim)
+    y = y if b is None else y + channels(b, x.ndim)
+    return y.astype(input.dtype), mean, rstd
+
+
+@lowering("aten.native_group_norm_backward.default")
+def group_norm_backward(
+    grad_out: Any,
+    input: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: Sequence[bool],
+) -> tuple[Any, Any, Any]:
+    g, x, mean, rstd, w = _wide(grad_out, input, mean, rstd, weight)
+    parts = (N, group, C // group, HxW)
+    g, x = g.reshape(parts), x.reshape(parts)
+    normal = (x - mean[..., None, None]) * rstd[..., None, None]
+    of_input = of_weight = of_bias = None
+    if output_mask[0]:
+        scaled = g if w is None else g * w.reshape(1, group, -1, 1)
+        along = normal * jnp.mean(scaled * normal, (2, 3), keepdims=True)
+        of_input = scaled - jnp.mean(scaled, (2, 3), keepdims=True) - along
+        of_input = (of_input * rstd[..., None, None]).reshape(input.shape).astype(input.dtype)
+    dtype = input.dtype if weight is None else weight.dtype
+    if output_mask[1]:
+        of_weight = jnp.sum(g * normal, (0, 3)).reshape(C).astype(dtype)
+    if output_mask[2]:
+        of_bias = jnp.sum(g, (0, 3)).reshape(C).astype(dtype)
+    return of_input, of_weight, of_bias
+
+
+def _softmax_input(self: Any, half_to_float: bool) -> tuple[Any, Any]:
+    return self.astype(opmath(self.dtype)), jnp.float32 if half_to_float else self.dtype
+
+
+@lowering("aten._softmax.default")
+def softmax(self: Any, dim: int, half_to_float: bool) -> Any:
+    x, dtype = _softmax_input(self, half_to_float)
+    return (jax.nn.softmax(x, dim) if x.ndim else jnp.ones_like(x)).astype(dtype)
+
+
+@lowering("aten._log_softmax.default")
+def log_softmax(self: Any, dim: int, half_to_float: bool) -> Any:
+    x, dtype = _softmax_input(self, half_to_float)
+    return (jax.nn.log_softmax(x, dim) if x.ndim else jnp.zeros_like(x)).astype(dtype)
+
+
+@lowering("aten._safe_softmax.default")
+def safe_softmax(self: Any, dim: int, dtype: Any = None) -> Any:
+    """Zeros where all of a row is masked by -inf."""
+    x = self.astype(opmath(self.dtype))
+    masked = jnp.all(x == -jnp.inf, dim, keepdims=True)
+    return jnp.where(masked, 0, jax.nn.softmax(x, dim)).astype(dtype or self.dtype)
+
+
+@lowering("aten._softmax_backward_data.default")
+def softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    g, y = _wide(grad_output, output)
+    if not g.ndim:
+        return jnp.zeros((), input_dtype)
+    return (y * (g - jnp.sum(g * y, dim, keepdims=True))).astype(input_dtype)
+
+
+@lowering("aten._log_softmax_backward_data.default")
+def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    g, y = _wide(grad_output, output)
+    if not g.ndim:
+        return jnp.zeros((), input_dtype)
+    return (g - jnp.exp(y) * jnp.sum(g, dim, keepdims=True)).astype(input_dtype)

@@ -1,0 +1,50 @@
+"""Products of matrices. XLA sums products of 16-bit floats in float32."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..dtypes import opmath, result_type
+from ..table import lowering
+
+
+@lowering("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
+def product(self: Any, other: Any) -> Any:
+    return jnp.matmul(self, other)
+
+
+# Their second operands have names of their own in torch's schemas.
+lowering("aten.matmul.default")(product)
+
+
+def _with(self: Any, matrix: Any, alpha: Any, beta: Any) -> Any:
+    """beta * self + alpha * matrix, computed in float32 and rounded once."""
+    dtype = matrix.dtype
+    wide = matrix.astype(opmath(dtype))
+    if alpha != 1:
+        wide = wide * jnp.asarray(alpha, wide.dtype)
+    if beta == 0:  # self may hold NaNs, which torch then ignores
+        return wide.astype(dtype)
+    added = self.astype(wide.dtype)
+    return (wide + (added if beta == 1 else added * jnp.asarray(beta, wide.dtype))).astype(dtype)
+
+
+@lowering("aten.addmm.default")
+def addmm(self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _with(self, jnp.matmul(mat1, mat2), alpha, beta)
+
+
+@lowering("aten.baddbmm.default")
+def baddbmm(self: Any, batch1: Any, batch2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _with(self, jnp.matmul(batch1, batch2), alpha, beta)
+
+
+@lowering("aten.addmv.default")
+def addmv(self: Any, mat: Any, vec: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _with(self, jnp.matmul(mat, vec), alpha, beta)
+
+
+@lowering("aten.addbmm.default")
+def addbmm(self: Any, batch1: Any, batch2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    dtype = result_type(batch1, batch2)
+    return _with(self, jnp.einsum("bij,bjk->ik", batch1, batch2).astype(dtype), alpha, beta)

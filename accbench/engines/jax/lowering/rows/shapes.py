@@ -1,0 +1,306 @@
+"""Shapes: what moves, repeats or picks elements by position, without looking at them."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..context import Context
+from ..dtypes import result_type
+from ..table import lowering
+
+
+def axis_slice(ndim: int, dim: int, part: Any) -> tuple[Any, ...]:
+    """An index that takes `part` of one axis and all of the axes before it."""
+    return (slice(None),) * (dim % max(ndim, 1)) + (part,)
+
+
+@lowering(
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten.reshape.default",
+    "aten.view_copy.default",
+    "aten._reshape_alias.default",
+)
+def view(self: Any, size: Sequence[int], stride: Any = None) -> Any:
+    return self.reshape(size)
+
+
+@lowering("aten.view.dtype", "aten.view_copy.dtype")
+def view_dtype(self: Any, dtype: Any) -> Any:
+    """The same bytes as another dtype; the last axis grows or shrinks by the ratio of sizes."""
+    old, new = self.dtype.itemsize, jnp.dtype(dtype).itemsize
+    if new > old:
+        self = self.reshape(*self.shape[:-1], self.shape[-1] // (new // old), new // old)
+    bits = lax.bitcast_convert_type(self, dtype)
+    return bits.reshape(*bits.shape[:-2], -1) if new < old else bits
+
+
+@lowering("aten.permute.default", "aten.permute_copy.default")
+def permute(self: Any, dims: Sequence[int]) -> Any:
+    return jnp.transpose(self, [d % self.ndim for d in dims])
+
+
+@lowering("aten.t.default")
+def t(self: Any) -> Any:
+    return self.T
+
+
+@lowering("aten.transpose.int")
+def transpose(self: Any, dim0: int, dim1: int) -> Any:
+    return jnp.swapaxes(self, dim0, dim1) if self.ndim else self
+
+
+@lowering("aten.unsqueeze.default")
+def unsqueeze(self: Any, dim: int) -> Any:
+    return jnp.expand_dims(self, dim)
+
+
+@lowering("aten.squeeze.default")
+def squeeze(self: Any) -> Any:
+    return jnp.squeeze(self)
+
+
+@lowering("aten.squeeze.dim", "aten.squeeze.dims")
+def squeeze_dims(self: Any, dim: int | Sequence[int]) -> Any:
+    dims = (dim,) if isinstance(dim, int) else dim
+    if not self.ndim:
+        return self
+    return jnp.squeeze(self, tuple({d % self.ndim for d in dims if self.shape[d] == 1}))
+
+
+@lowering("aten.expand.default", "aten.expand_copy.default")
+def expand(self: Any, size: Sequence[int], implicit: bool = False) -> Any:
+    new = len(size) - self.ndim
+    return jnp.broadcast_to(self, [self.shape[i - new] if n == -1 else n for i, n in enumerate(size)])
+
+
+@lowering("aten.repeat.default")
+def repeat(self: Any, repeats: Sequence[int]) -> Any:
+    return jnp.tile(self.reshape((1,) * (len(repeats) - self.ndim) + self.shape), repeats)
+
+
+@lowering("aten.slice.Tensor", "aten.slice_copy.Tensor")
+def slice_(
+    self: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    return self[axis_slice(self.ndim, dim, slice(start, end, step))]
+
+
+@lowering("aten.slice_scatter.default")
+def slice_scatter(
+    self: Any,
+    src: Any,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    where = axis_slice(self.ndim, dim, slice(start, end, step))
+    return self.at[where].set(src.astype(self.dtype))
+
+
+@lowering("aten.slice_backward.default")
+def slice_backward(
+    grad_output: Any, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int
+) -> Any:
+    return slice_scatter(
+        jnp.zeros(input_sizes, grad_output.dtype), grad_output, dim, start, end, step
+    )
+
+
+@lowering("aten.select.int", "aten.select_copy.int")
+def select(self: Any, dim: int, index: int) -> Any:
+    return lax.index_in_dim(self, index, dim % self.ndim, keepdims=False)
+
+
+@lowering("aten.select_scatter.default")
+def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
+    return self.at[axis_slice(self.ndim, dim, index)].set(src.astype(self.dtype))
+
+
+@lowering("aten.select_backward.default")
+def select_backward(grad_output: Any, input_sizes: Sequence[int], dim: int, index: int) -> Any:
+    return select_scatter(jnp.zeros(input_sizes, grad_output.dtype), grad_output, dim, index)
+
+
+@lowering("aten.cat.default")
+def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Joined in the promoted dtype; 1-d tensors without elements count for nothing, as in torch."""
+    dtype = result_type(*tensors)
+    joined = [t.astype(dtype) for t in tensors if t.shape != (0,)]
+    return jnp.concatenate(joined, dim) if joined else jnp.zeros((0,), dtype)
+
+
+@lowering("aten.stack.default")
+def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
+    dtype = result_type(*tensors)
+    return jnp.stack([t.astype(dtype) for t in tensors], dim)
+
+
+def _split_at(self: Any, ends: list[int], dim: int) -> list[Any]:
+    begins = [0, *ends[:-1]]
+    return [
+        lax.slice_in_dim(self, begin, end, axis=dim % self.ndim)
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+
+
+@lowering("aten.split.Tensor", "aten.unsafe_split.Tensor")
+def split(self: Any, split_size: int, dim: int = 0) -> list[Any]:
+    length = self.shape[dim]
+    ends = [*range(split_size, length, split_size), length] if length else [0]
+    return _split_at(self, ends, dim)
+
+
+@lowering("aten.split_with_sizes.default", "aten.unsafe_split_with_sizes.default")
+def split_with_sizes(self: Any, split_sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    return _split_at(self, [*itertools.accumulate(split_sizes)], dim)
+
+
+@lowering("aten.unbind.int")
+def unbind(self: Any, dim: int = 0) -> list[Any]:
+    return [select(self, dim, i) for i in range(self.shape[dim])]
+
+
+@lowering("aten.constant_pad_nd.default")
+def constant_pad_nd(self: Any, pad: Sequence[int], value: Any = 0) -> Any:
+    """`pad` counts from the last axis on, two numbers an axis; negative ones cut off."""
+    num_axes = len(pad) // 2
+    widths = [(0, 0, 0)] * (self.ndim - num_axes)
+    widths += [(pad[2 * i], pad[2 * i + 1], 0) for i in reversed(range(num_axes))]
+    return lax.pad(self, jnp.asarray(value, self.dtype), widths)
+
+
+@lowering("aten.flip.default")
+def flip(self: Any, dims: Sequence[int]) -> Any:
+    return jnp.flip(self, tuple(dims)) if self.ndim else self
+
+
+@lowering("aten.roll.default")
+def roll(self: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    if not dims:
+        return jnp.roll(self.reshape(-1), shifts[0]).reshape(self.shape)
+    return jnp.roll(self, tuple(shifts), tuple(dims)) if self.ndim else self
+
+
+@lowering("aten.tril.default")
+def tril(self: Any, diagonal: int = 0) -> Any:
+    return jnp.tril(self, diagonal)
+
+
+@lowering("aten.triu.default")
+def triu(self: Any, diagonal: int = 0) -> Any:
+    return jnp.triu(self, diagonal)
+
+
+@lowering("aten.diagonal.default", "aten.diagonal_copy.default")
+def diagonal(self: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    return jnp.diagonal(self, offset, dim1, dim2)
+
+
+@lowering("aten.diagonal_scatter.default")
+def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    matrices = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
+    rows = np.arange(src.shape[-1]) + max(-offset, 0)
+    columns = np.arange(src.shape[-1]) + max(offset, 0)
+    matrices = matrices.at[..., rows, columns].set(src.astype(self.dtype))
+    return jnp.moveaxis(matrices, (-2, -1), (dim1, dim2))
+
+
+@lowering("aten.diagonal_backward.default")
+def diagonal_backward(
+    grad_output: Any, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Any:
+    zeros = jnp.zeros(input_sizes, grad_output.dtype)
+    return diagonal_scatter(zeros, grad_output, offset, dim1, dim2)
+
+
+@lowering("aten.unfold.default", "aten.unfold_copy.default")
+def unfold(self: Any, dimension: int, size: int, step: int) -> Any:
+    """Windows of one axis; their elements come in a new last axis."""
+    if not self.ndim:
+        return self.reshape(1)[:size]
+    dim = dimension % self.ndim
+    begins = np.arange((self.shape[dim] - size) // step + 1) * step
+    windows = jnp.take(self, begins[:, None] + np.arange(size)[None], axis=dim)
+    return jnp.moveaxis(windows, dim + 1, -1)
+
+
+def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray:
+    """Where each element of a strided tensor lies in its storage."""
+    places = np.full(tuple(size), offset)
+    for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
+        places = places + (np.arange(n) * step).reshape(-1, *[1] * (len(size) - axis - 1))
+    return places
+
+
+@lowering("aten.as_strided.default", context=True)
+def as_strided(
+    context: Context,
+    self: Any,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Any:
+    """The elements by their places in torch's storage, for which the input's strides count."""
+    value = context.node.args[0].meta["val"] if context.node is not None else None
+    offset = storage_offset or 0
+    if value is None or value.is_contiguous():
+        if offset == 0 and tuple(stride) == _contiguous(size) and math.prod(size) == self.size:
+            return self.reshape(size)
+        storage = self.reshape(-1)
+    else:
+        # Strided tensors that fill their storage densely, such as channels_last: sort the axes.
+        order = sorted(range(self.ndim), key=lambda axis: -value.stride(axis))
+        storage = jnp.transpose(self, order).reshape(-1)
+    return jnp.take(storage, _places(size, stride, offset), axis=0)
+
+
+def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+
+
+@lowering("aten.pixel_shuffle.default")
+def pixel_shuffle(self: Any, upscale_factor: int) -> Any:
+    *batch, c, h, w = self.shape
+    r = upscale_factor
+    parts = self.reshape(*batch, c // (r * r), r, r, h, w)
+    n = len(batch)
+    order = (*range(n), n, n + 3, n + 1, n + 4, n + 2)
+    return parts.transpose(order).reshape(*batch, c // (r * r), h * r, w * r)
+
+
+@lowering("aten.pixel_unshuffle.default")
+def pixel_unshuffle(self: Any, downscale_factor: int) -> Any:
+    *batch, c, h, w = self.shape
+    r = downscale_factor
+    parts = self.reshape(*batch, c, h // r, r, w // r, r)
+    n = len(batch)
+    order = (*range(n), n, n + 2, n + 4, n + 1, n + 3)
+    return parts.transpose(order).reshape(*batch, c * r * r, h // r, w // r)
+
+
+@lowering("aten.sym_size.int")
+def sym_size(self: Any, dim: int) -> int:
+    return self.shape[dim]
+
+
+@lowering("aten.sym_numel.default")
+def sym_numel(self: Any) -> int:
+    return self.size
+
+
+@lowering(
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_async.default",
+    "aten._assert_async.msg",
+    "aten._assert_scalar.default",
+    "aten.sym_constrain_range_for_size.default",
+)
+def no_check(*args: Any, **kwargs: Any) -> None:
+    """What was asserted held while the graph was captured, whose shapes are these."""

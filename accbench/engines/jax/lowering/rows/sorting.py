@@ -1,0 +1,49 @@
+"""Sorting, and what is largest."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..dtypes import wide_int
+from ..table import lowering
+
+
+@lowering("aten.sort.default")
+def sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    """Sorted values and where they were; equal ones keep their order."""
+    if not self.ndim:
+        return self, jnp.zeros((), wide_int())
+    axis = dim % self.ndim
+    order = jnp.argsort(self, axis=axis, stable=True, descending=descending)
+    return jnp.take_along_axis(self, order, axis), order.astype(wide_int())
+
+
+@lowering("aten.sort.stable")
+def sort_stable(
+    self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[Any, Any]:
+    return sort(self, dim, descending)
+
+
+@lowering("aten.topk.default")
+def topk(
+    self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Any, Any]:
+    if not self.ndim:
+        return self, jnp.zeros((), wide_int())
+    values, order = sort(self, dim, largest)
+    axis = dim % self.ndim
+    return (
+        lax.slice_in_dim(values, 0, k, axis=axis),
+        lax.slice_in_dim(order, 0, k, axis=axis),
+    )
+
+
+@lowering("aten.kthvalue.default")
+def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    if not self.ndim:
+        return self, jnp.zeros((), wide_int())
+    axis = dim % self.ndim
+    found = [lax.index_in_dim(a, k - 1, axis, keepdim) for a in sort(self, dim, False)]
+    return found[0], found[1]
