@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from accbench.engines import beside
+
 Shape = tuple[int, ...]
 # What the functions below read. Plain globals: a compiler then takes the tensors as inputs.
 _uniforms: list[torch.Tensor] = []
@@ -208,7 +210,8 @@ def given() -> Iterator[None]:
     try:
         for module, name, function in _replacements():
             setattr(module, name, function)
-        yield
+        with beside.known(beside.Source(_uniforms, _position)):
+            yield
     finally:
         for module, name, function in kept:
             setattr(module, name, function)

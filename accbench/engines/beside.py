@@ -1,0 +1,53 @@
+"""Tensors that a forward pass reads beside its model and its batch.
+
+An engine that captures a step as a function of its inputs would take such tensors for constants.
+Who has a model read some, as the numerics pass does with the random numbers of dropout, says so
+here, and such an engine makes inputs of them.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+
+@dataclasses.dataclass
+class Source:
+    """Tensors that forward passes take from a list, one after the other."""
+
+    tensors: list[torch.Tensor]
+    """Read by position; may be replaced between steps."""
+    position: list[int]
+    """One number: how many were taken since the list was filled."""
+
+
+sources: list[Source] = []
+
+
+@contextlib.contextmanager
+def known(source: Source) -> Iterator[None]:
+    """Have engines know of it."""
+    sources.append(source)
+    try:
+        yield
+    finally:
+        sources.remove(source)
+
+
+def tensors() -> list[torch.Tensor]:
+    """What there is to read now, of all sources."""
+    return [tensor for source in sources for tensor in source.tensors]
+
+
+@contextlib.contextmanager
+def replaced(others: list[torch.Tensor]) -> Iterator[None]:
+    """Have forward passes read these, in the order of `tensors`."""
+    kept, rest = [list(source.tensors) for source in sources], iter(others)
+    try:
+        for source in sources:
+            source.tensors[:] = [next(rest) for _ in source.tensors]
+        yield
+    finally:
+        for source, before in zip(sources, kept, strict=True):
+            source.tensors[:] = before

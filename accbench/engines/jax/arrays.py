@@ -1,0 +1,94 @@
+"""Tensors of torch on the host to arrays of JAX, and back."""
+
+import weakref
+from typing import Any
+
+import jax
+import torch
+
+# XLA on the CPU reads arrays at such addresses only.
+_ALIGNED_BYTES = 64
+_INT32 = torch.iinfo(torch.int32)
+
+
+def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
+    """The tensor as an array that only reads it: its own memory, where that can be.
+
+    Where JAX has no int64 (`jax_enable_x64`), int64 is int32.
+
+    Raises:
+        ValueError: a number is too large for that.
+    """
+    tensor = _narrowed(tensor.detach())
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.data_ptr() % _ALIGNED_BYTES:
+        tensor = tensor.clone()
+    array = jax.dlpack.from_dlpack(tensor)
+    if device.platform != "cpu":
+        return jax.device_put(array, device)
+    # JAX keeps the tensor by its capsule, which is enough for what reads it later.
+    return array
+
+
+def owned(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
+    """A copy of the tensor, which a step may write to."""
+    array = lent(tensor, device)
+    return array.copy() if device.platform == "cpu" else array
+
+
+def tensor_of(array: jax.Array) -> torch.Tensor:
+    """What an array holds, on the host; waits for it, and is not to be written to."""
+    if array.device.platform != "cpu":
+        array = jax.device_put(array, jax.devices("cpu")[0])
+    return torch.from_dlpack(array)
+
+
+def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    if jax.config.jax_enable_x64 or tensor.dtype not in (torch.int64, torch.float64):
+        return tensor
+    if tensor.dtype is torch.float64:
+        return tensor.float()
+    if tensor.numel():
+        low, high = (int(value) for value in tensor.aminmax())
+        if low < _INT32.min or high > _INT32.max:
+            raise ValueError(
+                f"int64 from {low} to {high}, where JAX has int32; set JAX_ENABLE_X64=1"
+            )
+    return tensor.to(torch.int32)
+
+
+class Loss(torch.Tensor):
+    """A number that is being computed, as a tensor: waits for it where torch does anything."""
+
+    _array: jax.Array
+
+    @staticmethod
+    def of(array: jax.Array) -> "Loss":
+        made: Loss = torch.empty(()).as_subclass(Loss)
+        made._array = array
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        known = [tensor_of(a._array).clone() if isinstance(a, Loss) else a for a in args]
+        return function(*known, **(kwargs or {}))
+
+
+class Sent:
+    """Arrays of tensors that were sent to the device, for as long as the tensors are there."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, jax.Array] = {}
+
+    def keep(self, tensor: torch.Tensor, array: jax.Array) -> None:
+        """Remember it."""
+        number = id(tensor)
+        self._arrays[number] = array
+        weakref.finalize(tensor, self._arrays.pop, number, None)
+
+    def get(self, tensor: torch.Tensor) -> jax.Array | None:
+        """The tensor's array, if it was sent."""
+        return self._arrays.get(id(tensor))

@@ -1,0 +1,217 @@
+"""A training step of a torch module as one graph: the loss, its gradients, and what buffers become.
+
+By torch's own `aot_export_module`: the joint graph of forward and backward pass in ATen, free of
+side effects. The function is private, so it is used here alone. Python's branches are in the graph
+as they were taken.
+"""
+
+import contextlib
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench.data import nested
+from accbench.engines import beside, places
+from accbench.errors import RequestError
+
+Tensors = list[torch.Tensor]
+_NO_GRADIENT = "did not receive a gradient"
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A graph of one signature of batches.
+
+    It takes `trained`, then `kept`, the factor, the batch's tensors and those beside it; it gives
+    the new values of `mutated`, the loss times the factor, the loss, and the gradients.
+    """
+
+    graph: torch.fx.GraphModule
+    trained: list[int]
+    """Which parameters have a gradient, by their place among the model's."""
+    mutated: list[int]
+    """Which buffers are written to, by their place among the model's."""
+    reads: list[int]
+    """How far a forward pass moves each position of `beside`."""
+
+    def inputs(self, parameters: Sequence[Any], buffers: Sequence[Any], *given: Any) -> list[Any]:
+        """The graph's, from all parameters and buffers in the model's order, and what follows."""
+        trained = set(self.trained)
+        others = [p for place, p in enumerate(parameters) if place not in trained]
+        return [*(parameters[place] for place in self.trained), *others, *buffers, *given]
+
+    def outputs(self, values: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
+        """(new values of `mutated`, the loss, gradients of `trained`) from the graph's."""
+        num = len(self.mutated)
+        return list(values[:num]), values[num + 1], list(values[num + 2 :])
+
+
+class _Loss(nn.Module):
+    """The loss of a batch, in the form in which other tensors can be put into the model."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.loss(self.model, batch)
+
+
+class _Holder(nn.Module):
+    """Each tensor of the model once, whatever its names, so that gradients of tied ones add up."""
+
+    def __init__(self, trained: Tensors, kept: Tensors, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.num_trained, self.num_kept, self.loss = len(trained), len(kept), loss
+        for place, tensor in enumerate(trained):
+            self.register_parameter(f"trained{place}", nn.Parameter(tensor))
+        for place, tensor in enumerate(kept):
+            self.register_buffer(f"kept{place}", tensor)
+
+    def forward(self, factor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        trained = [getattr(self, f"trained{place}") for place in range(self.num_trained)]
+        kept = [getattr(self, f"kept{place}") for place in range(self.num_kept)]
+        loss = self.loss(trained, kept, inputs)
+        # Scaled in here, for the backward pass begins at the first result with a gradient of 1.
+        return loss * factor, loss.detach()
+
+
+def capture(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]], decompositions: Any,
+) -> Captured:  # fmt: skip
+    """The step of `loss(model, batch)`; `batch` and the model are on the host and only looked at.
+
+    Args:
+        autocast: entered around the forward pass.
+        decompositions: of operations that the graph must not have, as torch's tables are.
+
+    Raises:
+        RequestError: it cannot be one graph; the message has the place in the model.
+    """
+    parameters = list(model.parameters())
+    trained = [place for place, p in enumerate(parameters) if p.requires_grad]
+    arguments = model, loss, batch, autocast, decompositions
+    try:
+        try:
+            return _capture(trained, *arguments)
+        except AssertionError as error:
+            if _NO_GRADIENT not in str(error):
+                raise
+        return _capture(_with_gradient(trained, *arguments[:-1]), *arguments)
+    except (RequestError, MemoryError):
+        raise
+    except Exception as error:
+        raise RequestError(_in_a_line(error)) from error
+
+
+def _capture(
+    trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
+    autocast: Callable[[], Any], decompositions: Any,
+) -> Captured:  # fmt: skip
+    from torch._functorch.aot_autograd import aot_export_module
+
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    others = [p for place, p in enumerate(parameters) if place not in set(trained)]
+    reads: list[int] = []
+
+    def of_tensors(some: Tensors, kept: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        before = [source.position[0] for source in beside.sources]
+        value = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
+        after = [source.position[0] for source in beside.sources]
+        reads[:] = [end - start for end, start in zip(after, before, strict=True)]
+        return value
+
+    inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *beside.tensors()])
+    some = _plain(parameters[place] for place in trained)
+    holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
+    with _traceable():
+        graph, signature = aot_export_module(
+            holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
+        )
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    mutated = [int(name.removeprefix("kept")) for name in signature.buffers_to_mutate.values()]
+    return Captured(graph, trained, [place - len(others) for place in mutated], reads)
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> Tensors:
+    """Without strides of their own, of which JAX knows nothing, and that some graphs look at."""
+    return [tensor.detach().contiguous() for tensor in tensors]
+
+
+def _loss(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
+    trained: list[int], some: Sequence[torch.Tensor], kept: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """The loss with other tensors in the places of all that the model has and is given."""
+    num_others = sum(1 for _ in model.parameters()) - len(trained)
+    by_place, others = dict(zip(trained, some, strict=True)), iter(kept[:num_others])
+    tensors = {
+        f"model.{name}": by_place[place] if place in by_place else next(others)
+        for place, (name, _) in enumerate(model.named_parameters())
+    }
+    names = (name for name, _ in model.named_buffers())
+    tensors |= {f"model.{n}": b for n, b in zip(names, kept[num_others:], strict=True)}
+    num_in_batch = len(nested.tensors_of(batch))
+    given = nested.with_tensors(batch, inputs[:num_in_batch])
+    # In here, not around the export: the graph's backward pass runs outside of autocast.
+    with autocast(), beside.replaced(list(inputs[num_in_batch:])):
+        value: torch.Tensor = torch.func.functional_call(_Loss(model, loss), tensors, (given,))
+        return value
+
+
+def _with_gradient(
+    trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
+    autocast: Callable[[], Any],
+) -> list[int]:  # fmt: skip
+    """Those of `trained` that the loss depends on, for torch has no graph with others in it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    others = [p for place, p in enumerate(parameters) if place not in set(trained)]
+    with _traceable(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        some = [mode.from_tensor(parameters[place].detach()) for place in trained]
+        for tensor in some:
+            tensor.requires_grad_()
+        kept = [mode.from_tensor(tensor.detach()) for tensor in (*others, *buffers)]
+        given = (*nested.tensors_of(batch), *beside.tensors())
+        inputs = [mode.from_tensor(tensor) for tensor in given]
+        value = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
+        gradients = torch.autograd.grad(value, some, allow_unused=True)
+    pairs = zip(trained, gradients, strict=True)
+    return [place for place, gradient in pairs if gradient is not None]
+
+
+@contextlib.contextmanager
+def _traceable() -> Iterator[None]:
+    """Models are to be traced in this."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # transformers asks torch.compiler.is_exporting(), and then leaves out what looks at values.
+    asked = "_is_exporting_flag"
+    before = getattr(torch.compiler, asked, None)
+    try:
+        if before is not None:
+            setattr(torch.compiler, asked, True)
+        # The other attentions are operations with random states and paddings of their own.
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        if before is not None:
+            setattr(torch.compiler, asked, before)
+
+
+def _in_a_line(error: Exception) -> str:
+    place = places.in_model(traceback.extract_tb(error.__traceback__))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = f"{type(error).__name__}{f': {lines[0][:300]}' if lines else ''}"
+    return (
+        f"--engine jax cannot capture the step as one graph{f' at {place}' if place else ''}: "
+        f"{what}; take out what depends on values, or use --engine inductor, xla or ddp"
+    )

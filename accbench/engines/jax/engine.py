@@ -1,0 +1,383 @@
+"""Training compiled by XLA through JAX: one jitted function is the whole step.
+
+torch's own tools capture forward and backward pass as a graph, a table turns each of its
+operations into JAX, and what a step does besides (averaging over workers, the loss scale,
+clipping, the optimizer) is in the same function. Parameters and all else that a step changes
+live in JAX's arrays; the torch module has them whenever it is read.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accbench import engines, extras
+from accbench.config import TaskConfig
+from accbench.data import nested, prefetch
+from accbench.data.prefetch import BackgroundGenerator
+from accbench.engines import beside, optimizers
+from accbench.engines.ddp import peak_resident_bytes
+from accbench.engines.state import Tensors, TrainingState
+from accbench.errors import RequestError
+from accbench.pjrt import nvidia
+from accbench.recording import provenance
+from accbench.training.process_group import Topology
+
+_PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
+_PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
+# One compiled step a signature of batches; more are forgotten, the oldest first.
+_MOST_STEPS = 64
+
+
+class Engine(engines.Engine):
+    """JAX: forward, backward, reduction and update in one jitted function."""
+
+    compiler = "xla"
+    collectives = "in_graph"
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the engine jax."""
+
+        compile_cache: Literal["on", "off"] = "on"
+        """Keep compiled steps on disk."""
+        cache_dir: str | None = None
+        """The cache's folder. Unset: accbench/jax in the user's cache folder."""
+
+    @classmethod
+    def find_device(cls, requested: str) -> str:
+        if requested != "auto":
+            return requested
+        if torch.cuda.is_available() or nvidia.present():
+            return "cuda"
+        return "tpu" if Path("/dev/accel0").exists() else "cpu"
+
+    @classmethod
+    def unavailable_reason(cls, task: TaskConfig) -> str | None:
+        if importlib.util.find_spec("jax") is None:
+            return f"--engine jax needs {extras.not_installed('jax', 'jax')}"
+        if task.script is not None:
+            return _WHOLE_STEPS
+        wanted = _PLUGINS.get(task.device, ())
+        if wanted and not any(importlib.util.find_spec(name) for name in wanted):
+            return (
+                f"--engine jax on {task.device} needs JAX's plug-in for it, one of "
+                f"{', '.join(wanted)}, which is not installed; use --device cpu or install it"
+            )
+        return None
+
+    @classmethod
+    def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
+        env = {"JAX_PLATFORMS": _PLATFORMS[task.device]}
+        if task.device == "cpu" and task.threads:
+            # XLA sizes its thread pool by this name or by the machine's cores.
+            env["NPROC"] = str(task.threads)
+        return env
+
+    def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
+        super().__init__(task, options, topology)
+        os.environ.setdefault("JAX_PLATFORMS", _PLATFORMS[task.device])
+        import jax
+
+        from accbench.engines.jax import arrays, workers
+
+        self._cache = self._start_cache()
+        workers.meet(topology, task.device, task.timeout_s)
+        self.jax, self._workers = jax, workers.Workers(topology)
+        self.device = torch.device("cpu")  # where torch's tensors are
+        self._check_platform()
+        self.scaler = None
+        if self.autocast_dtype is torch.float16:
+            self.scaler = torch.amp.GradScaler("cpu")
+            self.scaler._lazy_init_scale_growth_tracker(self.device)
+        self._mirror: Any = None
+        self._net: nn.Module | None = None
+        self._steps: dict[Any, _Step] = {}
+        self._sent = arrays.Sent()
+        self._seed, self._num_run = 0, 0
+        self._stats = engines.CompileStats()
+
+    def _check_platform(self) -> None:
+        got = self._workers.device.platform
+        wanted = {"cuda": "gpu"}.get(self.task.device, self.task.device)
+        if got != wanted:
+            raise RequestError(
+                f"--device {self.task.device}, but JAX came up on {got}; is JAX_PLATFORMS set to "
+                "something else?"
+            )
+
+    def _start_cache(self) -> str:
+        import jax
+
+        if self.options.compile_cache == "off":
+            return "off: --jax.compile_cache off"
+        folder = Path(self.options.cache_dir or _user_cache_folder())
+        folder = folder / f"{jax.__version__}-{self.task.device}"
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        return str(folder)
+
+    @property
+    def compile_cache(self) -> str:
+        return self._cache
+
+    @property
+    def device_name(self) -> str:
+        if self.task.device == "cpu":
+            return provenance.cpu_name()
+        return str(self._workers.device.device_kind)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        self._net = model
+        model.register_state_dict_pre_hook(lambda *_: self._bring_back())
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        from accbench.engines.jax import mirror
+
+        kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
+            optimizers.groups(self.task, model), **optimizers.arguments(self.task)
+        )
+        optimizers.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
+        self._mirror = mirror.Mirror(
+            model, optimizer, self.scaler, mirror.keys_of(self.task), self._workers
+        )
+        return optimizer
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        raise RequestError(_WHOLE_STEPS)
+
+    def to_device(self, batch: engines.Batch) -> engines.Batch:
+        from accbench.engines.jax import arrays
+
+        if self.task.device != "cpu":  # there it is the same memory
+            for tensor in nested.tensors_of(batch):
+                self._sent.keep(tensor, arrays.lent(tensor, self._workers.device))
+        return batch
+
+    def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
+        return BackgroundGenerator(
+            batches, self.topology.local_rank, prefetch.ON_DEVICE, to_device=self.to_device
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        # What torch computes by itself, an evaluation for one, is to have the newest weights.
+        self._bring_back()
+        return self._autocast()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        # The graph's backward pass is traced apart, and must not find casts of the forward's.
+        return torch.autocast("cpu", self.autocast_dtype, cache_enabled=False)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        raise RequestError(_WHOLE_STEPS)
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        raise RequestError(_WHOLE_STEPS)
+
+    def run_step(
+        self, step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,
+        optimizer: torch.optim.Optimizer, batch: engines.Batch,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same step as `step` takes, as one function; `step` is not called."""
+        from accbench.engines.jax import arrays
+
+        self._mirror.take_over()
+        arguments = self._arguments(optimizer, batch)
+        key = _signature(model, optimizer, batch)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._compiled(model, spec, optimizer, batch, arguments)
+            if len(self._steps) == _MOST_STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[key] = found
+        state, own, loss = found.run(*arguments)
+        self._num_run += 1
+        self._stats += engines.CompileStats(num_executions=1)
+        self._mirror.moved(state, own)
+        for source, number in zip(beside.sources, found.reads, strict=True):
+            source.position[0] += number
+        return arrays.Loss.of(self._workers.here(loss, is_own=True))
+
+    def _arguments(self, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> tuple[Any, ...]:
+        import numpy as np
+
+        from accbench.engines.jax import arrays, mirror
+
+        tensors = [*nested.tensors_of(batch), *beside.tensors()]
+        inputs = []
+        for tensor in tensors:
+            sent = self._sent.get(tensor)
+            inputs.append(arrays.lent(tensor, self._workers.device) if sent is None else sent)
+        random = np.array([self._seed % 2**32, self._num_run % 2**32], np.uint32)
+        rates = self._workers.shared(mirror.rates_of(optimizer))
+        given = self._workers.own({"inputs": inputs, "random": self.jax.numpy.asarray(random)})
+        return self._mirror.state, self._mirror.own, rates, given
+
+    def _compiled(
+        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
+        batch: engines.Batch, arguments: tuple[Any, ...],
+    ) -> "_Step":  # fmt: skip
+        from accbench.engines.jax import capture, lowering, step
+
+        begun = time.perf_counter()
+        # A part of the batch is what the model sees.
+        part = nested.chunks(batch, self.task.accumulate)[0]
+        captured = capture.capture(
+            model, spec.loss, part, self._autocast, lowering.decompositions()
+        )
+        plan = step.Plan(
+            optimizer=self.task.optimizer,
+            groups=[_settings(group) for group in optimizer.param_groups],
+            group_of=_groups_of(model, optimizer),
+            num_parts=self.task.accumulate,
+            num_in_batch=len(nested.tensors_of(batch)),
+            clip_norm=self.task.clip_norm,
+            ema_decay=self.task.ema_decay or None,
+            skips=self.task.on_nan == "skip",
+            scaling=_scaling(self.scaler),
+        )
+        function = self._workers.function(step.build(captured, plan, self._workers.mean))
+        run = function.lower(*arguments).compile()
+        self._stats += engines.CompileStats(1, time.perf_counter() - begun)
+        return _Step(run, [number * self.task.accumulate for number in captured.reads])
+
+    def wait(self) -> None:
+        if self._mirror is not None:
+            self._mirror.wait()
+
+    def _bring_back(self) -> None:
+        if self._mirror is not None:
+            self._mirror.bring_back()
+
+    def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        self._bring_back()
+        return super().training_state(net, optimizer)
+
+    def load_training_state(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
+    ) -> None:
+        self._bring_back()  # what is not in it stays as it is
+        super().load_training_state(net, optimizer, saved)
+
+    def share_buffers(self, net: nn.Module) -> None:
+        self._bring_back()
+        super().share_buffers(net)
+
+    def applied_steps(self, optimizer: torch.optim.Optimizer) -> int:  # type: ignore[override]
+        self._bring_back()
+        return engines.Engine.applied_steps(optimizer)
+
+    def loss_scale(self) -> float | None:
+        if self.scaler is None or self._mirror is None:
+            return None
+        scale: float = self._mirror.scale()
+        return scale
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        self._seed, self._num_run = seed, 0
+
+    def rng_state(self) -> Tensors:
+        numbers = [*self._seed.to_bytes(8, "little"), *self._num_run.to_bytes(8, "little")]
+        return {**super().rng_state(), "jax": torch.tensor(numbers, dtype=torch.uint8)}
+
+    def load_rng_state(self, states: Tensors) -> None:
+        super().load_rng_state(states)
+        if "jax" in states:
+            numbers = bytes(states["jax"].tolist())
+            self._seed = int.from_bytes(numbers[:8], "little")
+            self._num_run = int.from_bytes(numbers[8:], "little")
+
+    def peak_memory_bytes(self) -> int:
+        if self.task.device == "cpu":
+            return peak_resident_bytes()
+        return int(self._workers.device.memory_stats()["peak_bytes_in_use"])
+
+    def averaged_probe(self, value: float) -> list[float]:
+        gradient = self.jax.numpy.full((2,), value, self.jax.numpy.float32)
+
+        def average(state: Any, own: Any, given: Any, own_given: Any) -> tuple[Any, Any, Any]:
+            return self._workers.mean(own_given), own, given
+
+        averaged, _, _ = self._workers.function(average)(
+            *(self._workers.shared([]), self._workers.own([])),
+            *(self._workers.shared([]), self._workers.own([gradient])),
+        )
+        found: list[float] = self._workers.here(averaged[0]).tolist()
+        return found
+
+    def compile_stats(self) -> engines.CompileStats:
+        return self._stats
+
+    def close(self) -> None:
+        if self.topology.world_size > 1 and self.jax.distributed.is_initialized():
+            self.wait()
+            self.jax.distributed.shutdown()  # waits for the others, while they are there
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A compiled step."""
+
+    run: Callable[..., Any]
+    reads: list[int]
+    """How far it moves each position of `beside`."""
+
+
+_WHOLE_STEPS = (
+    "engine jax takes whole steps of accbench's own loop, and runs neither scripts nor "
+    "accbench.accelerate; use --engine ddp, inductor or xla for those"
+)
+
+
+def _signature(model: nn.Module, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> Any:
+    """What a captured step holds for."""
+    return (
+        nested.signature(batch),
+        tuple((tuple(tensor.shape), tensor.dtype) for tensor in beside.tensors()),
+        tuple(module.training for module in model.modules()),
+        tuple(parameter.requires_grad for parameter in model.parameters()),
+        tuple(repr(_settings(group)) for group in optimizer.param_groups),
+    )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of a group, what a schedule does not change."""
+    return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+
+
+def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    found = {
+        parameter: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    return [found[parameter] for parameter in model.parameters()]
+
+
+def _scaling(scaler: Any) -> dict[str, Any] | None:
+    if scaler is None:
+        return None
+    return {
+        "growth": scaler.get_growth_factor(),
+        "backoff": scaler.get_backoff_factor(),
+        "interval": scaler.get_growth_interval(),
+    }
+
+
+def _user_cache_folder() -> Path:
+    # The XDG base directory specification's place.
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "accbench" / "jax"

@@ -1,0 +1,136 @@
+"""The state of training in two places: torch's tensors on the host, JAX's arrays on the device.
+
+Steps change the arrays. Torch's tensors are brought up to date when somebody is about to read
+them; and what somebody has written to them is found by its version, and taken over before the
+next step, tensor by tensor.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+
+from accbench.engines import optimizers
+from accbench.engines.jax import arrays
+from accbench.engines.jax.workers import Workers
+
+_BUFFERS, _SCALE, _TRACKER, _COUNTS = "buffers", "scale", "tracker", "counts"
+_Mark = tuple[int, int, int]
+
+
+class Mirror:
+    """One model's and its optimizer's state.
+
+    Args:
+        net: its parameters and buffers stay the tensors that they are.
+        optimizer: with a state for every parameter; its tensors may be replaced by others.
+        scaler: None, or one whose state is made.
+    """
+
+    def __init__(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, keys: list[str],
+        workers: Workers,
+    ) -> None:  # fmt: skip
+        self._parameters, self._net_buffers = list(net.parameters()), list(net.buffers())
+        self._optimizer, self._scaler, self._workers, self._keys = optimizer, scaler, workers, keys
+        self.state: dict[str, Any] = {}
+        """What all workers share, as `step.build` has it."""
+        self.own: dict[str, Any] = {_BUFFERS: [None for _ in self._net_buffers]}
+        """The worker's own."""
+        self._marks: dict[str, list[_Mark | None]] = {}
+        self._is_ahead = False
+
+    def _tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Torch's, by the names of the arrays."""
+        states = [self._optimizer.state[parameter] for parameter in self._parameters]
+        found: dict[str, list[Any]] = {
+            "parameters": self._parameters, _BUFFERS: self._net_buffers,
+        }  # fmt: skip
+        found |= {key: [state[key] for state in states] for key in self._keys}
+        found[_COUNTS] = [state["step"] for state in states]
+        if self._scaler is not None:
+            found[_SCALE] = [self._scaler._scale]
+            found[_TRACKER] = [self._scaler._growth_tracker]
+        return found
+
+    def take_over(self) -> None:
+        """Have the arrays hold what was written to torch's tensors since the last time."""
+        for key, tensors in self._tensors().items():
+            marks = self._marks.get(key)
+            found: list[_Mark | None] = [_mark(tensor) for tensor in tensors]
+            if found == marks:
+                continue
+            if key in (_COUNTS, _SCALE, _TRACKER):
+                self.state[key] = self._single(key, tensors)
+            else:
+                self._take_over_list(key, tensors, found, marks or [None for _ in tensors])
+            self._marks[key] = found
+
+    def _single(self, key: str, tensors: list[torch.Tensor]) -> Any:
+        whole = torch.stack(tensors).float() if key == _COUNTS else tensors[0]
+        return self._workers.shared(arrays.owned(whole, self._workers.device))
+
+    def _take_over_list(
+        self, key: str, tensors: list[torch.Tensor], found: list[Any], marks: list[Any]
+    ) -> None:
+        holder = self.own if key == _BUFFERS else self.state
+        held = holder.setdefault(key, [None for _ in tensors])
+        place_on = self._workers.own if key == _BUFFERS else self._workers.shared
+        for place, tensor in enumerate(tensors):
+            if found[place] != marks[place]:
+                held[place] = place_on(arrays.owned(tensor, self._workers.device))
+
+    def moved(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """A step has made these of the arrays, which are gone."""
+        self.state, self.own, self._is_ahead = state, own, True
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Have torch's tensors hold what the arrays do; waits for the device."""
+        if not self._is_ahead:
+            return
+        self.take_over()  # or what was written to torch's would be lost
+        for key, tensors in self._tensors().items():
+            for tensor, value in zip(tensors, self._values(key), strict=True):
+                tensor.copy_(value)
+            self._marks[key] = [_mark(tensor) for tensor in tensors]
+        self._is_ahead = False
+
+    def _values(self, key: str) -> list[torch.Tensor]:
+        if key == _COUNTS:
+            return list(arrays.tensor_of(self._workers.here(self.state[key])))
+        if key in (_SCALE, _TRACKER):
+            return [arrays.tensor_of(self._workers.here(self.state[key]))]
+        holder = self.own if key == _BUFFERS else self.state
+        here = [self._workers.here(array, key == _BUFFERS) for array in holder[key]]
+        return [arrays.tensor_of(array) for array in here]
+
+    def scale(self) -> float:
+        """The loss scale; waits for the device."""
+        self.take_over()
+        return float(arrays.tensor_of(self._workers.here(self.state[_SCALE])))
+
+    def wait(self) -> None:
+        """Until the arrays are computed."""
+        jax.block_until_ready((self.state, self.own))
+
+
+def _mark(tensor: torch.Tensor) -> _Mark:
+    """Changes when anyone writes to the tensor."""
+    return id(tensor), tensor._version, tensor.data_ptr()
+
+
+def keys_of(task: Any) -> list[str]:
+    """What the task's optimizer keeps of each parameter, in its shape."""
+    average = [optimizers.AVERAGE] if task.ema_decay else []
+    return [*optimizers.STATE_KEYS[task.optimizer], *average]
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The groups' `lr` and `kept` as a step takes them, (groups,) float32 each."""
+    groups = optimizer.param_groups
+    lr = [float(group["lr"]) for group in groups]
+    kept = [1 - rate * g["weight_decay"] for rate, g in zip(lr, groups, strict=True)]
+    return {"lr": jnp.asarray(lr, jnp.float32), "kept": jnp.asarray(kept, jnp.float32)}

@@ -1,0 +1,136 @@
+"""The whole training step as one function of JAX arrays, around a captured graph."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from accbench.engines import optimizers
+from accbench.engines.jax import updates
+from accbench.engines.jax.capture import Captured
+from accbench.engines.jax.lowering import run_graph
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step is made of, apart from its graph."""
+
+    optimizer: str
+    groups: list[dict[str, Any]]
+    """Settings of the optimizer's groups, those that stay as they are."""
+    group_of: list[int]
+    """Parameter, by its place among the model's -> its group."""
+    num_parts: int
+    """Gradients of so many parts of a batch are added up."""
+    num_in_batch: int
+    """Tensors of a batch; what is given behind them is not cut into parts."""
+    clip_norm: float | None
+    ema_decay: float | None
+    skips: bool
+    """Leave out steps whose gradients are not finite, and what they made of buffers."""
+    scaling: dict[str, Any] | None
+    """Of the loss scale: growth, backoff, interval; None where there is none."""
+
+
+def build(captured: Captured, plan: Plan, mean: Callable[[Tree], Tree]) -> Callable[..., Any]:
+    """The function of a step.
+
+    It takes, and gives back first, `state`: parameters (in the model's order), what the optimizer
+    keeps of each (key -> arrays in that order), counts (parameters,) float32 of steps taken, and
+    scale and tracker where the loss is scaled; and `own`: the model's buffers. Then `rates` (lr
+    and kept, (groups,) float32), and `given`: inputs (the batch's and those beside it) and random
+    ((2,) uint32: seed, number of the step). The loss comes last, float32 ().
+
+    Args:
+        mean: of gradients over the workers.
+    """
+
+    def step(state: Tree, own: Tree, rates: Tree, given: Tree) -> tuple[Tree, Tree, Any]:
+        scale = state["scale"] if plan.scaling else jnp.float32(1)
+        loss, gradients, buffers = _gradients(captured, plan, state, own, given, scale)
+        gradients = mean(gradients)
+        overflow = jnp.bool_(False)
+        if plan.scaling:
+            gradients = [g * (1 / scale).astype(g.dtype) for g in gradients]
+        if plan.scaling or plan.skips:
+            overflow = updates.nonfinite(gradients)
+        if plan.clip_norm is not None:
+            gradients = updates.clipped(gradients, plan.clip_norm)
+        if plan.skips:
+            pairs = zip(own["buffers"], buffers, strict=True)
+            buffers = [jnp.where(overflow, before, after) for before, after in pairs]
+        state = _updated(captured, plan, state, rates, gradients, overflow)
+        if plan.scaling:
+            state["scale"], state["tracker"] = updates.next_scale(
+                state["scale"], state["tracker"], overflow, **plan.scaling
+            )
+        return state, {"buffers": buffers}, loss
+
+    return step
+
+
+def _gradients(
+    captured: Captured, plan: Plan, state: Tree, own: Tree, given: Tree, scale: Any
+) -> tuple[Any, list[Any], list[Any]]:
+    """(loss, gradients of the scaled loss, buffers) of the batch, part after part."""
+    seed, number = given["random"]
+    key = jax.random.fold_in(jax.random.key(seed), number)
+    batch, beside = given["inputs"][: plan.num_in_batch], given["inputs"][plan.num_in_batch :]
+
+    def of_part(buffers: list[Any], part: list[Any], key: Any) -> tuple[Any, list[Any], list[Any]]:
+        factor = scale / plan.num_parts
+        inputs = captured.inputs(state["parameters"], buffers, factor, *part, *beside)
+        values = run_graph(captured.graph, inputs, key)
+        changed, loss, gradients = captured.outputs(values)
+        buffers = list(buffers)
+        for place, value in zip(captured.mutated, changed, strict=True):
+            buffers[place] = value.astype(buffers[place].dtype)
+        return loss.astype(jnp.float32) / plan.num_parts, gradients, buffers
+
+    if plan.num_parts == 1:
+        return of_part(own["buffers"], batch, key)
+    parts = [array.reshape(plan.num_parts, -1, *array.shape[1:]) for array in batch]
+
+    def one(carried: Any, given: Any) -> tuple[Any, None]:
+        sums, gradients, buffers = carried
+        part, number = given
+        loss, more, buffers = of_part(buffers, part, jax.random.fold_in(key, number))
+        added = [a + b for a, b in zip(gradients, more, strict=True)]
+        return (sums + loss, added, buffers), None
+
+    zeros = [jnp.zeros_like(state["parameters"][place]) for place in captured.trained]
+    begin = jnp.float32(0), zeros, own["buffers"]
+    carried, _ = jax.lax.scan(one, begin, (parts, jnp.arange(plan.num_parts)))
+    return carried
+
+
+def _updated(
+    captured: Captured, plan: Plan, state: Tree, rates: Tree, gradients: list[Any], overflow: Any
+) -> Tree:
+    """The state after the optimizer's step; as it was where gradients overflowed."""
+    state = {key: list(v) if isinstance(v, list) else v for key, v in state.items()}
+    may_skip = plan.scaling is not None or plan.skips
+    trained = jnp.asarray(captured.trained)
+    taken = jnp.where(overflow, 0.0, 1.0) if may_skip else 1.0
+    counts = state["counts"].at[trained].add(taken)
+    keys = optimizers.STATE_KEYS[plan.optimizer]
+    for place, gradient in zip(captured.trained, gradients, strict=True):
+        group, parameter = plan.group_of[place], state["parameters"][place]
+        before = {key: state[key][place] for key in keys}
+        moved, after = updates.RULES[plan.optimizer](
+            plan.groups[group], updates.Rates(rates["lr"][group], rates["kept"][group]),
+            parameter, gradient, before, counts[place],
+        )  # fmt: skip
+        pairs = {"parameters": (parameter, moved)} | {k: (before[k], after[k]) for k in keys}
+        for key, (old, new) in pairs.items():
+            state[key][place] = jnp.where(overflow, old, new) if may_skip else new
+    if plan.ema_decay:
+        pairs_of_averages = zip(state[optimizers.AVERAGE], state["parameters"], strict=True)
+        state[optimizers.AVERAGE] = [
+            a + (1 - plan.ema_decay) * (p - a) for a, p in pairs_of_averages
+        ]
+    return {**state, "counts": counts}

@@ -1,0 +1,80 @@
+"""What a step does with gradients, in JAX: torch's AdamW and SGD, the loss scale, clipping.
+
+Formulas and their order are those of `torch.optim._single_tensor_adamw` and
+`_single_tensor_sgd`, of `torch._amp_update_scale_` and `torch.nn.utils.clip_grad_norm_`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+Array = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What may change from step to step in a group of parameters, float32, ()."""
+
+    lr: Array
+    kept: Array
+    """What decay leaves of a weight: 1 - lr * weight_decay."""
+
+
+def adamw(
+    settings: dict[str, Any], rates: Rates, parameter: Array, gradient: Array,
+    state: dict[str, Array], step: Array,
+) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+    """A parameter and its moments after a step, the `step`th of this parameter from 1."""
+    beta1, beta2 = settings["betas"]
+    mean = state["exp_avg"] + (1 - beta1) * (gradient - state["exp_avg"])
+    square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient * gradient
+    # 1 - beta**step, which in float32 would lose its first digits.
+    correction1 = -jnp.expm1(step * np.float32(np.log(beta1)))
+    correction2 = -jnp.expm1(step * np.float32(np.log(beta2)))
+    root = jnp.sqrt(square) / jnp.sqrt(correction2) + settings["eps"]
+    moved = parameter * rates.kept - (rates.lr / correction1) * (mean / root)
+    return moved, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+def sgd(
+    settings: dict[str, Any], rates: Rates, parameter: Array, gradient: Array,
+    state: dict[str, Array], step: Array,
+) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+    """Likewise, of stochastic gradient descent with momentum and without dampening."""
+    if settings["weight_decay"]:
+        gradient = gradient + settings["weight_decay"] * parameter
+    if not settings["momentum"]:
+        return parameter - rates.lr * gradient, state
+    buffer = settings["momentum"] * state["momentum_buffer"] + gradient
+    way = gradient + settings["momentum"] * buffer if settings["nesterov"] else buffer
+    return parameter - rates.lr * way, {"momentum_buffer": buffer}
+
+
+RULES = {"adamw": adamw, "sgd": sgd}
+
+
+def nonfinite(gradients: list[Array]) -> Array:
+    """Whether there is a NaN or an infinity in any of them; bool, ()."""
+    return ~jnp.stack([jnp.isfinite(gradient).all() for gradient in gradients]).all()
+
+
+def clipped(gradients: list[Array], max_norm: float) -> list[Array]:
+    """Gradients whose norm, of all together, is `max_norm` at most."""
+    norms = [jnp.sqrt(jnp.sum(jnp.square(g.astype(jnp.float32)))) for g in gradients]
+    norm = jnp.sqrt(jnp.sum(jnp.square(jnp.stack(norms))))
+    factor = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
+    return [(gradient * factor).astype(gradient.dtype) for gradient in gradients]
+
+
+def next_scale(
+    scale: Array, tracker: Array, overflow: Array, growth: float, backoff: float, interval: int
+) -> tuple[Array, Array]:
+    """The loss scale and its count of steps without overflow, after a step."""
+    grows = ~overflow & (tracker + 1 == interval)
+    grown = scale * growth
+    grown = jnp.where(jnp.isfinite(grown), grown, scale)
+    new_scale = jnp.where(overflow, scale * backoff, jnp.where(grows, grown, scale))
+    new_tracker = jnp.where(overflow | grows, 0, tracker + 1)
+    return new_scale.astype(scale.dtype), new_tracker.astype(tracker.dtype)

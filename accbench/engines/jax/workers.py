@@ -1,0 +1,130 @@
+"""One device a worker, and what goes on between them: all data parallel."""
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from accbench.training import process_group
+from accbench.training.process_group import Topology
+
+_AXIS = "workers"
+# A worker that ends by an error waits so long for the others, which its launcher ends.
+_SHUTDOWN_S = 3
+
+
+def meet(topology: Topology, device: str, timeout_s: float) -> None:
+    """Have JAX's processes find each other, by the process group that is there.
+
+    Called before JAX is used, and once only.
+    """
+    if topology.world_size == 1 or jax.distributed.is_initialized():
+        return
+    if device == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    with _address(topology) as address:
+        jax.distributed.initialize(
+            address, topology.world_size, topology.rank,
+            local_device_ids=None if device == "cpu" else [topology.local_rank],
+            initialization_timeout=int(timeout_s),
+            shutdown_timeout_seconds=_SHUTDOWN_S,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _address(topology: Topology) -> Iterator[str]:
+    """Where rank 0 will listen, on every rank: a port that is free there."""
+    with contextlib.ExitStack() as stack:
+        address = None
+        if topology.rank == 0:
+            alone = topology.local_world_size == topology.world_size
+            host = "127.0.0.1" if alone else socket.getfqdn()
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("", 0))
+            address = f"{host}:{listener.getsockname()[1]}"
+        address = process_group.from_rank0(address)
+        stack.close()  # just before JAX listens there
+        assert isinstance(address, str)
+        yield address
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """JAX looks at the plug-ins of all platforms, wanted or not, and shows how some don't load."""
+    logger = logging.getLogger("jax._src.xla_bridge")
+    logger.addFilter(_has_no_traceback)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_has_no_traceback)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
+
+
+class Workers:
+    """Arrays that all workers share, arrays of each one's own, and functions over both."""
+
+    def __init__(self, topology: Topology) -> None:
+        with _without_tracebacks():
+            self.device: jax.Device = jax.local_devices()[0]
+        self._mesh = None
+        if topology.world_size > 1:
+            self._mesh = Mesh(np.array(jax.devices()), (_AXIS,))
+
+    def shared(self, tree: Any) -> Any:
+        """Arrays on this device, the same on all workers, as what functions take."""
+        return self._placed(tree, PartitionSpec(), lambda array: array)
+
+    def own(self, tree: Any) -> Any:
+        """Arrays on this device, each worker's own, as what functions take."""
+        return self._placed(tree, PartitionSpec(_AXIS), lambda array: array[None])
+
+    def _placed(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
+        mesh = self._mesh
+        if mesh is None:
+            return tree
+        num = mesh.size if spec else 1
+
+        def placed(array: Any) -> Any:
+            part = jax.device_put(form(array), self.device)
+            shape = (num, *part.shape[1:]) if spec else part.shape
+            sharding = NamedSharding(mesh, spec)
+            return jax.make_array_from_single_device_arrays(shape, sharding, [part])
+
+        return jax.tree.map(placed, tree)
+
+    def here(self, array: jax.Array, is_own: bool = False) -> jax.Array:
+        """This worker's part of what a function gave."""
+        if self._mesh is None:
+            return array
+        part = array.addressable_data(0)
+        return part[0] if is_own else part
+
+    def mean(self, tree: Any) -> Any:
+        """Inside of functions: the mean over the workers."""
+        return tree if self._mesh is None else lax.pmean(tree, _AXIS)
+
+    def function(self, step: Callable[..., Any]) -> Any:
+        """`step(shared, own, shared, own) -> (shared, own, own)`, jitted; reuses the first two."""
+        if self._mesh is None:
+            return jax.jit(step, donate_argnums=(0, 1))
+        common, own = PartitionSpec(), PartitionSpec(_AXIS)
+
+        def of_worker(state: Any, own_state: Any, given: Any, own_given: Any) -> Any:
+            own_state, own_given = jax.tree.map(lambda a: a[0], (own_state, own_given))
+            state, *of_own = step(state, own_state, given, own_given)
+            return state, *jax.tree.map(lambda a: a[None], of_own)
+
+        mapped = jax.shard_map(
+            of_worker, mesh=self._mesh, in_specs=(common, own, common, own),
+            out_specs=(common, own, own), check_vma=False,
+        )  # fmt: skip
+        return jax.jit(mapped, donate_argnums=(0, 1))
