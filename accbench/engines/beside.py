@@ -41,13 +41,20 @@ def tensors() -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def replaced(others: list[torch.Tensor]) -> Iterator[None]:
-    """Have forward passes read these, in the order of `tensors`."""
-    kept, rest = [list(source.tensors) for source in sources], iter(others)
+def replaced(others: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Have a forward pass read these from the first on, in the order of `tensors`.
+
+    What it gives holds, afterwards, how many it read of each source.
+    """
+    kept = [(list(source.tensors), source.position[0]) for source in sources]
+    rest, reads = iter(others), list[int]()
     try:
         for source in sources:
             source.tensors[:] = [next(rest) for _ in source.tensors]
-        yield
+            source.position[0] = 0
+        yield reads
+        reads += [source.position[0] for source in sources]
     finally:
-        for source, before in zip(sources, kept, strict=True):
-            source.tensors[:] = before
+        for source, (tensors_before, position) in zip(sources, kept, strict=True):
+            source.tensors[:] = tensors_before
+            source.position[0] = position

@@ -15,6 +15,7 @@ from tests import planted
 from tests.comparing.trials import FLOORS, SETTINGS, folder_of, judge, start_setting
 
 HAS_XLA = find_spec("torch_xla") is not None
+HAS_JAX = find_spec("jax") is not None
 
 
 class Passes:
@@ -28,6 +29,7 @@ class Passes:
         if setting not in self._made:
             self._made.add(setting)
             engines = ["ddp:again", *SETTINGS[setting].faults, *(["xla"] if HAS_XLA else [])]
+            engines += ["jax"] if HAS_JAX else []
             engines += ["not_loaded"]
             engines += ["crashes_when_loaded"] if setting == "tests" else []
             start_setting(self.base, setting, [0], engines, self.plugins)
@@ -45,7 +47,8 @@ def passes(tmp_path_factory):
     "engine",
     ["ddp:again", "ddp:no-channels_last",
      pytest.param("xla", marks=[
-         pytest.mark.xla, pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")])],
+         pytest.mark.xla, pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")]),
+     pytest.param("jax", marks=pytest.mark.skipif(not HAS_JAX, reason="jax is not installed"))],
 )  # fmt: skip
 def test_right_engines_train_the_same(passes, setting, engine):
     found = passes.verdict(setting, engine)

@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 STEPS = 20
 FLOORS = ("ddp", "ddp:no-channels_last")
 # These need a process of their own: torch_xla has to be there before anything is differentiated.
-APART = ("xla", "xla:lean", "inductor")
+APART = ("xla", "xla:lean", "inductor", "jax")
 
 
 @dataclasses.dataclass(frozen=True)

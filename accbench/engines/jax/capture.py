@@ -8,7 +8,7 @@ as they were taken.
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from accbench.data import nested
 from accbench.engines import beside, places
+from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
 
 Tensors = list[torch.Tensor]
@@ -36,7 +37,7 @@ class Captured:
     mutated: list[int]
     """Which buffers are written to, by their place among the model's."""
     reads: list[int]
-    """How far a forward pass moves each position of `beside`."""
+    """How many tensors a forward pass reads of each source of `beside`."""
 
     def inputs(self, parameters: Sequence[Any], buffers: Sequence[Any], *given: Any) -> list[Any]:
         """The graph's, from all parameters and buffers in the model's order, and what follows."""
@@ -120,16 +121,13 @@ def _capture(
     reads: list[int] = []
 
     def of_tensors(some: Tensors, kept: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        before = [source.position[0] for source in beside.sources]
-        value = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
-        after = [source.position[0] for source in beside.sources]
-        reads[:] = [end - start for end, start in zip(after, before, strict=True)]
+        value, reads[:] = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
         return value
 
     inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *beside.tensors()])
     some = _plain(parameters[place] for place in trained)
     holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
-    with _traceable():
+    with traceable(model):
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
@@ -148,8 +146,11 @@ def _loss(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
     trained: list[int], some: Sequence[torch.Tensor], kept: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """The loss with other tensors in the places of all that the model has and is given."""
+) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
+    """The loss with other tensors in the places of all that the model has and is given.
+
+    And how many were read of each source of `beside`.
+    """
     num_others = sum(1 for _ in model.parameters()) - len(trained)
     by_place, others = dict(zip(trained, some, strict=True)), iter(kept[:num_others])
     tensors = {
@@ -161,9 +162,9 @@ def _loss(
     num_in_batch = len(nested.tensors_of(batch))
     given = nested.with_tensors(batch, inputs[:num_in_batch])
     # In here, not around the export: the graph's backward pass runs outside of autocast.
-    with autocast(), beside.replaced(list(inputs[num_in_batch:])):
+    with autocast(), beside.replaced(list(inputs[num_in_batch:])) as reads:
         value: torch.Tensor = torch.func.functional_call(_Loss(model, loss), tensors, (given,))
-        return value
+    return value, reads
 
 
 def _with_gradient(
@@ -175,36 +176,17 @@ def _with_gradient(
 
     parameters, buffers = list(model.parameters()), list(model.buffers())
     others = [p for place, p in enumerate(parameters) if place not in set(trained)]
-    with _traceable(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with traceable(model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         some = [mode.from_tensor(parameters[place].detach()) for place in trained]
         for tensor in some:
             tensor.requires_grad_()
         kept = [mode.from_tensor(tensor.detach()) for tensor in (*others, *buffers)]
         given = (*nested.tensors_of(batch), *beside.tensors())
         inputs = [mode.from_tensor(tensor) for tensor in given]
-        value = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
+        value, _ = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
         gradients = torch.autograd.grad(value, some, allow_unused=True)
     pairs = zip(trained, gradients, strict=True)
     return [place for place, gradient in pairs if gradient is not None]
-
-
-@contextlib.contextmanager
-def _traceable() -> Iterator[None]:
-    """Models are to be traced in this."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    # transformers asks torch.compiler.is_exporting(), and then leaves out what looks at values.
-    asked = "_is_exporting_flag"
-    before = getattr(torch.compiler, asked, None)
-    try:
-        if before is not None:
-            setattr(torch.compiler, asked, True)
-        # The other attentions are operations with random states and paddings of their own.
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        if before is not None:
-            setattr(torch.compiler, asked, before)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -83,9 +83,10 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
-        os.environ.setdefault("JAX_PLATFORMS", _PLATFORMS[task.device])
         import jax
 
+        if "JAX_PLATFORMS" not in os.environ:
+            jax.config.update("jax_platforms", _PLATFORMS[task.device])
         from accbench.engines.jax import arrays, workers
 
         self._cache = self._start_cache()
@@ -243,6 +244,7 @@ class Engine(engines.Engine):
             group_of=_groups_of(model, optimizer),
             num_parts=self.task.accumulate,
             num_in_batch=len(nested.tensors_of(batch)),
+            num_beside=[len(source.tensors) for source in beside.sources],
             clip_norm=self.task.clip_norm,
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
@@ -322,9 +324,10 @@ class Engine(engines.Engine):
         return self._stats
 
     def close(self) -> None:
-        if self.topology.world_size > 1 and self.jax.distributed.is_initialized():
-            self.wait()
-            self.jax.distributed.shutdown()  # waits for the others, while they are there
+        from accbench.engines.jax import workers
+
+        self.wait()
+        workers.leave()
 
 
 @dataclasses.dataclass(frozen=True)

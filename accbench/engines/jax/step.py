@@ -27,7 +27,9 @@ class Plan:
     num_parts: int
     """Gradients of so many parts of a batch are added up."""
     num_in_batch: int
-    """Tensors of a batch; what is given behind them is not cut into parts."""
+    """Tensors of a batch; behind them come those of `beside`."""
+    num_beside: list[int]
+    """Of each source, tensors for all parts."""
     clip_norm: float | None
     ema_decay: float | None
     skips: bool
@@ -79,11 +81,10 @@ def _gradients(
     """(loss, gradients of the scaled loss, buffers) of the batch, part after part."""
     seed, number = given["random"]
     key = jax.random.fold_in(jax.random.key(seed), number)
-    batch, beside = given["inputs"][: plan.num_in_batch], given["inputs"][plan.num_in_batch :]
 
     def of_part(buffers: list[Any], part: list[Any], key: Any) -> tuple[Any, list[Any], list[Any]]:
         factor = scale / plan.num_parts
-        inputs = captured.inputs(state["parameters"], buffers, factor, *part, *beside)
+        inputs = captured.inputs(state["parameters"], buffers, factor, *part)
         values = run_graph(captured.graph, inputs, key)
         changed, loss, gradients = captured.outputs(values)
         buffers = list(buffers)
@@ -92,8 +93,8 @@ def _gradients(
         return loss.astype(jnp.float32) / plan.num_parts, gradients, buffers
 
     if plan.num_parts == 1:
-        return of_part(own["buffers"], batch, key)
-    parts = [array.reshape(plan.num_parts, -1, *array.shape[1:]) for array in batch]
+        return of_part(own["buffers"], given["inputs"], key)
+    parts = _parts(captured, plan, given["inputs"])
 
     def one(carried: Any, given: Any) -> tuple[Any, None]:
         sums, gradients, buffers = carried
@@ -106,6 +107,19 @@ def _gradients(
     begin = jnp.float32(0), zeros, own["buffers"]
     carried, _ = jax.lax.scan(one, begin, (parts, jnp.arange(plan.num_parts)))
     return carried
+
+
+def _parts(captured: Captured, plan: Plan, inputs: list[Any]) -> list[Any]:
+    """The graph's inputs for each part of a batch, one part after the other along a first axis."""
+    batch, others = inputs[: plan.num_in_batch], inputs[plan.num_in_batch :]
+    parts = [array.reshape(plan.num_parts, -1, *array.shape[1:]) for array in batch]
+    for number, reads in zip(plan.num_beside, captured.reads, strict=True):
+        source, others = others[:number], others[number:]
+        # Every forward pass reads on where the one before has stopped.
+        for place in range(number):
+            of_parts = [source[(place + part * reads) % number] for part in range(plan.num_parts)]
+            parts.append(jnp.stack(of_parts))
+    return parts
 
 
 def _updated(

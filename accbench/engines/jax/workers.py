@@ -1,5 +1,6 @@
 """One device a worker, and what goes on between them: all data parallel."""
 
+import atexit
 import contextlib
 import logging
 import socket
@@ -15,8 +16,6 @@ from accbench.training import process_group
 from accbench.training.process_group import Topology
 
 _AXIS = "workers"
-# A worker that ends by an error waits so long for the others, which its launcher ends.
-_SHUTDOWN_S = 3
 
 
 def meet(topology: Topology, device: str, timeout_s: float) -> None:
@@ -33,8 +32,26 @@ def meet(topology: Topology, device: str, timeout_s: float) -> None:
             address, topology.world_size, topology.rank,
             local_device_ids=None if device == "cpu" else [topology.local_rank],
             initialization_timeout=int(timeout_s),
-            shutdown_timeout_seconds=_SHUTDOWN_S,
         )  # fmt: skip
+    _let_errors_end_alone()
+
+
+def _let_errors_end_alone() -> None:
+    """Do not have a worker that ends by an error wait for the others, and abort them.
+
+    `leave` is for those that end well. JAX would leave at the end of every process.
+    """
+    from jax._src import api
+
+    clean_up = getattr(api, "clean_up", None)
+    if clean_up is not None:
+        atexit.unregister(clean_up)
+
+
+def leave() -> None:
+    """Part from the others, when all are done; waits for them."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
 
 
 @contextlib.contextmanager
