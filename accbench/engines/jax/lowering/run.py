@@ -137,7 +137,8 @@ def _constant(graph_module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _called(node: fx.Node, values: dict[fx.Node, Any], context: Context) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    arguments: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = arguments
     if node.target is operator.getitem:
         return args[0][args[1]]
     row = table.row(name(node))
@@ -164,7 +165,7 @@ def _noted(node: fx.Node) -> list[Any]:
 
 
 def _refuse_float64(node: fx.Node, rules: Rules) -> None:
-    if rules.float64_as_float32 or jax.config.jax_enable_x64:
+    if rules.float64_as_float32 or dtypes.jax_dtype(torch.float64) == "float64":
         return
     for value in _noted(node):
         if isinstance(value, torch.Tensor) and value.dtype == torch.float64 and value.ndim:

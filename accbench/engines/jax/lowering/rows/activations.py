@@ -46,22 +46,26 @@ def _mish_slope(x: Any) -> Any:
     return t + x * s * (1 - t * t)
 
 
-for _name, _function in {
+_ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": lambda x: x * jax.nn.sigmoid(x),
     "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
     "hardsigmoid": lambda x: jnp.clip(x + 3, 0, 6) / 6,
     "hardswish": lambda x: x * jnp.clip(x + 3, 0, 6) / 6,
-}.items():
+}
+
+for _name, _function in _ACTIVATIONS.items():
     _activation(_name, _function)
 
-for _name, _function in {
+_BACKWARD: dict[str, Callable[..., Any]] = {
     "silu_backward": lambda g, x: g * _silu_slope(x),
     "mish_backward": lambda g, x: g * _mish_slope(x),
     "hardsigmoid_backward": lambda g, x: jnp.where((x > -3) & (x < 3), g / 6, 0),
     "hardswish_backward": lambda g, x: g * _hardswish_slope(x),
     "sigmoid_backward": lambda g, y: g * (1 - y) * y,
     "tanh_backward": lambda g, y: g * (1 - y * y),
-}.items():
+}
+
+for _name, _function in _BACKWARD.items():
     _backward(_name, _function)
 
 

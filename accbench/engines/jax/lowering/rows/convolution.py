@@ -14,9 +14,7 @@ from ..table import lowering
 Sizes = Sequence[int]
 
 
-def convolve(
-    x: Any, w: Any, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
-) -> Any:
+def convolve(x: Any, w: Any, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> Any:
     """x (N, C, *spatial), w (out, C / groups, *kernel) -> (N, out, *spatial)."""
     return lax.conv_general_dilated(
         x,
@@ -132,9 +130,7 @@ def _sum_but_channels(g: Any) -> Any:
 
 
 @lowering("aten.im2col.default")
-def im2col(
-    self: Any, kernel_size: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes
-) -> Any:
+def im2col(self: Any, kernel_size: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Any:
     """(N, C, H, W) or (C, H, W) -> (N, C * kernel, windows): windows as columns."""
     x = self if self.ndim == 4 else self[None]
     patches = lax.conv_general_dilated_patches(

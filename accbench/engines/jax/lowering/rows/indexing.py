@@ -22,7 +22,9 @@ def _grid(index: Any, dim: int) -> tuple[Any, ...]:
         if axis == dim % index.ndim:
             parts.append(index)
         else:
-            parts.append(jnp.arange(size).reshape([-1 if a == axis else 1 for a in range(index.ndim)]))
+            parts.append(
+                jnp.arange(size).reshape([-1 if a == axis else 1 for a in range(index.ndim)])
+            )
     return tuple(parts)
 
 

@@ -44,7 +44,13 @@ def batch_norm_train(
     n = x.size // max(x.shape[1], 1)
     # Running variances are unbiased; of one value each there is none, and torch's is NaN or inf.
     unbiased = batch_var * (n / (n - 1) if n > 1 else jnp.inf)
-    return y, batch_mean, invstd, _moved(mean, batch_mean, momentum), _moved(var, unbiased, momentum)
+    return (
+        y,
+        batch_mean,
+        invstd,
+        _moved(mean, batch_mean, momentum),
+        _moved(var, unbiased, momentum),
+    )
 
 
 def _moved(running: Any, of_batch: Any, momentum: float) -> Any:
@@ -54,9 +60,7 @@ def _moved(running: Any, of_batch: Any, momentum: float) -> Any:
     return (wide * (1 - momentum) + of_batch * momentum).astype(running.dtype)
 
 
-def batch_norm_eval(
-    input: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float
-) -> Any:
+def batch_norm_eval(input: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:
     x, w, b, m, v = _wide(input, weight, bias, mean, var)
     invstd = lax.rsqrt(v + eps)
     return _affine(x, m, invstd if w is None else invstd * w, b).astype(input.dtype)

@@ -97,7 +97,7 @@ def _truncated_division(a: Any, b: Any) -> Any:
     return jnp.trunc(a / b) if jnp.issubdtype(a.dtype, jnp.floating) else lax.div(a, b)
 
 
-for _name, _function in {
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
     "mul": jnp.multiply,
     "pow": _power,
     "atan2": lambda a, b: jnp.arctan2(a, b),
@@ -114,27 +114,33 @@ for _name, _function in {
     "fmax": jnp.fmax,
     "fmin": jnp.fmin,
     "nextafter": jnp.nextafter,
-}.items():
+}
+
+for _name, _function in _ARITHMETIC.items():
     _arithmetic(_name, _function)
 
-for _name, _function in {
+_COMPARISONS: dict[str, Callable[..., Any]] = {
     "eq": jnp.equal,
     "ne": jnp.not_equal,
     "lt": jnp.less,
     "le": jnp.less_equal,
     "gt": jnp.greater,
     "ge": jnp.greater_equal,
-}.items():
+}
+
+for _name, _function in _COMPARISONS.items():
     _comparison(_name, _function)
 
-for _name, _function in {
+_LOGICAL: dict[str, Callable[..., Any]] = {
     "logical_and": jnp.logical_and,
     "logical_or": jnp.logical_or,
     "logical_xor": jnp.logical_xor,
-}.items():
+}
+
+for _name, _function in _LOGICAL.items():
     _logical(_name, _function)
 
-for _name, _function in {
+_FLOAT_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": jnp.exp,
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
@@ -168,10 +174,12 @@ for _name, _function in {
     "special_i1": special.i1,
     "special_i1e": special.i1e,
     "special_ndtri": special.ndtri,
-}.items():
+}
+
+for _name, _function in _FLOAT_FUNCTIONS.items():
     _float_function(_name, _function)
 
-for _name, _function in {
+_SAME_TYPE: dict[str, Callable[..., Any]] = {
     "abs": jnp.abs,
     "neg": jnp.negative,
     "sign": jnp.sign,
@@ -185,8 +193,11 @@ for _name, _function in {
     "alias": lambda x: x,
     "detach": lambda x: x,
     "lift": lambda x: x,
+    "lift_fresh": lambda x: x,
     "lift_fresh_copy": lambda x: x,
-}.items():
+}
+
+for _name, _function in _SAME_TYPE.items():
     _same_type(_name, _function)
 
 
@@ -370,5 +381,3 @@ def lerp(self: Any, end: Any, weight: Any) -> Any:
 @lowering("aten.polygamma.default", pointwise=True)
 def polygamma(n: int, self: Any) -> Any:
     return computed(lambda x: special.polygamma(n, x), floating(self.dtype), self)
-
-

@@ -41,11 +41,12 @@ def largest(x: Any, w: Windows) -> Any:
 def _largest_places(x: Any, w: Windows) -> Any:
     """Where each window's largest stands in its plane, counted over the pooled axes; of equal
     ones the first, and a NaN before all."""
-    best = places = None
+    best: Any = None
+    places: Any = None
     for place, values in w.parts(x, _lowest(x.dtype)):
         flat: Any = np.zeros((1,) * w.rank, np.int64)
         for axis in range(w.rank):
-            along = np.arange(w.num(axis)) * w.stride[axis] - w.padding[axis]
+            along: Any = np.arange(w.num(axis)) * w.stride[axis] - w.padding[axis]
             along = (along + place[axis] * w.dilation[axis]).reshape(
                 [-1 if a == axis else 1 for a in range(w.rank)]
             )

@@ -86,9 +86,7 @@ def exponential(context: Context, self: Any, lambd: float = 1) -> Any:
     return (values / lambd).astype(self.dtype)
 
 
-def _whole_numbers(
-    context: Context, low: int, high: int, size: Sequence[int], dtype: Any
-) -> Any:
+def _whole_numbers(context: Context, low: int, high: int, size: Sequence[int], dtype: Any) -> Any:
     values = jax.random.randint(context.next_key(), size, low, high)
     return values.astype(wide_int() if dtype is None else dtype)
 
@@ -111,9 +109,7 @@ def randint_like(context: Context, self: Any, high: int, dtype: Any = None) -> A
 
 
 @lowering("aten.randint_like.low_dtype", context=True)
-def randint_like_low(
-    context: Context, self: Any, low: int, high: int, dtype: Any = None
-) -> Any:
+def randint_like_low(context: Context, self: Any, low: int, high: int, dtype: Any = None) -> Any:
     return _whole_numbers(context, low, high, self.shape, dtype or self.dtype)
 
 

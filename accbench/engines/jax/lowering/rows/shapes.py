@@ -76,7 +76,9 @@ def squeeze_dims(self: Any, dim: int | Sequence[int]) -> Any:
 @lowering("aten.expand.default", "aten.expand_copy.default")
 def expand(self: Any, size: Sequence[int], implicit: bool = False) -> Any:
     new = len(size) - self.ndim
-    return jnp.broadcast_to(self, [self.shape[i - new] if n == -1 else n for i, n in enumerate(size)])
+    return jnp.broadcast_to(
+        self, [self.shape[i - new] if n == -1 else n for i, n in enumerate(size)]
+    )
 
 
 @lowering("aten.repeat.default")
@@ -239,7 +241,18 @@ def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarr
     return places
 
 
-@lowering("aten.as_strided.default", context=True)
+def _storage_order(context: Context, ndim: int) -> list[int]:
+    """The axes of a row's first argument from the slowest in torch's storage to the fastest.
+
+    Strided tensors of a graph fill their storage densely, channels_last being one.
+    """
+    value = context.node.args[0].meta.get("val") if context.node is not None else None
+    if value is None or value.is_contiguous():
+        return [*range(ndim)]
+    return sorted(range(ndim), key=lambda axis: -value.stride(axis))
+
+
+@lowering("aten.as_strided.default", "aten.as_strided_copy.default", context=True)
 def as_strided(
     context: Context,
     self: Any,
@@ -248,17 +261,30 @@ def as_strided(
     storage_offset: int | None = None,
 ) -> Any:
     """The elements by their places in torch's storage, for which the input's strides count."""
-    value = context.node.args[0].meta["val"] if context.node is not None else None
-    offset = storage_offset or 0
-    if value is None or value.is_contiguous():
-        if offset == 0 and tuple(stride) == _contiguous(size) and math.prod(size) == self.size:
-            return self.reshape(size)
-        storage = self.reshape(-1)
-    else:
-        # Strided tensors that fill their storage densely, such as channels_last: sort the axes.
-        order = sorted(range(self.ndim), key=lambda axis: -value.stride(axis))
-        storage = jnp.transpose(self, order).reshape(-1)
-    return jnp.take(storage, _places(size, stride, offset), axis=0)
+    order = _storage_order(context, self.ndim)
+    plain = not storage_offset and tuple(stride) == _contiguous(size)
+    if plain and order == sorted(order) and math.prod(size) == self.size:
+        return self.reshape(size)
+    storage = jnp.transpose(self, order).reshape(-1)
+    return jnp.take(storage, _places(size, stride, storage_offset or 0), axis=0)
+
+
+@lowering("aten.as_strided_scatter.default", context=True)
+def as_strided_scatter(
+    context: Context,
+    self: Any,
+    src: Any,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Any:
+    order = _storage_order(context, self.ndim)
+    ordered = jnp.transpose(self, order)
+    places = _places(size, stride, storage_offset or 0)
+    storage = ordered.reshape(-1).at[places].set(src.astype(self.dtype))
+    return jnp.transpose(
+        storage.reshape(ordered.shape), [order.index(axis) for axis in range(self.ndim)]
+    )
 
 
 def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
