@@ -6,10 +6,10 @@ and `lowering` adds an operation to the table.
 
 from typing import Any
 
-from .context import Context, Rules
-from .dtypes import jax_dtype, to_jax
-from .run import missing, run_graph
-from .table import lowering, operations
+from accbench.engines.jax.lowering.context import Context, Rules
+from accbench.engines.jax.lowering.dtypes import jax_dtype, to_jax
+from accbench.engines.jax.lowering.run import missing, run_graph
+from accbench.engines.jax.lowering.table import lowering, operations
 
 __all__ = [
     "Context",

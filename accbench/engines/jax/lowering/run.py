@@ -11,10 +11,9 @@ import torch
 from torch import fx
 
 from accbench.engines import places
+from accbench.engines.jax.lowering import dtypes, table
+from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.errors import RequestError
-
-from . import dtypes, table
-from .context import Context, Rules
 
 # What says where a tensor lies and not what is in it.
 _OF_PLACE = {

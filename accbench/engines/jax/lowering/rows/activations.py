@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
-from ..dtypes import result_type
-from ..table import lowering
-from .pointwise import computed
+from accbench.engines.jax.lowering.dtypes import result_type
+from accbench.engines.jax.lowering.rows.pointwise import computed
+from accbench.engines.jax.lowering.table import lowering
 
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import of_number, wide_int
-from ..table import lowering
+from accbench.engines.jax.lowering.dtypes import of_number, wide_int
+from accbench.engines.jax.lowering.table import lowering
 
 
 @lowering("aten.full.default")

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from accbench.engines.jax.lowering.dtypes import opmath, result_type
+from accbench.engines.jax.lowering.table import lowering
 from accbench.errors import RequestError
-
-from ..dtypes import opmath, result_type
-from ..table import lowering
 
 
 def _grid(index: Any, dim: int) -> tuple[Any, ...]:
@@ -197,7 +196,7 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    from ..dtypes import wide_int
+    from accbench.engines.jax.lowering.dtypes import wide_int
 
     if sorter is not None or sorted_sequence.ndim != 1:
         raise RequestError("searchsorted is lowered for one sorted row, without a sorter")

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..dtypes import opmath
-from ..table import lowering
+from accbench.engines.jax.lowering.dtypes import opmath
+from accbench.engines.jax.lowering.table import lowering
 
 MEAN, SUM = 1, 2
 

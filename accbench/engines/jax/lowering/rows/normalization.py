@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..dtypes import opmath
-from ..table import lowering
+from accbench.engines.jax.lowering.dtypes import opmath
+from accbench.engines.jax.lowering.table import lowering
 
 
 def channels(vector: Any, ndim: int) -> Any:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import special
 
-from ..dtypes import floating, is_floating, opmath, result_type
-from ..table import lowering
+from accbench.engines.jax.lowering.dtypes import floating, is_floating, opmath, result_type
+from accbench.engines.jax.lowering.table import lowering
 
 
 def computed(function: Callable[..., Any], dtype: Any, *operands: Any) -> Any:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..dtypes import is_floating, opmath, wide_int
-from ..table import lowering
-from .windows import Windows, windows
+from accbench.engines.jax.lowering.dtypes import is_floating, opmath, wide_int
+from accbench.engines.jax.lowering.rows.windows import Windows, windows
+from accbench.engines.jax.lowering.table import lowering
 
 Sizes = Sequence[int]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..dtypes import opmath, result_type
-from ..table import lowering
+from accbench.engines.jax.lowering.dtypes import opmath, result_type
+from accbench.engines.jax.lowering.table import lowering
 
 
 @lowering("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")

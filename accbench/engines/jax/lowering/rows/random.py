@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..context import Context
-from ..dtypes import opmath, wide_int
-from ..table import lowering
+from accbench.engines.jax.lowering.context import Context
+from accbench.engines.jax.lowering.dtypes import opmath, wide_int
+from accbench.engines.jax.lowering.table import lowering
 
 
 def _uniform(context: Context, shape: Sequence[int], dtype: Any) -> Any:

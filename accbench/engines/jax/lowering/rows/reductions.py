@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..dtypes import floating, is_floating, opmath, wide_int
-from ..table import lowering
+from accbench.engines.jax.lowering.dtypes import floating, is_floating, opmath, wide_int
+from accbench.engines.jax.lowering.table import lowering
 
 Dims = int | Sequence[int] | None
 

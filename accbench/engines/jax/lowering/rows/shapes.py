@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..context import Context
-from ..dtypes import result_type
-from ..table import lowering
+from accbench.engines.jax.lowering.context import Context
+from accbench.engines.jax.lowering.dtypes import result_type
+from accbench.engines.jax.lowering.table import lowering
 
 
 def axis_slice(ndim: int, dim: int, part: Any) -> tuple[Any, ...]:

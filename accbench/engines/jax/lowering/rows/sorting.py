@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..dtypes import wide_int
-from ..table import lowering
+from accbench.engines.jax.lowering.dtypes import wide_int
+from accbench.engines.jax.lowering.table import lowering
 
 
 @lowering("aten.sort.default")

@@ -1,0 +1,233 @@
+"""Runs torch functions through the table as a training step would, and judges what comes out.
+
+A function's floating inputs become parameters of a module whose loss weighs all outputs with
+random numbers; torch captures the joint graph of forward and backward, `run_graph` runs it, and
+outputs and gradients are held against eager's in the same dtype and in float64.
+"""
+
+import dataclasses
+import importlib.util
+import sys
+import types
+import unittest
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch._functorch.aot_autograd import aot_export_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+# Units in the last place of the result's dtype, relative to the element and to the largest of
+# its tensor: the latter where sums cancel. Eager's own results lie within them of float64.
+OF_ELEMENT = 16
+OF_LARGEST = 4
+
+
+class Wrapped(torch.nn.Module):
+    """`function(*args, **kwargs)` with its tensors as parameters and buffers."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.function = function
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                value = leaf.detach().clone()
+                if leaf.requires_grad:
+                    self.register_parameter(f"t{i}", torch.nn.Parameter(value))
+                else:
+                    self.register_buffer(f"t{i}", value)
+
+    def outputs(self) -> list[torch.Tensor]:
+        args, kwargs = pytree.tree_unflatten(
+            [getattr(self, f"t{i}", leaf) for i, leaf in enumerate(self.leaves)], self.spec
+        )
+        found = pytree.tree_leaves(self.function(*args, **kwargs))
+        return [o for o in found if isinstance(o, torch.Tensor)]
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        outputs = self.outputs()
+        loss = torch.zeros(())
+        for output in outputs:
+            if output.requires_grad:
+                loss = loss + weighed(output)
+        return (loss, *(o.detach() for o in outputs))
+
+
+def weighed(output: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradient differs from element to element; float64 for a float64 output."""
+    dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
+    weights = torch.arange(1, output.numel() + 1, dtype=dtype).sin().reshape(output.shape)
+    return (output.to(dtype) * weights).sum()
+
+
+@dataclasses.dataclass
+class Results:
+    outputs: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    """Of the parameters that have one, in their order."""
+
+    def all(self) -> list[torch.Tensor]:
+        return [*self.outputs, *self.gradients]
+
+
+def eager(module: Wrapped) -> Results:
+    """Outputs and gradients by torch. Parameters without a gradient are frozen from here on."""
+    loss, *outputs = module()
+    if loss.requires_grad:
+        loss.backward()
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+    return Results(outputs, [p.grad for p in module.parameters() if p.grad is not None])
+
+
+def in_float64(module: Wrapped) -> Results:
+    """The same from the same numbers, computed in float64."""
+    other = Wrapped(module.function, (), {})
+    other.leaves, other.spec = module.leaves, module.spec
+    for name, value in module.named_parameters():
+        copy = torch.nn.Parameter(value.detach().double(), requires_grad=value.requires_grad)
+        other.register_parameter(name, copy)
+    for name, value in module.named_buffers():
+        other.register_buffer(name, value.double() if value.is_floating_point() else value)
+    return eager(other)
+
+
+def capture(module: torch.nn.Module, joint: bool) -> tuple[torch.fx.GraphModule, Any]:
+    """The flat graph of a module without inputs, of forward alone or with backward."""
+    from accbench.engines.jax import lowering
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return aot_export_module(
+            module,
+            (),
+            trace_joint=joint,
+            output_loss_index=0 if joint else None,
+            decompositions=lowering.decompositions(),
+        )
+
+
+def through_jax(module: Wrapped, jit: bool = False, rules: Any = None) -> Results:
+    """Outputs and gradients by the table."""
+    import jax
+
+    from accbench.engines.jax import lowering
+
+    joint = any(p.requires_grad for p in module.parameters())
+    graph_module, signature = capture(module, joint)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    placeholders = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
+    args = [lowering.to_jax(tensors[names[name]]) for name in placeholders]
+
+    def run(*args: Any) -> list[Any]:
+        return lowering.run_graph(graph_module, args, jax.random.key(0), rules)
+
+    found = (jax.jit(run) if jit else run)(*args)
+    found = found[len(signature.buffers_to_mutate) :]
+    num_outputs = len(signature.user_outputs)
+    frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+    gradients = [
+        g
+        for name, g in zip(signature.parameters, found[num_outputs:], strict=joint)
+        if name not in frozen
+    ]
+    return Results(
+        [to_torch(o) for o in found[1:num_outputs]], [to_torch(g) for g in gradients if g is not None]
+    )
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    host = np.asarray(array)
+    if host.dtype.name == "bfloat16":
+        return torch.from_numpy(host.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(host.copy())
+
+
+def differences(ours: Results, eager: Results, exact: Results | None) -> list[str]:
+    """A line for each output and gradient that isn't torch's."""
+    lines = []
+    if len(ours.all()) != len(eager.all()):
+        return [f"{len(ours.all())} outputs and gradients instead of {len(eager.all())}"]
+    truths = eager.all() if exact is None else exact.all()
+    for i, (a, b) in enumerate(zip(ours.all(), eager.all(), strict=True)):
+        # Where float64 takes another way (an index, a shape), eager in the same dtype is it.
+        truth = truths[i] if i < len(truths) and truths[i].shape == b.shape else b
+        what = f"output {i}" if i < len(ours.outputs) else f"gradient {i - len(ours.outputs)}"
+        problem = difference(a, b, truth)
+        if problem:
+            lines.append(f"{what}: {problem}")
+    return lines
+
+
+def difference(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> str | None:
+    """What is wrong with a tensor: near neither eager nor float64, in units of its dtype."""
+    if ours.shape != eager.shape or not _stands_for(ours.dtype, eager.dtype):
+        return f"{ours.dtype} {[*ours.shape]} instead of {eager.dtype} {[*eager.shape]}"
+    if not eager.dtype.is_floating_point:
+        wrong = int((ours.long() != eager.long()).sum())
+        return f"{wrong} of {ours.numel()} elements differ" if wrong else None
+    eps = torch.finfo(eager.dtype).eps
+    tiny = torch.finfo(eager.dtype).tiny
+    a = ours.double()
+    near = torch.zeros_like(a, dtype=torch.bool)
+    worst = torch.full_like(a, torch.inf)
+    for truth in (eager.double(), exact.double()):
+        finite = truth.abs().nan_to_num(0, 0, 0)
+        largest = finite.max() if finite.numel() else 0
+        allowed = eps * (OF_ELEMENT * finite + OF_LARGEST * largest) + tiny
+        error = (a - truth).abs()
+        same = (a == truth) | (a.isnan() & truth.isnan())
+        # Beyond the largest number of the dtype float64 goes on.
+        over = (a == truth.sign() * torch.inf) & (truth.abs() > torch.finfo(eager.dtype).max)
+        near |= same | over | (error <= allowed)
+        worst = torch.minimum(worst, torch.where(same, 0, error / allowed))
+    wrong = int((~near).sum())
+    if wrong:
+        most = float(worst[~near].nan_to_num(torch.inf).max())
+        return f"{wrong} of {near.numel()} elements off, by up to {most:.3g} of what is allowed"
+    return None
+
+
+def _stands_for(ours: torch.dtype, theirs: torch.dtype) -> bool:
+    narrowed = {torch.int64: torch.int32, torch.float64: torch.float32}
+    return ours in (theirs, narrowed.get(theirs))
+
+
+def check(function: Callable[..., Any], args: Any, kwargs: Any, **how: Any) -> list[str]:
+    """What is wrong with a function through the table; nothing if it is right."""
+    module = Wrapped(function, args, kwargs)
+    by_torch = eager(module)
+    try:
+        exact = in_float64(module)
+    except (RuntimeError, TypeError, ValueError):
+        exact = None  # a function that float64 hasn't, or a mix of dtypes
+    return differences(through_jax(module, **how), by_torch, exact)
+
+
+def op_infos() -> list[Any]:
+    """torch's own list of operations with samples of their arguments."""
+    # Its module wants expecttest, for tests of torch's own, which nothing here uses.
+    absent = importlib.util.find_spec("expecttest") is None
+    if absent:
+        stand_in = types.ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = stand_in
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    finally:
+        if absent:
+            del sys.modules["expecttest"]
+    return [*op_db]
+
+
+def samples(op: Any, dtype: torch.dtype, most: int) -> Iterable[Any]:
+    """Some of an OpInfo's samples, spread over all of them, with gradients where torch has them."""
+    torch.manual_seed(0)
+    wants = dtype.is_floating_point and op.supports_autograd
+    found = list(op.sample_inputs("cpu", dtype, requires_grad=wants))
+    step = max(len(found) / most, 1)
+    return [found[int(i * step)] for i in range(min(most, len(found)))]
