@@ -4,12 +4,13 @@ torch raises where an index is out of range; inside a compiled graph nothing can
 takes the nearest element instead, or drops what is to be placed.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from accbench.engines.jax.lowering.dtypes import opmath, result_type
+from accbench.engines.jax.lowering.dtypes import opmath, result_type, wide_int
 from accbench.engines.jax.lowering.table import lowering
 from accbench.errors import RequestError
 
@@ -155,6 +156,16 @@ def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
     return jnp.where(mask, taken.astype(self.dtype), self)
 
 
+@lowering("aten.masked_scatter_backward.default")
+def masked_scatter_backward(grad_output: Any, mask: Any, sizes: Sequence[int]) -> Any:
+    """The gradient of what was placed: the masked elements one after the other, then zeros."""
+    mask = jnp.broadcast_to(mask, grad_output.shape).reshape(-1)
+    size = math.prod(sizes)
+    places = jnp.where(mask, jnp.cumsum(mask) - 1, size)
+    zeros = jnp.zeros((size,), grad_output.dtype)
+    return zeros.at[places].set(grad_output.reshape(-1), mode="drop").reshape(sizes)
+
+
 @lowering("aten.embedding.default")
 def embedding(
     weight: Any,
@@ -196,8 +207,6 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    from accbench.engines.jax.lowering.dtypes import wide_int
-
     if sorter is not None or sorted_sequence.ndim != 1:
         raise RequestError("searchsorted is lowered for one sorted row, without a sorter")
     dtype = result_type(sorted_sequence, self)

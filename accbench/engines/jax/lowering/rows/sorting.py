@@ -47,3 +47,42 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[A
     axis = dim % self.ndim
     found = [lax.index_in_dim(a, k - 1, axis, keepdim) for a in sort(self, dim, False)]
     return found[0], found[1]
+
+
+@lowering("aten.median.dim")
+def median_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """The lower of two in the middle; NaN where there is one, as torch's median has it."""
+    if not self.ndim:
+        return self, jnp.zeros((), wide_int())
+    return _medians(self, dim, keepdim, skip_nan=False)
+
+
+@lowering("aten.nanmedian.dim")
+def nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    if not self.ndim:
+        return self, jnp.zeros((), wide_int())
+    return _medians(self, dim, keepdim, skip_nan=True)
+
+
+@lowering("aten.median.default")
+def median(self: Any) -> Any:
+    return median_dim(self.reshape(-1), 0)[0]
+
+
+@lowering("aten.nanmedian.default")
+def nanmedian(self: Any) -> Any:
+    return nanmedian_dim(self.reshape(-1), 0)[0]
+
+
+def _medians(self: Any, dim: int, keepdim: bool, skip_nan: bool) -> tuple[Any, Any]:
+    axis = dim % self.ndim
+    nans = jnp.sum(self != self, axis, keepdims=True)
+    counted = self.shape[axis] - nans
+    # NaNs are sorted to the end.
+    middle = jnp.maximum(counted - 1, 0) // 2
+    if not skip_nan:
+        middle = jnp.where(nans > 0, counted, middle)
+    found = [jnp.take_along_axis(a, middle, axis) for a in sort(self, axis)]
+    if not keepdim:
+        found = [jnp.squeeze(a, axis) for a in found]
+    return found[0], found[1]

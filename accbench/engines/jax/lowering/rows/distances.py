@@ -1,0 +1,69 @@
+"""Distances between vectors, and their gradients."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from accbench.engines.jax.lowering.dtypes import opmath
+from accbench.engines.jax.lowering.table import lowering
+
+
+def _norm(difference: Any, p: float) -> Any:
+    x = jnp.abs(difference)
+    if p == 0:
+        return jnp.sum(x != 0, -1, x.dtype)
+    if p == math.inf:
+        return jnp.max(x, -1, initial=0)
+    if p == 2:
+        return jnp.sqrt(jnp.sum(jnp.square(x), -1))
+    return jnp.sum(x if p == 1 else x**p, -1) ** (1 / p)
+
+
+def _slope(difference: Any, p: float, norm: Any) -> Any:
+    """The norm's gradient with respect to the difference; 0 where the vectors are equal."""
+    norm = norm[..., None]
+    x, sign = jnp.abs(difference), jnp.sign(difference)
+    if p == 0:
+        return jnp.zeros_like(x)
+    if p == 1:
+        return sign
+    if p == math.inf:
+        return sign * (x == norm)
+    safe = jnp.where(norm == 0, 1, norm)
+    base = jnp.where(x == 0, 1, x) ** (p - 1) / safe ** (p - 1)
+    return jnp.where((norm == 0) | (x == 0), 0, sign * base)
+
+
+@lowering("aten._cdist_forward.default")
+def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
+    """x1 (..., M, width), x2 (..., N, width) -> (..., M, N)."""
+    return _norm(x1[..., :, None, :] - x2[..., None, :, :], p)
+
+
+@lowering("aten._cdist_backward.default")
+def cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
+    """The gradient of x1."""
+    slope = _slope(x1[..., :, None, :] - x2[..., None, :, :], p, cdist)
+    return jnp.sum(grad[..., None] * slope, -2)
+
+
+@lowering("aten._euclidean_dist.default")
+def euclidean_dist(x1: Any, x2: Any) -> Any:
+    return cdist(x1, x2, 2)
+
+
+@lowering("aten._pdist_forward.default")
+def pdist(self: Any, p: float = 2) -> Any:
+    """(N, width) -> the distances of all pairs, the first vector's first."""
+    i, j = np.triu_indices(self.shape[0], 1)
+    return _norm(self[i] - self[j], p)
+
+
+@lowering("aten._pdist_backward.default")
+def pdist_backward(grad: Any, self: Any, p: float, pdist: Any) -> Any:
+    i, j = np.triu_indices(self.shape[0], 1)
+    each = grad[:, None] * _slope(self[i] - self[j], p, pdist)
+    zeros = jnp.zeros(self.shape, opmath(self.dtype))
+    return zeros.at[i].add(each).at[j].add(-each).astype(self.dtype)
