@@ -5,6 +5,7 @@
 Each rank writes OUT/rank<N>.pt: losses of its shard, parameters, buffers, step counts.
 """
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def main(out: str, flags: list[str]) -> None:
     optimizer = engine.build_optimizer(model)
     losses = []
     for step, batch in enumerate(engine.device_batches(source.train_loader())):
-        losses.append(train_step(engine, model, spec, optimizer, batch))
+        losses.append(engine.run_step(train_step, model, spec, optimizer, batch))
         if step + 1 == task.max_steps:
             break
     engine.wait()
@@ -47,13 +48,16 @@ def main(out: str, flags: list[str]) -> None:
         "applied_steps": engine.applied_steps(optimizer),
     }
     torch.save(result, Path(out) / f"rank{topology.rank}.pt")
+    engine.close()
     process_group.close()
 
 
 def break_reduction() -> None:
-    """Make both ways of averaging gradients do nothing and say nothing."""
+    """Make all ways of averaging gradients do nothing and say nothing."""
     dist.all_reduce = lambda tensor, *_, **__: None
     ddp.DistributedDataParallel = lambda module, **_: module
+    if "--engine=jax" in sys.argv:
+        importlib.import_module("jax").lax.pmean = lambda tree, _axis: tree
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import torch
 
+from accbench.errors import RequestError
+
 # XLA on the CPU reads arrays at such addresses only.
 _ALIGNED_BYTES = 64
 _INT32 = torch.iinfo(torch.int32)
@@ -17,7 +19,7 @@ def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     Where JAX has no int64 (`jax_enable_x64`), int64 is int32.
 
     Raises:
-        ValueError: a number is too large for that.
+        RequestError: a number is too large for that.
     """
     tensor = _narrowed(tensor.detach())
     if not tensor.is_contiguous():
@@ -52,8 +54,9 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel():
         low, high = (int(value) for value in tensor.aminmax())
         if low < _INT32.min or high > _INT32.max:
-            raise ValueError(
-                f"int64 from {low} to {high}, where JAX has int32; set JAX_ENABLE_X64=1"
+            raise RequestError(
+                f"a tensor holds int64 from {low} to {high}, and --engine jax computes in int32; "
+                "set JAX_ENABLE_X64=1"
             )
     return tensor.to(torch.int32)
 

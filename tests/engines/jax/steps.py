@@ -1,0 +1,202 @@
+"""Steps of engine jax in one process, beside eager's: python -m tests.engines.jax.steps
+
+Prints one line of JSON: what was tried -> what came of it, for the tests to look at.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from accbench import config, models, plugins, resolving
+from accbench.training import worker
+from accbench.training.process_group import Topology
+from accbench.training.train_loop import evaluate, train_step
+
+NUM_STEPS = 6
+COMMON = (
+    "--data=synthetic", "--synthetic.num_classes=10", "--batch_size=4", "--image_size=16",
+    "--device=cpu", "--threads=1", "--output_dir=unused", "--lr=1e-2", "--seed=3",
+)  # fmt: skip
+
+
+class Training:
+    """One engine with a model, on batches that are the same for all engines."""
+
+    def __init__(self, engine: str, model: str, *flags: str) -> None:
+        self.task = resolving.resolve(
+            config.parse([*COMMON, f"--engine={engine}", f"--model={model}", *flags])
+        )
+        worker.apply_environment(self.task, Topology())
+        self.spec = models.of_task(self.task)
+        generator = torch.Generator().manual_seed(1)
+        self.batches = [self.spec.synthetic_batch(4, 10, generator) for _ in range(NUM_STEPS)]
+        torch.manual_seed(0)
+        self.net = self.spec.build(10)
+        options = self.task.options.get(engine)
+        self.engine: Any = plugins.load("engines", engine)(self.task, options, Topology())
+        self.model = self.engine.prepared(self.net)
+        self.optimizer = self.engine.build_optimizer(self.model)
+        self.engine.seed(self.task.seed)
+        self.model.train()
+        self.start = self.state()
+        self.losses: list[float] = []
+
+    def state(self) -> Any:
+        return self.engine.training_state(self.net, self.optimizer)
+
+    def steps(self, first: int = 0, last: int = NUM_STEPS) -> "Training":
+        for number in range(first, last):
+            # Another rate in each step, as schedules have it.
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.task.lr / (1 + number)
+            batch = self.engine.to_device(self.batches[number])
+            arguments = train_step, self.model, self.spec, self.optimizer, batch
+            self.losses.append(self.engine.run_step(*arguments).item())
+        self.engine.wait()
+        return self
+
+
+def away(own: dict, expected: dict, start: dict) -> float:
+    """The furthest tensor's distance, as a part of its way."""
+    return max(
+        float((own[n].double() - t.double()).norm())
+        / (float((t.double() - start[n].double()).norm()) or 1.0)
+        for n, t in expected.items()
+    )
+
+
+def beside_eager(model: str, *flags: str) -> dict:
+    """How far engine jax is from engine ddp after the steps."""
+    own, eager = (Training(engine, model, *flags).steps() for engine in ("jax", "ddp"))
+    states, starts = (own.state(), eager.state()), (own.start, eager.start)
+
+    def flat(state: Any) -> dict:
+        return {f"{n} {key}": t for n, kept in state.optimizer.items() for key, t in kept.items()}
+
+    return {
+        "weights": away(states[0].model, states[1].model, starts[1].model),
+        "optimizer": away(flat(states[0]), flat(states[1]), flat(starts[1])),
+        "losses": [own.losses, eager.losses],
+        "scaler": [state.scaler for state in states],
+        "applied": [t.engine.applied_steps(t.optimizer) for t in (own, eager)],
+        "compiles": own.engine.compile_stats().num_compiles,
+        "moved": away(states[0].model, starts[0].model, starts[0].model),
+        "buffers moved": sum(
+            float((states[0].model[n] - b).abs().sum())
+            for n, b in starts[0].model.items() if n in dict(own.net.named_buffers())
+        ),
+    }  # fmt: skip
+
+
+def beside_float64(model: str, *flags: str) -> dict:
+    """How far both engines are from the same training in float64, by plain SGD."""
+    found = {}
+    for engine in ("jax", "ddp"):
+        training = Training(engine, model, "--amp_level=O0", "--optimizer=sgd", *flags)
+        torch.manual_seed(0)
+        net = training.spec.build(10).double()
+        plain = torch.optim.SGD(net.parameters(), lr=training.task.lr, momentum=0.9)
+        for batch in training.batches[:2]:
+            arguments = train_step, training.model, training.spec, training.optimizer, batch
+            training.engine.run_step(*arguments)
+            plain.zero_grad()
+            training.spec.loss(net, batch).backward()
+            plain.step()
+        expected = dict([*net.named_parameters(), *net.named_buffers()])
+        found[engine] = away(training.state().model, expected, training.start.model)
+    return found
+
+
+def resumed() -> dict:
+    """An unbroken training, and one that another engine's object goes on with; with dropout."""
+    flags = ("tests.nets:dropping", "--amp_level=O0", "--ema_decay=0.9")
+    unbroken = Training("jax", *flags).steps()
+    before = Training("jax", *flags).steps(0, 3)
+    state, random = before.state(), before.engine.rng_state()
+    after = Training("jax", *flags)
+    after.engine.seed(77)
+    after.engine.load_training_state(after.net, after.optimizer, state)
+    after.engine.load_rng_state(random)
+    after.steps(3)
+    before.steps(3)
+    ends = [t.state() for t in (unbroken, before, after)]
+    return {
+        "losses": [unbroken.losses, before.losses, before.losses[:3] + after.losses],
+        "same": [all(torch.equal(t, ends[0].model[n]) for n, t in end.model.items())
+                 for end in ends[1:]],
+        "same optimizer": all(
+            torch.equal(t, ends[0].optimizer[n][key])
+            for n, kept in ends[2].optimizer.items() for key, t in kept.items()
+        ),
+    }  # fmt: skip
+
+
+def written_from_outside() -> dict:
+    """Torch's tensors read and written between steps, which JAX's arrays are to follow."""
+    own, eager = (
+        Training(engine, "tests.nets:tiny", "--amp_level=O0") for engine in ("jax", "ddp")
+    )
+    read = []
+    for training in (own, eager):
+        training.steps(0, 2)
+        read.append({n: t.clone() for n, t in training.net.state_dict().items()})
+        with torch.no_grad():
+            training.net.get_parameter("net.5.bias").fill_(0.25)
+        training.steps(2)
+    found = {"read": away(*read, eager.start.model)}
+    found["weights"] = away(own.state().model, eager.state().model, eager.start.model)
+    scores = []
+    for training in (own, eager):
+
+        class Loader:
+            resident = False
+            batches = training.batches
+
+            def __iter__(self):
+                return iter(self.batches)
+
+        scores.append(evaluate(training.engine, training.model, training.spec, Loader(), 0).loss)
+    return {**found, "scores": scores}
+
+
+def large_numbers() -> str:
+    training = Training("jax", "tests.nets:tiny", "--amp_level=O0")
+    images, labels = training.batches[0]
+    training.batches[0] = (images, labels + 2**40)
+    try:
+        training.steps(0, 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+TRIED = {
+    "resnet": lambda: beside_float64(
+        "resnet10", "--image_size=32", "--weight_decay=0", "--momentum=0.9", "--lr=1e-2"
+    ),
+    "recipe": lambda: beside_eager(
+        "tests.nets:tiny", "--amp_level=O0", "--accumulate=2", "--clip_norm=0.1", "--ema_decay=0.9",
+        "--decay=matrices", "--weight_decay=0.1",
+    ),
+    "sgd": lambda: beside_eager(
+        "tests.nets:tiny", "--amp_level=O0", "--optimizer=sgd", "--nesterov", "--momentum=0.8",
+        "--weight_decay=0.1",
+    ),
+    "bfloat16": lambda: beside_eager("tests.nets:tied", "--amp_dtype=bfloat16"),
+    "overflow": lambda: beside_eager("tests.nets:loud", "--amp_dtype=float16"),
+    "skip": lambda: beside_eager("tests.nets:overflowing", "--amp_level=O0", "--on_nan=skip"),
+    "shapes": lambda: beside_eager("tests.nets:Ragged", "--amp_level=O0"),
+    "resumed": resumed,
+    "written": written_from_outside,
+    "large": large_numbers,
+}  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    print(json.dumps({name: TRIED[name]() for name in names or TRIED}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

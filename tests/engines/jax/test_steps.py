@@ -1,0 +1,122 @@
+"""Engine jax: steps beside eager's and float64's, its state in two places, two workers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import HANG_S, ROOT, TINY
+
+pytest.importorskip("jax")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.jax.steps"], cwd=ROOT, text=True,
+        capture_output=True, timeout=HANG_S, env={**os.environ, "NPROC": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_resnet_is_as_near_to_float64_as_eager(found):
+    assert found["resnet"]["jax"] < 1e-3
+    assert found["resnet"]["jax"] < 3 * found["resnet"]["ddp"]
+
+
+@pytest.mark.parametrize("name", ["recipe", "sgd", "shapes"])
+def test_weights_and_the_optimizers_state_are_eagers(found, name):
+    """Accumulation, clipping, averages, groups without decay; momentum; changing rates."""
+    of = found[name]
+    assert of["weights"] < 1e-4
+    assert of["optimizer"] < 1e-4
+    assert of["losses"][0] == pytest.approx(of["losses"][1], rel=1e-5)
+    assert of["applied"] == [6, 6]
+    assert of["moved"] > 0.05
+
+
+def test_a_schedule_compiles_nothing_and_another_shape_does(found):
+    assert found["recipe"]["compiles"] == 1
+    assert found["shapes"]["compiles"] == 6
+
+
+def test_autocast_is_in_the_graph(found):
+    of = found["bfloat16"]
+    assert of["losses"][0] == pytest.approx(of["losses"][1], rel=2e-3)
+    assert of["losses"][0] != pytest.approx(of["losses"][1], rel=1e-7)
+    assert of["weights"] < 0.2
+
+
+def test_a_step_that_overflows_is_left_out_and_halves_the_scale(found):
+    of = found["overflow"]
+    assert of["scaler"][0] == of["scaler"][1] == {"scale": 1024.0, "growth_tracker": 0.0}
+    assert of["applied"] == [0, 0]
+    assert of["optimizer"] == 0
+    assert of["buffers moved"] > 1  # as eager has it
+
+
+def test_gradients_that_are_not_finite_leave_all_as_it_was(found):
+    of = found["skip"]
+    assert (of["moved"], of["buffers moved"], of["applied"]) == (0, 0, [0, 0])
+
+
+def test_training_goes_on_bit_for_bit_from_a_state_that_was_read(found):
+    of = found["resumed"]
+    unbroken, read_on_the_way, resumed = of["losses"]
+    assert unbroken == read_on_the_way == resumed
+    assert of["same"] == [True, True]
+    assert of["same optimizer"]
+
+
+def test_torchs_tensors_are_read_and_written_between_steps(found):
+    of = found["written"]
+    assert of["read"] < 1e-4
+    assert of["weights"] < 1e-4
+    assert of["scores"][0] == pytest.approx(of["scores"][1], rel=1e-5)
+
+
+def test_numbers_too_large_for_jax_are_refused(found):
+    assert found["large"].startswith("RequestError: a tensor holds int64 from 1099511627")
+
+
+FLAGS = (*TINY, "--device=cpu", "--data=synthetic", "--seed=3")
+
+
+def torchrun(*arguments: object):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "tests/scripts/steps.py", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=HANG_S,
+    )  # fmt: skip
+
+
+def test_two_workers_average_as_ddp_does(tmp_path):
+    results = {}
+    for engine in ("ddp", "jax"):
+        (tmp_path / engine).mkdir()
+        done = torchrun(tmp_path / engine, *FLAGS, f"--engine={engine}")
+        assert done.returncode == 0, done.stderr
+        results[engine] = [
+            torch.load(tmp_path / engine / f"rank{r}.pt", weights_only=True) for r in range(2)
+        ]
+    for own, expected in zip(results["jax"], results["ddp"], strict=True):
+        assert own["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert own["applied_steps"] == 6
+        for name, tensor in expected["state"].items():
+            assert torch.allclose(own["state"][name].float(), tensor.float(), atol=1e-4), name
+    first, second = (rank["state"] for rank in results["jax"])
+    for name in first:
+        of_batches = ".running_" in name
+        assert torch.equal(first[name], second[name]) != of_batches, name
+
+
+def test_a_reduction_that_does_nothing_is_refused(tmp_path):
+    done = torchrun(tmp_path, "--break_reduction", *FLAGS, "--engine=jax")
+    assert done.returncode != 0
+    assert "gradients are not averaged over the 2 ranks (in_graph)" in done.stderr
+    assert not list(tmp_path.iterdir())
