@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 # Units in the last place of the result's dtype that an element may be off by, relative to itself
 # and to the largest of its tensor, for sums that cancel.
 OF_ELEMENT = 16
-OF_LARGEST = 4
+OF_LARGEST = 8
 # And where eager itself is further from float64 than that: so many times eager's largest error,
 # but no more than so many units of the largest element.
 OF_EAGER = 4

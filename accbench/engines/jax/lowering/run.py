@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from accbench.engines import places
-from accbench.engines.jax.lowering import dtypes, table
+from accbench.engines.jax.lowering import dtypes, layout, table
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.errors import RequestError
 
@@ -85,7 +85,8 @@ def run_graph(
         elif node.op == "call_function":
             values[node] = _called(node, values, context)
         elif node.op == "output":
-            return [*fx.node.map_arg(node.args[0], values.__getitem__)]
+            outputs: Any = fx.node.map_arg(node.args[0], values.__getitem__)
+            return [layout.plain(output) for output in outputs]
         for used in last_uses.get(node, ()):
             del values[used]  # outside of jit, or it would live to the end
     raise ValueError("the graph has no output")
@@ -147,7 +148,7 @@ def _called(node: fx.Node, values: dict[fx.Node, Any], context: Context) -> Any:
     kwargs = {k: _argument(v) for k, v in kwargs.items() if k not in _OF_PLACE}
     context.node = node
     with jax.named_scope(name(node)):
-        result = row.function(*((context,) if row.context else ()), *args, **kwargs)
+        result = layout.called(name(node), row, context, args, kwargs)
     _check(node, result)
     return result
 
@@ -177,12 +178,14 @@ def _refuse_float64(node: fx.Node, rules: Rules) -> None:
 def _check(node: fx.Node, result: Any) -> None:
     """A row that is wrong about a shape or dtype would train something else, silently."""
     results = result if isinstance(result, (list, tuple)) else [result]
-    for noted, array in zip(_noted(node), results, strict=False):
+    for i, (noted, array) in enumerate(zip(_noted(node), results, strict=False)):
         if not isinstance(noted, torch.Tensor) or array is None:
             continue
         dtype = dtypes.jax_dtype(noted.dtype)
-        if tuple(noted.shape) != array.shape or array.dtype != dtype:
+        # What normalizations save for their backward may be kept in float32 all the way.
+        saved = i > 0 and array.dtype == dtypes.opmath(dtype)
+        if tuple(noted.shape) != tuple(array.shape) or (array.dtype != dtype and not saved):
             raise TypeError(
-                f"{name(node)} gave {array.dtype}{list(array.shape)} where torch has "
-                f"{dtype}{list(noted.shape)} ({place(node)})"
+                f"{name(node)} gave {array.dtype}{[*array.shape]} where torch has "
+                f"{dtype}{[*noted.shape]} ({place(node)})"
             )

@@ -46,7 +46,9 @@ def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
 def cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
     """The gradient of x1."""
     slope = _slope(x1[..., :, None, :] - x2[..., None, :, :], p, cdist)
-    return jnp.sum(grad[..., None] * slope, -2)
+    gradient = jnp.sum(grad[..., None] * slope, -2)
+    # Where x1 was repeated over x2's batch.
+    return jnp.sum(gradient, tuple(range(gradient.ndim - x1.ndim)))
 
 
 @lowering("aten._euclidean_dist.default")

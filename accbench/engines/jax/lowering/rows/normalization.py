@@ -1,6 +1,6 @@
 """Batch, layer and group normalization, softmax, and their gradients; all computed in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,37 +11,41 @@ from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.table import lowering
 
 
-def channels(vector: Any, ndim: int) -> Any:
-    """(C,) -> (C, 1, ...): to be broadcast over (N, C, *spatial)."""
-    return vector.reshape(-1, *[1] * (ndim - 2))
+def channels(vector: Any, ndim: int, axis: int = 1) -> Any:
+    """(C,) -> (C, 1, ...): to be broadcast over (N, C, *spatial), or along another axis."""
+    return vector.reshape([-1 if a == axis % ndim else 1 for a in range(ndim)])
+
+
+def _but(axis: int, ndim: int) -> tuple[int, ...]:
+    return tuple(a for a in range(ndim) if a != axis % ndim)
 
 
 def _wide(*arrays: Any) -> list[Any]:
     return [None if a is None else a.astype(opmath(a.dtype)) for a in arrays]
 
 
-def _affine(x: Any, mean: Any, scale: Any, bias: Any) -> Any:
+def _affine(x: Any, mean: Any, scale: Any, bias: Any, axis: int) -> Any:
     """(x - mean) * scale + bias over channels."""
-    y = (x - channels(mean, x.ndim)) * channels(scale, x.ndim)
-    return y if bias is None else y + channels(bias, x.ndim)
+    y = (x - channels(mean, x.ndim, axis)) * channels(scale, x.ndim, axis)
+    return y if bias is None else y + channels(bias, x.ndim, axis)
 
 
-def _batch_statistics(x: Any, eps: float) -> tuple[Any, Any, Any]:
-    """Mean, biased variance and 1 / deviation of each channel, of all but axis 1."""
-    over = (0, *range(2, x.ndim))
+def _batch_statistics(x: Any, eps: float, axis: int) -> tuple[Any, Any, Any]:
+    """Mean, biased variance and 1 / deviation of each channel, of all but one axis."""
+    over = _but(axis, x.ndim)
     mean = jnp.mean(x, over)
-    variance = jnp.mean(jnp.square(x - channels(mean, x.ndim)), over)
+    variance = jnp.mean(jnp.square(x - channels(mean, x.ndim, axis)), over)
     return mean, variance, lax.rsqrt(variance + eps)
 
 
 def batch_norm_train(
-    input: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float, axis: int
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Output, batch mean, 1 / deviation, and the running mean and variance after the batch."""
     x, w, b = _wide(input, weight, bias)
-    batch_mean, batch_var, invstd = _batch_statistics(x, eps)
-    y = _affine(x, batch_mean, invstd if w is None else invstd * w, b).astype(input.dtype)
-    n = x.size // max(x.shape[1], 1)
+    batch_mean, batch_var, invstd = _batch_statistics(x, eps, axis)
+    y = _affine(x, batch_mean, invstd if w is None else invstd * w, b, axis).astype(input.dtype)
+    n = x.size // max(x.shape[axis], 1)
     # Running variances are unbiased; of one value each there is none, and torch's is NaN or inf.
     unbiased = batch_var * (n / (n - 1) if n > 1 else jnp.inf)
     return (
@@ -60,10 +64,12 @@ def _moved(running: Any, of_batch: Any, momentum: float) -> Any:
     return (wide * (1 - momentum) + of_batch * momentum).astype(running.dtype)
 
 
-def batch_norm_eval(input: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Any:
+def batch_norm_eval(
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, eps: float, axis: int
+) -> Any:
     x, w, b, m, v = _wide(input, weight, bias, mean, var)
     invstd = lax.rsqrt(v + eps)
-    return _affine(x, m, invstd if w is None else invstd * w, b).astype(input.dtype)
+    return _affine(x, m, invstd if w is None else invstd * w, b, axis).astype(input.dtype)
 
 
 def _none(dtype: Any) -> Any:
@@ -81,19 +87,20 @@ def batch_norm_functional(
     training: bool,
     momentum: float,
     eps: float,
+    axis: int = 1,
 ) -> tuple[Any, ...]:
     if training:
-        return batch_norm_train(input, weight, bias, running_mean, running_var, momentum, eps)
-    y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps)
+        return batch_norm_train(input, weight, bias, running_mean, running_var, momentum, eps, axis)
+    y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps, axis)
     empty = _none(jnp.float32)
     return y, empty, empty, running_mean, running_var
 
 
 @lowering("aten._native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
-    input: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+    input: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float, axis: int = 1
 ) -> tuple[Any, ...]:
-    return batch_norm_train(input, weight, bias, None, None, momentum, eps)[:3]
+    return batch_norm_train(input, weight, bias, None, None, momentum, eps, axis)[:3]
 
 
 @lowering("aten._native_batch_norm_legit_no_training.default")
@@ -105,9 +112,10 @@ def batch_norm_no_training(
     running_var: Any,
     momentum: float,
     eps: float,
+    axis: int = 1,
 ) -> tuple[Any, ...]:
     empty = _none(jnp.float32)
-    return batch_norm_eval(input, weight, bias, running_mean, running_var, eps), empty, empty
+    return batch_norm_eval(input, weight, bias, running_mean, running_var, eps, axis), empty, empty
 
 
 @lowering("aten.native_batch_norm.default")
@@ -120,9 +128,10 @@ def native_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    axis: int = 1,
 ) -> tuple[Any, ...]:
     """Without statistics that run, or in evaluation: else a graph has the functional one."""
-    how = (input, weight, bias, running_mean, running_var, training, momentum, eps)
+    how = (input, weight, bias, running_mean, running_var, training, momentum, eps, axis)
     return batch_norm_functional(*how)[:3]
 
 
@@ -135,9 +144,10 @@ def batch_norm_with_update(
     running_var: Any,
     momentum: float,
     eps: float,
+    axis: int = 1,
 ) -> tuple[Any, ...]:
     y, mean, invstd, moved_mean, moved_var = batch_norm_train(
-        input, weight, bias, running_mean, running_var, momentum, eps
+        input, weight, bias, running_mean, running_var, momentum, eps, axis
     )
     return y, mean, invstd, _none(jnp.uint8), moved_mean, moved_var
 
@@ -151,8 +161,9 @@ def batch_norm_no_update(
     running_var: Any,
     momentum: float,
     eps: float,
+    axis: int = 1,
 ) -> tuple[Any, ...]:
-    y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps)
+    y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps, axis)
     return y, _none(jnp.float32), _none(jnp.float32), _none(jnp.uint8)
 
 
@@ -168,9 +179,10 @@ def batch_norm_backward(
     train: bool,
     eps: float,
     output_mask: Sequence[bool],
+    axis: int = 1,
 ) -> tuple[Any, Any, Any]:
     g, x, w = _wide(grad_out, input, weight)
-    over, n = (0, *range(2, x.ndim)), x.size // max(x.shape[1], 1)
+    over, n = _but(axis, x.ndim), x.size // max(x.shape[axis], 1)
     mean, invstd = _wide(save_mean, save_invstd)
     if not train:
         mean, running = _wide(running_mean, running_var)
@@ -178,10 +190,10 @@ def batch_norm_backward(
     of_bias = jnp.sum(g, over)
     # Not sum(g * (x - mean)), for which XLA would keep x - mean of all layers in memory.
     of_weight = (jnp.sum(g * x, over) - mean * of_bias) * invstd
-    scale = channels(invstd if w is None else invstd * w, x.ndim)
+    scale = channels(invstd if w is None else invstd * w, x.ndim, axis)
     if train:
-        slope = channels(of_weight * invstd / n, x.ndim)
-        g = g - channels(of_bias / n, x.ndim) - (x - channels(mean, x.ndim)) * slope
+        slope = channels(of_weight * invstd / n, x.ndim, axis)
+        g = g - channels(of_bias / n, x.ndim, axis) - (x - channels(mean, x.ndim, axis)) * slope
     dtype = input.dtype if weight is None else weight.dtype
     grads = ((g * scale).astype(input.dtype), of_weight.astype(dtype), of_bias.astype(dtype))
     return tuple(v if m else None for v, m in zip(grads, output_mask, strict=True))  # type: ignore[return-value]
@@ -200,9 +212,23 @@ def batch_norm_backward_with_reserve(
     eps: float,
     output_mask: Sequence[bool],
     reserve: Any,
+    axis: int = 1,
 ) -> tuple[Any, Any, Any]:
     statistics = (running_mean, running_var, save_mean, save_var)
-    return batch_norm_backward(grad_out, input, weight, *statistics, update, eps, output_mask)
+    return batch_norm_backward(grad_out, input, weight, *statistics, update, eps, output_mask, axis)
+
+
+# By operation, for the other order of axes.
+BATCH_NORMS: dict[str, Callable[..., Any]] = {
+    "aten._native_batch_norm_legit_functional.default": batch_norm_functional,
+    "aten._native_batch_norm_legit.no_stats": batch_norm_no_stats,
+    "aten._native_batch_norm_legit_no_training.default": batch_norm_no_training,
+    "aten._batch_norm_with_update_functional.default": batch_norm_with_update,
+    "aten._batch_norm_no_update.default": batch_norm_no_update,
+    "aten.native_batch_norm.default": native_batch_norm,
+    "aten.native_batch_norm_backward.default": batch_norm_backward,
+    "aten.batch_norm_backward.default": batch_norm_backward_with_reserve,
+}
 
 
 @lowering("aten.native_layer_norm.default")

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.table import lowering
@@ -14,12 +15,21 @@ def _padded(self: Any, padding: Sequence[int], mode: str) -> Any:
     """`padding` counts from the last axis on; negative widths cut off."""
     rank = len(padding) // 2
     pairs = [(padding[2 * i], padding[2 * i + 1]) for i in reversed(range(rank))]
-    cut = (slice(None),) * (self.ndim - rank) + tuple(
-        slice(max(-low, 0), n - max(-high, 0))
-        for n, (low, high) in zip(self.shape[self.ndim - rank :], pairs, strict=True)
-    )
-    widths = [(0, 0)] * (self.ndim - rank) + [(max(a, 0), max(b, 0)) for a, b in pairs]
-    return jnp.pad(self[cut], widths, mode=mode)
+    if min(padding) < 0:
+        return _picked(self, pairs, mode)
+    return jnp.pad(self, [(0, 0)] * (self.ndim - rank) + pairs, mode=mode)
+
+
+def _picked(self: Any, pairs: Sequence[tuple[int, int]], mode: str) -> Any:
+    """The same with widths below 0, which cut off: each place from where it comes."""
+    for i, (low, high) in enumerate(pairs):
+        axis = self.ndim - len(pairs) + i
+        size = self.shape[axis]
+        places = np.arange(-low, size + high)
+        if mode == "reflect":
+            places = size - 1 - np.abs(size - 1 - np.abs(places))
+        self = jnp.take(self, np.clip(places, 0, size - 1), axis=axis)
+    return self
 
 
 def _rows(name: str, mode: str) -> None:

@@ -20,21 +20,24 @@ def _lowest(dtype: Any) -> Any:
     return -np.inf if is_floating(dtype) else jnp.iinfo(dtype).min
 
 
-def _whole(ndim: int, sizes: Sequence[Any], other: Any) -> tuple[Any, ...]:
-    """A value for each axis: `other` for those that aren't pooled."""
-    return (other,) * (ndim - len(sizes)) + tuple(sizes)
+def _whole(ndim: int, sizes: Sequence[Any], other: Any, after: int) -> tuple[Any, ...]:
+    """A value for each axis: `other` for those that aren't pooled, `after` of them the last."""
+    return (other,) * (ndim - len(sizes) - after) + tuple(sizes) + (other,) * after
 
 
-def largest(x: Any, w: Windows) -> Any:
-    """The largest of each window. The literal -inf makes it differentiable in JAX."""
+def largest(x: Any, w: Windows, after: int = 0) -> Any:
+    """The largest of each window, over the axes before the `after` last.
+
+    The literal -inf makes it differentiable in JAX.
+    """
     return lax.reduce_window(
         x,
         _lowest(x.dtype),
         lax.max,
-        _whole(x.ndim, w.kernel, 1),
-        _whole(x.ndim, w.stride, 1),
-        _whole(x.ndim, w.pads(), (0, 0)),
-        window_dilation=_whole(x.ndim, w.dilation, 1),
+        _whole(x.ndim, w.kernel, 1, after),
+        _whole(x.ndim, w.stride, 1, after),
+        _whole(x.ndim, w.pads(), (0, 0), after),
+        window_dilation=_whole(x.ndim, w.dilation, 1, after),
     )
 
 
@@ -114,17 +117,20 @@ for _rank in (2, 3):
     lowering(f"{_name}_backward.default")(_max_pool_backward(_rank))
 
 
-def _averaged(x: Any, w: Windows, count_include_pad: bool, divisor: int | None) -> Any:
+def averaged(
+    x: Any, w: Windows, count_include_pad: bool, divisor: int | None, after: int = 0
+) -> Any:
     wide = x.astype(opmath(x.dtype))
     sums = lax.reduce_window(
         wide,
         np.zeros((), wide.dtype)[()],
         lax.add,
-        _whole(x.ndim, w.kernel, 1),
-        _whole(x.ndim, w.stride, 1),
-        _whole(x.ndim, w.pads(), (0, 0)),
+        _whole(x.ndim, w.kernel, 1, after),
+        _whole(x.ndim, w.stride, 1, after),
+        _whole(x.ndim, w.pads(), (0, 0), after),
     )
     counts = np.full((1,) * w.rank, divisor) if divisor else _counts(w, count_include_pad)
+    counts = counts.reshape(counts.shape + (1,) * after)
     return (sums / jnp.asarray(counts, wide.dtype)).astype(x.dtype)
 
 
@@ -151,7 +157,7 @@ def _avg_pool(rank: int) -> Any:
         divisor_override: int | None = None,
     ) -> Any:
         w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, rank)
-        return _averaged(self, w, count_include_pad, divisor_override)
+        return averaged(self, w, count_include_pad, divisor_override)
 
     return row
 
@@ -170,7 +176,7 @@ def _avg_pool_backward(rank: int) -> Any:
         w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, rank)
 
         def average(x: Any) -> Any:
-            return _averaged(x, w, count_include_pad, divisor_override)
+            return averaged(x, w, count_include_pad, divisor_override)
 
         return jax.vjp(average, self)[1](grad_output)[0]
 

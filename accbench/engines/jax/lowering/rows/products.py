@@ -1,5 +1,6 @@
 """Products of matrices. XLA sums products of 16-bit floats in float32."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,3 +49,22 @@ def addmv(self: Any, mat: Any, vec: Any, beta: Any = 1, alpha: Any = 1) -> Any:
 def addbmm(self: Any, batch1: Any, batch2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
     dtype = result_type(batch1, batch2)
     return _with(self, jnp.einsum("bij,bjk->ik", batch1, batch2).astype(dtype), alpha, beta)
+
+
+@lowering("aten._trilinear.default")
+def trilinear(
+    i1: Any,
+    i2: Any,
+    i3: Any,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Any:
+    """The product of three, each with new axes at `expand`, summed over `sumdim`."""
+    ndim, letters = i1.ndim + len(expand1), "abcdefghij"
+    names = [[letters[d] for d in range(ndim) if d not in e] for e in (expand1, expand2, expand3)]
+    kept = "".join(letters[d] for d in range(ndim) if d not in sumdim)
+    formula = f"{','.join(''.join(n) for n in names)}->{kept}"
+    return jnp.einsum(formula, i1, i2, i3)

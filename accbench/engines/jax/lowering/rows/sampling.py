@@ -53,7 +53,7 @@ def _read(image: Any, places: Sequence[Any]) -> Any:
     for place, size in zip(places, sizes, strict=True):
         inside = inside & (place >= 0) & (place <= size - 1)
         whole.append(jnp.clip(place, 0, size - 1).astype(jnp.int32))
-    found = jax.vmap(lambda one, at: one[(slice(None), *at)])(image, whole)
+    found = jax.vmap(lambda one, at: one[tuple([slice(None), *at])])(image, whole)
     return jnp.where(inside[:, None], found, 0)
 
 

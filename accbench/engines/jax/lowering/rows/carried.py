@@ -1,0 +1,288 @@
+"""What runs with channels last under the rule of that name: see `layout`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from accbench.engines.jax.lowering.context import Context, Rules
+from accbench.engines.jax.lowering.dtypes import opmath
+from accbench.engines.jax.lowering.layout import ChannelsLast, axis_of, channels_last, last, plain
+from accbench.engines.jax.lowering.rows import normalization, pooling, reductions, shapes
+from accbench.engines.jax.lowering.rows.windows import windows
+
+Sizes = Sequence[int]
+
+
+def _each(sizes: Sizes, rank: int) -> tuple[int, ...]:
+    return tuple(sizes) * rank if len(sizes) == 1 else tuple(sizes)
+
+
+def _convolve(
+    rules: Rules, x: Any, w: Any, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> Any:
+    """x (N, *spatial, C), w (out, C / groups, *kernel) -> (N, *spatial, out)."""
+    rank = x.ndim - 2
+    stride, padding = _each(stride, rank), _each(padding, rank)
+    if rules.products_for_1x1 and math.prod(w.shape[2:]) == 1 and groups == 1 and not any(padding):
+        x = x[(slice(None),) + tuple(slice(None, None, s) for s in stride)]
+        matrix = w.reshape(w.shape[:2])
+        rows = x.reshape(-1, x.shape[-1])
+        product = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
+        return product.reshape(*x.shape[:-1], w.shape[0])
+    spatial = "DHW"[3 - rank :]
+    kernel = jnp.moveaxis(w, (0, 1), (-1, -2))
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        window_strides=stride,
+        padding=[(p, p) for p in padding],
+        rhs_dilation=_each(dilation, rank),
+        feature_group_count=groups,
+        dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
+    )
+
+
+@channels_last("aten.convolution.default")
+def convolution(
+    context: Context,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    transposed: bool,
+    output_padding: Sizes,
+    groups: int,
+) -> Any:
+    if transposed:
+        return NotImplemented
+    how = (stride, padding, dilation, groups)
+    y = _convolve(context.rules, last(input), plain(weight), *how)
+    if bias is not None:
+        wide = opmath(y.dtype)
+        y = (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
+    return ChannelsLast(y)
+
+
+@channels_last("aten.convolution_backward.default")
+def convolution_backward(
+    context: Context,
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    bias_sizes: Sizes | None,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    transposed: bool,
+    output_padding: Sizes,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    if transposed:
+        return NotImplemented
+    g, x, w = last(grad_output), last(input), plain(weight)
+    how = (stride, padding, dilation, groups)
+    of_input = of_weight = of_bias = None
+    if output_mask[0]:
+        pull = jax.vjp(lambda x: _convolve(context.rules, x, w, *how), x)[1]
+        of_input = ChannelsLast(pull(g)[0])
+    if output_mask[1]:
+        (of_weight,) = jax.vjp(lambda w: _convolve(context.rules, x, w, *how), w)[1](g)
+    if output_mask[2]:
+        of_bias = jnp.sum(g, tuple(range(g.ndim - 1)), opmath(g.dtype)).astype(g.dtype)
+    return of_input, of_weight, of_bias
+
+
+@channels_last(
+    "aten._native_batch_norm_legit_functional.default",
+    "aten._native_batch_norm_legit.no_stats",
+    "aten._native_batch_norm_legit_no_training.default",
+    "aten._batch_norm_with_update_functional.default",
+    "aten._batch_norm_no_update.default",
+    "aten.native_batch_norm.default",
+)
+def batch_norm(context: Context, input: Any, *args: Any) -> Any:
+    if not isinstance(input, ChannelsLast):
+        return NotImplemented
+    function = normalization.BATCH_NORMS[str(context.node.target)]
+    y, *rest = function(input.array, *args, axis=-1)
+    return (ChannelsLast(y), *rest)
+
+
+@channels_last("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
+def batch_norm_backward(context: Context, grad_out: Any, input: Any, *args: Any) -> Any:
+    if not isinstance(input, ChannelsLast):
+        return NotImplemented
+    function = normalization.BATCH_NORMS[str(context.node.target)]
+    of_input, *rest = function(last(grad_out), input.array, *args, axis=-1)
+    return (None if of_input is None else ChannelsLast(of_input), *rest)
+
+
+def _only_for_gradients(context: Context) -> bool:
+    """The indices of this node's pooling are asked for by nothing but its backward."""
+    picked = [u for u in context.node.users if u.args[1] == 1]
+    return all("_backward" in str(user.target) for node in picked for user in node.users)
+
+
+@channels_last("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
+def max_pool(
+    context: Context,
+    self: Any,
+    kernel_size: Sizes,
+    stride: Sizes = (),
+    padding: Sizes = (0,),
+    dilation: Sizes = (1,),
+    ceil_mode: bool = False,
+) -> Any:
+    w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, self.ndim - 2)
+    carried = isinstance(self, ChannelsLast) and set(w.dilation) == {1}
+    if not carried or not _only_for_gradients(context):
+        return NotImplemented
+    return ChannelsLast(pooling.largest(self.array, w, after=1)), None
+
+
+@channels_last(
+    "aten.max_pool2d_with_indices_backward.default",
+    "aten.max_pool3d_with_indices_backward.default",
+)
+def max_pool_backward(
+    context: Context,
+    grad_output: Any,
+    self: Any,
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    ceil_mode: bool,
+    indices: Any,
+) -> Any:
+    w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, self.ndim - 2)
+    if not isinstance(self, ChannelsLast) or set(w.dilation) != {1}:
+        return NotImplemented
+    pull = jax.vjp(lambda x: pooling.largest(x, w, after=1), self.array)[1]
+    return ChannelsLast(pull(last(grad_output))[0])
+
+
+@channels_last("aten.avg_pool2d.default", "aten.avg_pool3d.default")
+def avg_pool(
+    context: Context,
+    self: Any,
+    kernel_size: Sizes,
+    stride: Sizes = (),
+    padding: Sizes = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    if not isinstance(self, ChannelsLast):
+        return NotImplemented
+    w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, self.ndim - 2)
+    y = pooling.averaged(self.array, w, count_include_pad, divisor_override, after=1)
+    return ChannelsLast(y)
+
+
+@channels_last("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default")
+def avg_pool_backward(
+    context: Context,
+    grad_output: Any,
+    self: Any,
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    if not isinstance(self, ChannelsLast):
+        return NotImplemented
+    w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, self.ndim - 2)
+
+    def average(x: Any) -> Any:
+        return pooling.averaged(x, w, count_include_pad, divisor_override, after=1)
+
+    return ChannelsLast(jax.vjp(average, self.array)[1](last(grad_output))[0])
+
+
+@channels_last("aten.mean.dim", "aten.sum.dim_IntList")
+def reduction(
+    context: Context, self: Any, dim: Any, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    if not isinstance(self, ChannelsLast):
+        return NotImplemented
+    dims = reductions.axes(self, dim)
+    left = [d for d in range(self.ndim) if d not in dims]
+    if not keepdim and 1 in left and max(left) > 1:
+        return NotImplemented  # what is left would be in another order
+    function = reductions.mean if "mean" in str(context.node.target) else reductions.sum_
+    moved = [axis_of(d, self.ndim) for d in dims]
+    result = function(self.array, moved, keepdim, dtype)
+    return ChannelsLast(result) if keepdim else result
+
+
+@channels_last("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
+def adaptive_avg_pool(context: Context, self: Any, output_size: Sizes) -> Any:
+    if not isinstance(self, ChannelsLast) or set(output_size) != {1}:
+        return NotImplemented
+    spatial = tuple(range(1, self.ndim - 1))
+    return ChannelsLast(reductions.mean(self.array, spatial, True))
+
+
+@channels_last("aten.expand.default")
+def expand(context: Context, self: Any, size: Sizes, implicit: bool = False) -> Any:
+    """An average's gradient goes back to all places, and with channels last from there on."""
+    carried = isinstance(self, ChannelsLast)
+    if len(size) != self.ndim or len(size) != 4 or math.prod(self.shape[2:]) != 1:
+        return NotImplemented
+    if not carried and math.prod(size[2:]) == 1:
+        return NotImplemented
+    full = [n if m == -1 else m for n, m in zip(self.shape, size, strict=True)]
+    return ChannelsLast(jnp.broadcast_to(last(self), (full[0], *full[2:], full[1])))
+
+
+@channels_last("aten.cat.default")
+def cat(context: Context, tensors: Sequence[Any], dim: int = 0) -> Any:
+    ndim = tensors[0].ndim
+    if not any(isinstance(t, ChannelsLast) for t in tensors) or {t.ndim for t in tensors} != {ndim}:
+        return NotImplemented
+    return ChannelsLast(shapes.cat([last(t) for t in tensors], axis_of(dim, ndim)))
+
+
+@channels_last("aten.slice.Tensor")
+def slice_(
+    context: Context, self: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    if not isinstance(self, ChannelsLast):
+        return NotImplemented
+    return ChannelsLast(shapes.slice_(self.array, axis_of(dim, self.ndim), start, end, step))
+
+
+@channels_last("aten.split.Tensor", "aten.split_with_sizes.default")
+def split(context: Context, self: Any, sizes: Any, dim: int = 0) -> Any:
+    if not isinstance(self, ChannelsLast):
+        return NotImplemented
+    function = shapes.split if isinstance(sizes, int) else shapes.split_with_sizes
+    return [ChannelsLast(a) for a in function(self.array, sizes, axis_of(dim, self.ndim))]
+
+
+@channels_last("aten.constant_pad_nd.default")
+def constant_pad_nd(context: Context, self: Any, pad: Sizes, value: Any = 0) -> Any:
+    if not isinstance(self, ChannelsLast) or len(pad) > 2 * (self.ndim - 2):
+        return NotImplemented
+    return ChannelsLast(shapes.constant_pad_nd(self.array, [0, 0, *pad], value))
+
+
+@channels_last("aten.permute.default")
+def permute(context: Context, self: Any, dims: Sizes) -> Any:
+    """Nothing to do where a model itself asks for channels last, or back."""
+    order = [d % self.ndim for d in dims]
+    if isinstance(self, ChannelsLast) and order == [0, *range(2, self.ndim), 1]:
+        return self.array
+    if not isinstance(self, ChannelsLast) and self.ndim == 4 and order == [0, 3, 1, 2]:
+        return ChannelsLast(self)
+    return NotImplemented

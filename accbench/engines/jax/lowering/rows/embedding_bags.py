@@ -1,0 +1,106 @@
+"""Sums, means and maxima of bags of embeddings (`torch.nn.EmbeddingBag`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from accbench.engines.jax.lowering.dtypes import opmath
+from accbench.engines.jax.lowering.table import lowering
+
+SUM, MEAN, MAX = 0, 1, 2
+
+
+def _counted(bags: Any, kept: Any, num_bags: int, dtype: Any) -> Any:
+    return jnp.zeros((num_bags,), dtype).at[bags].add(kept.astype(dtype))
+
+
+@lowering("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
+def embedding_bag(
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = SUM,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Any, Any, Any, Any]:
+    """weight (rows, width), indices (n,), offsets (bags,) -> (bags, width) and what the gradient
+    needs: each index's bag, the bags' sizes, and where each maximum was."""
+    begins = offsets[:-1] if include_last_offset else offsets
+    num_bags, dtype = begins.shape[0], opmath(weight.dtype)
+    places = jnp.arange(indices.shape[0])
+    bags = (jnp.searchsorted(begins, places, side="right") - 1).astype(indices.dtype)
+    kept = indices != padding_idx
+    rows = jnp.take(weight, indices, axis=0, mode="clip").astype(dtype)
+    sizes = _counted(bags, kept, num_bags, indices.dtype)
+    if mode == MAX:
+        best, where = _largest(rows, kept, bags, num_bags, indices)
+        return best.astype(weight.dtype), bags, sizes, where
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.astype(dtype)[:, None]
+    rows = jnp.where(kept[:, None], rows, 0)
+    summed = jax.ops.segment_sum(rows, bags, num_bags)
+    if mode == MEAN:
+        summed = summed / jnp.maximum(sizes, 1).astype(dtype)[:, None]
+    return summed.astype(weight.dtype), bags, sizes, jnp.zeros_like(sizes)
+
+
+def _largest(rows: Any, kept: Any, bags: Any, num_bags: int, indices: Any) -> tuple[Any, Any]:
+    rows = jnp.where(kept[:, None], rows, -jnp.inf)
+    best = jax.ops.segment_max(rows, bags, num_bags)
+    first = jnp.where(rows == best[bags], jnp.arange(rows.shape[0])[:, None], rows.shape[0])
+    place = jax.ops.segment_min(first, bags, num_bags)
+    filled = jnp.isfinite(best)
+    where = jnp.take(indices, jnp.clip(place, 0, max(rows.shape[0] - 1, 0)), mode="clip")
+    return jnp.where(filled, best, 0), jnp.where(filled, where, -1)
+
+
+@lowering("aten._embedding_bag_dense_backward.default")
+def embedding_bag_backward(
+    grad: Any,
+    indices: Any,
+    offset2bag: Any,
+    bag_size: Any,
+    maximum_indices: Any,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    per_sample_weights: Any,
+    padding_idx: int = -1,
+) -> Any:
+    wide = grad.astype(opmath(grad.dtype))
+    zeros = jnp.zeros((num_weights, grad.shape[-1]), wide.dtype)
+    if mode == MAX:
+        # Bags without elements have no maximum, and -1 for its place.
+        rows = jnp.where(maximum_indices < 0, num_weights, maximum_indices)
+        columns = jnp.arange(grad.shape[-1])[None]
+        return zeros.at[rows, columns].add(wide, mode="drop").astype(grad.dtype)
+    each = wide[offset2bag]
+    if mode == MEAN:
+        each = each / jnp.maximum(bag_size, 1).astype(wide.dtype)[offset2bag][:, None]
+    if per_sample_weights is not None:
+        each = each * per_sample_weights.astype(wide.dtype)[:, None]
+    if scale_grad_by_freq:
+        counts = jnp.zeros((num_weights,), wide.dtype).at[indices].add(1)
+        each = each / counts[indices][:, None]
+    each = jnp.where((indices == padding_idx)[:, None], 0, each)
+    return zeros.at[indices].add(each).astype(grad.dtype)
+
+
+@lowering("aten._embedding_bag_per_sample_weights_backward.default")
+def per_sample_weights_backward(
+    grad: Any,
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    mode: int,
+    padding_idx: int = -1,
+) -> Any:
+    wide = grad.astype(opmath(grad.dtype))[offset2bag]
+    rows = jnp.take(weight, indices, axis=0, mode="clip").astype(wide.dtype)
+    products = jnp.where(indices == padding_idx, 0, jnp.sum(wide * rows, -1))
+    return products.astype(grad.dtype)
