@@ -149,8 +149,7 @@ def _called(node: fx.Node, values: dict[fx.Node, Any], context: Context) -> Any:
     context.node = node
     with jax.named_scope(name(node)):
         result = layout.called(name(node), row, context, args, kwargs)
-    _check(node, result)
-    return result
+    return _checked(node, result)
 
 
 def _argument(value: Any) -> Any:
@@ -175,17 +174,31 @@ def _refuse_float64(node: fx.Node, rules: Rules) -> None:
             )
 
 
-def _check(node: fx.Node, result: Any) -> None:
-    """A row that is wrong about a shape or dtype would train something else, silently."""
-    results = result if isinstance(result, (list, tuple)) else [result]
-    for i, (noted, array) in enumerate(zip(_noted(node), results, strict=False)):
-        if not isinstance(noted, torch.Tensor) or array is None:
-            continue
-        dtype = dtypes.jax_dtype(noted.dtype)
-        # What normalizations save for their backward may be kept in float32 all the way.
-        saved = i > 0 and array.dtype == dtypes.opmath(dtype)
-        if tuple(noted.shape) != tuple(array.shape) or (array.dtype != dtype and not saved):
-            raise TypeError(
-                f"{name(node)} gave {array.dtype}{[*array.shape]} where torch has "
-                f"{dtype}{[*noted.shape]} ({place(node)})"
-            )
+def _checked(node: fx.Node, result: Any) -> Any:
+    """A row's result. One wrong about a shape or dtype would train something else, silently.
+
+    What a normalization saves for its backward may come in float32; it is rounded to what torch
+    saves, which in a model that is all 16-bit is 16-bit.
+    """
+    if not isinstance(result, (list, tuple)):
+        return _as_noted(node, _noted(node)[0], result, False)
+    noted = _noted(node)
+    noted += [None] * (len(result) - len(noted))
+    return [
+        _as_noted(node, value, array, i > 0)
+        for i, (value, array) in enumerate(zip(noted, result, strict=False))
+    ]
+
+
+def _as_noted(node: fx.Node, noted: Any, array: Any, saved: bool) -> Any:
+    if not isinstance(noted, torch.Tensor) or array is None:
+        return array
+    dtype = dtypes.jax_dtype(noted.dtype)
+    if saved and array.dtype != dtype and array.dtype == dtypes.opmath(dtype):
+        array = array.astype(dtype)
+    if tuple(noted.shape) != tuple(array.shape) or array.dtype != dtype:
+        raise TypeError(
+            f"{name(node)} gave {array.dtype}{[*array.shape]} where torch has "
+            f"{dtype}{[*noted.shape]} ({place(node)})"
+        )
+    return array

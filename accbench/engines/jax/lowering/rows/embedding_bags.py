@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.table import lowering
 
@@ -15,8 +16,15 @@ def _counted(bags: Any, kept: Any, num_bags: int, dtype: Any) -> Any:
     return jnp.zeros((num_bags,), dtype).at[bags].add(kept.astype(dtype))
 
 
-@lowering("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
+def _bags(indices: Any, offsets: Any) -> Any:
+    """The bag of each index."""
+    places = jnp.arange(indices.shape[0])
+    return (jnp.searchsorted(offsets, places, side="right") - 1).astype(indices.dtype)
+
+
+@lowering("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default", context=True)
 def embedding_bag(
+    context: Context,
     weight: Any,
     indices: Any,
     offsets: Any,
@@ -31,21 +39,24 @@ def embedding_bag(
     needs: each index's bag, the bags' sizes, and where each maximum was."""
     begins = offsets[:-1] if include_last_offset else offsets
     num_bags, dtype = begins.shape[0], opmath(weight.dtype)
-    places = jnp.arange(indices.shape[0])
-    bags = (jnp.searchsorted(begins, places, side="right") - 1).astype(indices.dtype)
+    bags = _bags(indices, begins)
     kept = indices != padding_idx
     rows = jnp.take(weight, indices, axis=0, mode="clip").astype(dtype)
     sizes = _counted(bags, kept, num_bags, indices.dtype)
+    # torch leaves bags and places out where its own kernel for CPUs needs none.
+    noted = context.node.meta["val"]
+    saved = [jnp.zeros(v.shape, indices.dtype) for v in noted[1:]]
+    saved = [bags if saved[0].size else saved[0], sizes if saved[1].size else saved[1], saved[2]]
     if mode == MAX:
         best, where = _largest(rows, kept, bags, num_bags, indices)
-        return best.astype(weight.dtype), bags, sizes, where
+        return best.astype(weight.dtype), saved[0], saved[1], where
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.astype(dtype)[:, None]
     rows = jnp.where(kept[:, None], rows, 0)
     summed = jax.ops.segment_sum(rows, bags, num_bags)
     if mode == MEAN:
         summed = summed / jnp.maximum(sizes, 1).astype(dtype)[:, None]
-    return summed.astype(weight.dtype), bags, sizes, jnp.zeros_like(sizes)
+    return summed.astype(weight.dtype), saved[0], saved[1], saved[2]
 
 
 def _largest(rows: Any, kept: Any, bags: Any, num_bags: int, indices: Any) -> tuple[Any, Any]:
@@ -100,7 +111,38 @@ def per_sample_weights_backward(
     mode: int,
     padding_idx: int = -1,
 ) -> Any:
-    wide = grad.astype(opmath(grad.dtype))[offset2bag]
+    wide = grad.astype(opmath(grad.dtype))[_bags(indices, offsets)]
     rows = jnp.take(weight, indices, axis=0, mode="clip").astype(wide.dtype)
     products = jnp.where(indices == padding_idx, 0, jnp.sum(wide * rows, -1))
     return products.astype(grad.dtype)
+
+
+@lowering("aten._embedding_bag_backward.default")
+def embedding_bag_backward_of(
+    grad: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    bag_size: Any,
+    maximum_indices: Any,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Any,
+    padding_idx: int = -1,
+) -> Any:
+    bags = _bags(indices, offsets)
+    kept = indices != padding_idx
+    return embedding_bag_backward(
+        grad,
+        indices,
+        bags,
+        _counted(bags, kept, grad.shape[0], indices.dtype),
+        maximum_indices,
+        num_weights,
+        scale_grad_by_freq,
+        mode,
+        per_sample_weights,
+        padding_idx,
+    )

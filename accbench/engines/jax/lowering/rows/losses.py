@@ -3,6 +3,7 @@ class, whose gradient is a comparison here, without scattering."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from accbench.engines.jax.lowering.dtypes import opmath
@@ -61,3 +62,12 @@ def nll_loss_backward(
     numbers = jnp.arange(self.shape[axis]).reshape(-1, *[1] * (self.ndim - axis - 1))
     hit = jnp.expand_dims(classes, axis) == numbers
     return jnp.where(hit, jnp.expand_dims(per_sample, axis), 0).astype(self.dtype)
+
+
+@lowering("aten.soft_margin_loss_backward.default")
+def soft_margin_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int) -> Any:
+    """Not by sigmoid(x) - 1, which loses all digits where the loss is small."""
+    dtype = opmath(self.dtype)
+    g, x, t = (a.astype(dtype) for a in (grad_output, self, target))
+    slope = -g * t * jax.nn.sigmoid(-t * x)
+    return (slope / self.size if reduction == MEAN else slope).astype(self.dtype)
