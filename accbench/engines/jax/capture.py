@@ -28,7 +28,8 @@ class Captured:
     """A graph of one signature of batches.
 
     It takes `trained`, then `kept`, the factor, the batch's tensors and those beside it; it gives
-    the new values of `mutated`, the loss times the factor, the loss, and the gradients.
+    the new values of `mutated`, those of tensors of the batch that were written to, the loss times
+    the factor, the loss, and the gradients.
     """
 
     graph: torch.fx.GraphModule
@@ -36,6 +37,8 @@ class Captured:
     """Which parameters have a gradient, by their place among the model's."""
     mutated: list[int]
     """Which buffers are written to, by their place among the model's."""
+    num_written: int
+    """How many tensors of the batch are written to, which nobody sees."""
     reads: list[int]
     """How many tensors a forward pass reads of each source of `beside`."""
 
@@ -48,7 +51,8 @@ class Captured:
     def outputs(self, values: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
         """(new values of `mutated`, the loss, gradients of `trained`) from the graph's."""
         num = len(self.mutated)
-        return list(values[:num]), values[num + 1], list(values[num + 2 :])
+        loss = num + self.num_written + 1
+        return list(values[:num]), values[loss], list(values[loss + 1 :])
 
 
 class _Loss(nn.Module):
@@ -134,12 +138,18 @@ def _capture(
     graph.graph.eliminate_dead_code()
     graph.recompile()
     mutated = [int(name.removeprefix("kept")) for name in signature.buffers_to_mutate.values()]
-    return Captured(graph, trained, [place - len(others) for place in mutated], reads)
+    mutated = [place - len(others) for place in mutated]
+    num_written = len(signature.user_inputs_to_mutate)
+    return Captured(graph, trained, mutated, num_written, reads)
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> Tensors:
-    """Without strides of their own, of which JAX knows nothing, and that some graphs look at."""
-    return [tensor.detach().contiguous() for tensor in tensors]
+    """Copies to be traced with, for some tracing counts as writing.
+
+    Without strides of their own, of which JAX knows nothing, and that some graphs look at.
+    """
+    plain = torch.contiguous_format
+    return [tensor.detach().clone(memory_format=plain) for tensor in tensors]
 
 
 def _loss(
@@ -176,13 +186,15 @@ def _with_gradient(
 
     parameters, buffers = list(model.parameters()), list(model.buffers())
     others = [p for place, p in enumerate(parameters) if place not in set(trained)]
-    with traceable(model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        some = [mode.from_tensor(parameters[place].detach()) for place in trained]
-        for tensor in some:
-            tensor.requires_grad_()
-        kept = [mode.from_tensor(tensor.detach()) for tensor in (*others, *buffers)]
-        given = (*nested.tensors_of(batch), *beside.tensors())
-        inputs = [mode.from_tensor(tensor) for tensor in given]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+        return [mode.from_tensor(tensor) for tensor in _plain(tensors)]
+
+    with traceable(model), mode:
+        some = [tensor.requires_grad_() for tensor in of(parameters[place] for place in trained)]
+        kept = of([*others, *buffers])
+        inputs = of([*nested.tensors_of(batch), *beside.tensors()])
         value, _ = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
         gradients = torch.autograd.grad(value, some, allow_unused=True)
     pairs = zip(trained, gradients, strict=True)

@@ -50,6 +50,11 @@ class Engine(engines.Engine):
         """Keep compiled steps on disk."""
         cache_dir: str | None = None
         """The cache's folder. Unset: accbench/jax in the user's cache folder."""
+        channels_last: Literal["auto", "on", "off"] = "auto"
+        """Carry images as NHWC from one convolution to the next. auto: on a CPU, for XLA chooses
+        layouts by itself elsewhere."""
+        products_for_1x1: Literal["auto", "on", "off"] = "auto"
+        """Compute 1 x 1 convolutions as products of matrices, channels last. auto: on a CPU."""
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -249,11 +254,18 @@ class Engine(engines.Engine):
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
             scaling=_scaling(self.scaler),
+            rules=lowering.Rules(
+                channels_last=self._is_on(self.options.channels_last),
+                products_for_1x1=self._is_on(self.options.products_for_1x1),
+            ),
         )
         function = self._workers.function(step.build(captured, plan, self._workers.mean))
         run = function.lower(*arguments).compile()
         self._stats += engines.CompileStats(1, time.perf_counter() - begun)
         return _Step(run, [number * self.task.accumulate for number in captured.reads])
+
+    def _is_on(self, option: str) -> bool:
+        return option == "on" or (option == "auto" and self.task.device == "cpu")
 
     def wait(self) -> None:
         if self._mirror is not None:

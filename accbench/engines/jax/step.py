@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from accbench.engines import optimizers
 from accbench.engines.jax import updates
 from accbench.engines.jax.capture import Captured
-from accbench.engines.jax.lowering import run_graph
+from accbench.engines.jax.lowering import Rules, run_graph
 
 Tree = Any
 
@@ -36,6 +36,8 @@ class Plan:
     """Leave out steps whose gradients are not finite, and what they made of buffers."""
     scaling: dict[str, Any] | None
     """Of the loss scale: growth, backoff, interval; None where there is none."""
+    rules: Rules
+    """How the graph is lowered."""
 
 
 def build(captured: Captured, plan: Plan, mean: Callable[[Tree], Tree]) -> Callable[..., Any]:
@@ -85,7 +87,7 @@ def _gradients(
     def of_part(buffers: list[Any], part: list[Any], key: Any) -> tuple[Any, list[Any], list[Any]]:
         factor = scale / plan.num_parts
         inputs = captured.inputs(state["parameters"], buffers, factor, *part)
-        values = run_graph(captured.graph, inputs, key)
+        values = run_graph(captured.graph, inputs, key, plan.rules)
         changed, loss, gradients = captured.outputs(values)
         buffers = list(buffers)
         for place, value in zip(captured.mutated, changed, strict=True):
