@@ -23,7 +23,7 @@ def refusal(capsys, *flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--engine", "jax"], ["unknown engine 'jax'", "ddp", "xla"]),
+        (["--engine", "jaxx"], ["unknown engine 'jaxx'", "ddp", "xla"]),
         (["--model", "resnet51"], ["unknown model 'resnet51'", "resnet50", "resnet18"]),
         (["--model", "no_such_module:net"], ["no_such_module"]),
         (["--model", "vit_s_16", "--image_size", "40"], ["patches of 16 pixels"]),
@@ -169,4 +169,4 @@ def test_scripts_refuse_alike(script):
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
-    assert "unknown engine 'jax'" in result.stderr
+    assert "unknown engine 'jaxx'" in result.stderr

@@ -20,8 +20,9 @@ def check_command(line: str, extra: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "flags", "extra"),
-    [("torch_xla", ["--compiler-opt"], "xla"), ("s3fs", ["--data=s3://bucket/prefix"], "s3")],
-)
+    [("torch_xla", ["--compiler-opt"], "xla"), ("jax", ["--engine=jax"], "jax"),
+     ("s3fs", ["--data=s3://bucket/prefix"], "s3")],
+)  # fmt: skip
 def test_clone_is_installed_with_the_extra(capsys, monkeypatch, module, flags, extra):
     # Stands in for an environment without the package.
     found = importlib.util.find_spec
