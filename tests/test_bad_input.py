@@ -165,7 +165,7 @@ def test_batch_larger_than_a_shard_is_known_in_the_worker(images, tmp_path):
 
 @pytest.mark.parametrize("script", ["launch_single_task.py", "main.py"])
 def test_scripts_refuse_alike(script):
-    result = run("--engine=jax", script=script)
+    result = run("--engine=jaxx", script=script)
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
