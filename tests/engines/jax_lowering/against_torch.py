@@ -131,7 +131,8 @@ def through_jax(module: Wrapped, jit: bool = False, rules: Any = None) -> Result
     def run(*args: Any) -> list[Any]:
         return lowering.run_graph(graph_module, args, jax.random.key(0), rules)
 
-    found = (jax.jit(run) if jit else run)(*args)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = (jax.jit(run) if jit else run)(*args)
     found = found[len(signature.buffers_to_mutate) :]
     num_outputs = len(signature.user_outputs)
     frozen = [n for n, p in module.named_parameters() if not p.requires_grad]

@@ -1,0 +1,205 @@
+"""Graphs run by the table: what is refused and how it is told, random numbers, rules."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from accbench.errors import RequestError
+
+jax = pytest.importorskip("jax")
+
+from accbench.engines.jax import lowering  # noqa: E402
+from tests.conftest import HANG_S, ROOT  # noqa: E402
+
+from . import against_torch  # noqa: E402
+
+# Core ATen operations that a graph of a training step has no use for here.
+WITHOUT_ROW = {
+    "aten._fft_r2c.default": "complex numbers",
+    "aten._local_scalar_dense.default": "a number for Python: capture refuses it",
+    "aten.nonzero.default": "a size that depends on the data: capture refuses it",
+    "aten._native_batch_norm_legit.default": "changes its arguments; captured as _functional",
+    "aten.atan2.out": "writes to an argument; captured without",
+    "aten.sym_storage_offset.default": "shapes that aren't known",
+    "aten.sym_stride.int": "shapes that aren't known",
+}
+
+
+def core_operations() -> set[str]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+    overloads = [
+        getattr(packet, name)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for name in packet.overloads()
+    ]
+    return {str(op) for op in overloads if torch.Tag.core in op.tags}
+
+
+def test_every_core_operation_has_a_row() -> None:
+    core = core_operations()
+    assert len(core) > 180
+    assert core - set(lowering.operations()) == core & set(WITHOUT_ROW)
+
+
+def graph_of(*operations: Any, shape: tuple[int, ...] = (2, 3)) -> fx.GraphModule:
+    """Operations one after the other on one input, with the values that torch notes."""
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    value = torch.ones(shape)
+    for operation in operations:
+        node = graph.call_function(operation, (node,))
+        value = operation(value)
+        node.meta["val"] = value
+    graph.output((node,))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_an_operation_without_a_row_is_named_with_its_place_and_the_way_to_add_it() -> None:
+    graph_module = graph_of(torch.ops.aten.relu.default, torch.ops.aten.nonzero.default)
+    node = [*graph_module.graph.nodes][2]
+    node.meta["stack_trace"] = '  File "/home/me/net.py", line 7, in forward\n    x = x.nonzero()\n'
+    assert lowering.missing(graph_module) == [
+        "aten.nonzero.default (/home/me/net.py:7: x = x.nonzero())"
+    ]
+    with pytest.raises(RequestError) as error:
+        lowering.run_graph(graph_module, [jax.numpy.ones((2, 3))])
+    assert "/home/me/net.py:7" in str(error.value)
+    assert "accbench.lowerings" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_float64_is_refused_unless_a_rule_allows_float32_for_it() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": torch.float64})
+    node.meta["val"] = torch.ones(2, dtype=torch.float64)
+    graph.output((node,))
+    graph_module = fx.GraphModule(nn.Module(), graph)
+    ones = jax.numpy.ones(2)
+    with pytest.raises(RequestError, match="gives float64"):
+        lowering.run_graph(graph_module, [ones])
+    rules = lowering.Rules(float64_as_float32=True)
+    (out,) = lowering.run_graph(graph_module, [ones], rules=rules)
+    assert out.dtype == "float32"
+
+
+def test_a_row_that_is_wrong_about_a_shape_does_not_go_unnoticed() -> None:
+    graph_module = graph_of(torch.ops.aten.relu.default)
+    [*graph_module.graph.nodes][1].meta["val"] = torch.ones(3, 2)
+    with pytest.raises(TypeError, match=r"aten.relu.default gave float32\[2, 3\]"):
+        lowering.run_graph(graph_module, [jax.numpy.ones((2, 3))])
+
+
+OUTSIDE = """
+import accbench.engines.jax.lowering as lowering
+
+@lowering.lowering("aten.nonzero_static.default")
+def nonzero_static(self, *, size, fill_value=-1):
+    return self
+"""
+ASKED = """
+import accbench.engines.jax.lowering as lowering
+print("aten.nonzero_static.default" in lowering.operations(), len(lowering.operations()) > 300)
+"""
+
+
+def test_a_package_outside_adds_a_row_by_an_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "my_rows.py").write_text(OUTSIDE)
+    (tmp_path / "my_rows-1.dist-info").mkdir()
+    (tmp_path / "my_rows-1.dist-info" / "METADATA").write_text("Name: my-rows\nVersion: 1\n")
+    entry = "[accbench.lowerings]\nmine = my_rows\n"
+    (tmp_path / "my_rows-1.dist-info" / "entry_points.txt").write_text(entry)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    asked = subprocess.run(
+        [sys.executable, "-c", ASKED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=True,
+    )
+    assert asked.stdout.split() == ["True", "True"]
+
+
+def test_a_name_that_is_no_operation_is_refused() -> None:
+    with pytest.raises(ValueError, match="aten.relu.default"):
+        lowering.lowering("relu")
+
+
+@pytest.fixture(scope="module")
+def dropout() -> fx.GraphModule:
+    class Dropped(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return F.dropout(x, 0.3), F.dropout(x, 0.3)
+
+    graph_module, _ = torch._functorch.aot_autograd.aot_export_module(
+        Dropped(),
+        (torch.ones(50, 40),),
+        trace_joint=False,
+        decompositions=lowering.decompositions(),
+    )
+    return graph_module
+
+
+def test_dropout_is_repeatable_and_another_one_each_time(dropout: fx.GraphModule) -> None:
+    ones = jax.numpy.ones((50, 40))
+    key = jax.random.key(3)
+    first, second = lowering.run_graph(dropout, [ones], key)
+    again, _ = lowering.run_graph(dropout, [ones], key)
+    other, _ = lowering.run_graph(dropout, [ones], jax.random.fold_in(key, 1))
+    assert (first == again).all()
+    assert not (first == second).all()
+    assert not (first == other).all()
+    kept = float((first > 0).mean())
+    assert abs(kept - 0.7) < 0.05  # 2000 draws: 5 deviations
+    assert float(abs(first[first > 0] - 1 / 0.7).max()) < 1e-6
+
+
+def test_drawing_without_a_key_is_an_error(dropout: fx.GraphModule) -> None:
+    with pytest.raises(ValueError, match="no key"):
+        lowering.run_graph(dropout, [jax.numpy.ones((50, 40))])
+
+
+class Images(nn.Module):
+    """What convolution nets are made of, with an axis or two moved about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.wide = nn.Conv2d(8, 16, 1, stride=2)
+        self.deep = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.layer_norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 3, 1, 1)
+        x = self.wide(F.pad(x, (0, 1)))
+        x = x * torch.sigmoid(F.adaptive_avg_pool2d(x, 1)) + F.avg_pool2d(x, 3, 1, 1)
+        a, b = self.deep(x).chunk(2, 1)
+        x = torch.cat([b, a], 1)
+        x = self.layer_norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(F.gelu(x).mean((2, 3)))
+
+
+def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None:
+    torch.manual_seed(0)
+    model = Images()
+    tensors = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    tensors.update(model.named_buffers())
+
+    def function(tensors: Any, images: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, tensors, (images,))
+
+    args = (tensors, torch.randn(4, 3, 17, 16, requires_grad=True))
+    rules = lowering.Rules(channels_last=True, products_for_1x1=True)
+    assert not against_torch.check(function, args, {}, jit=True)
+    assert not against_torch.check(function, args, {}, jit=True, rules=rules)

@@ -1,0 +1,224 @@
+"""Operations through the table beside torch's own, forward and as a training step uses them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("jax")
+
+from . import against_torch
+
+# Of torch's own list, whose samples try broadcasting, 0-d and empty tensors, negative dims...
+NAMES = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "pow",
+    "fmod",
+    "remainder",
+    "floor_divide",
+    "where",
+    "clamp",
+    "maximum",
+    "eq",
+    "logical_and",
+    "exp",
+    "log1p",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "sigmoid",
+    "erf",
+    "abs",
+    "round",
+    "addcmul",
+    "lerp",
+    "nan_to_num",
+    "masked_fill",
+    "sum",
+    "mean",
+    "prod",
+    "amax",
+    "argmax",
+    "max.reduction_with_dim",
+    "var",
+    "std",
+    "norm",
+    "logsumexp",
+    "any",
+    "cumsum",
+    "cumprod",
+    "matmul",
+    "addmm",
+    "baddbmm",
+    "einsum",
+    "view",
+    "expand",
+    "permute",
+    "squeeze",
+    "cat",
+    "stack",
+    "split",
+    "chunk",
+    "narrow",
+    "select",
+    "diagonal",
+    "tril",
+    "flip",
+    "roll",
+    "repeat",
+    "unfold",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce.mean",
+    "index_put",
+    "index_add",
+    "index_select",
+    "masked_scatter",
+    "take_along_dim",
+    "sort",
+    "topk",
+    "nn.functional.conv1d",
+    "nn.functional.conv2d",
+    "nn.functional.conv3d",
+    "nn.functional.conv_transpose2d",
+    "nn.functional.max_pool2d",
+    "nn.functional.avg_pool2d",
+    "nn.functional.adaptive_avg_pool2d",
+    "nn.functional.adaptive_max_pool2d",
+    "nn.functional.interpolate.bilinear",
+    "nn.functional.interpolate.nearest",
+    "nn.functional.interpolate.bicubic",
+    "nn.functional.pad.reflect",
+    "nn.functional.pad.replicate",
+    "nn.functional.batch_norm",
+    "nn.functional.layer_norm",
+    "nn.functional.group_norm",
+    "nn.functional.instance_norm",
+    "softmax",
+    "log_softmax",
+    "nn.functional.embedding",
+    "nn.functional.embedding_bag",
+    "nn.functional.gelu",
+    "nn.functional.silu",
+    "nn.functional.hardswish",
+    "nn.functional.elu",
+    "nn.functional.softplus",
+    "nn.functional.leaky_relu",
+    "nn.functional.prelu",
+    "nn.functional.glu",
+    "nn.functional.mse_loss",
+    "nn.functional.smooth_l1_loss",
+    "nn.functional.cross_entropy",
+    "nn.functional.nll_loss",
+    "nn.functional.kl_div",
+    "nn.functional.binary_cross_entropy_with_logits",
+    "nn.functional.scaled_dot_product_attention",
+    "nn.functional.grid_sample",
+    "nn.functional.pixel_shuffle",
+]
+
+
+def found(name: str) -> Any:
+    for op in against_torch.op_infos():
+        if name in (op.name, f"{op.name}.{op.variant_test_name}"):
+            return op
+    raise LookupError(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_is_torchs(name: str) -> None:
+    op = found(name)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    # The 16-bit types in turn, for they go the same way.
+    half = dtypes[1 + NAMES.index(name) % 2]
+    for dtype in (torch.float32, half):
+        if dtype in op.dtypes:
+            (sample,) = against_torch.samples(op, dtype, 1)
+            problems = against_torch.check(op.op, (sample.input, *sample.args), sample.kwargs)
+            assert not problems, (dtype, sample, problems)
+
+
+def image(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def of_module(module: nn.Module, *inputs: torch.Tensor) -> tuple[Callable[..., Any], Any]:
+    """A module as a function of its input and its parameters, all of them getting gradients."""
+    parameters = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
+
+    def function(parameters: Any, *inputs: torch.Tensor) -> Any:
+        return torch.func.functional_call(module, parameters, inputs)
+
+    return function, (parameters, *inputs)
+
+
+MODULES: dict[str, Callable[[], tuple[Callable[..., Any], Any]]] = {
+    "strided, dilated and grouped": lambda: of_module(
+        nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), image(2, 4, 9, 8)
+    ),
+    "transposed with groups and output padding": lambda: of_module(
+        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+        image(2, 4, 5, 4),
+    ),
+    "transposed over three axes": lambda: of_module(
+        nn.ConvTranspose3d(2, 3, 2, stride=2, dilation=2), image(1, 2, 3, 2, 3)
+    ),
+    "largest with ceil_mode and padding": lambda: (
+        lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+        (image(2, 3, 8, 7),),
+    ),
+    "largest with dilation": lambda: (
+        lambda x: F.max_pool2d(x, 2, 1, 1, dilation=2, return_indices=True),
+        (image(2, 3, 7, 7),),
+    ),
+    "largest over three axes": lambda: (
+        lambda x: F.max_pool3d(x, 2, 2, return_indices=True),
+        (image(1, 2, 4, 5, 6),),
+    ),
+    "mean with ceil_mode, padding not counted": lambda: (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
+        (image(2, 3, 8, 7),),
+    ),
+    "adaptive to sizes that do not divide": lambda: (
+        lambda x: F.adaptive_avg_pool2d(x, (3, 5)),
+        (image(2, 3, 8, 7),),
+    ),
+    "lstm": lambda: of_module(nn.LSTM(3, 4, num_layers=2, batch_first=True), image(2, 3, 3)),
+    "gru of both directions": lambda: of_module(nn.GRU(3, 4, bidirectional=True), image(3, 2, 3)),
+    "encoder layer": lambda: of_module(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), image(2, 5, 8)
+    ),
+    "embedding with padding": lambda: of_module(
+        nn.Embedding(6, 4, padding_idx=2), torch.tensor([[0, 2, 5], [2, 2, 1]])
+    ),
+    "cross entropy with weights, smoothing and ignored pixels": lambda: (
+        lambda x, t, w: F.cross_entropy(x, t, w, ignore_index=1, label_smoothing=0.1),
+        (image(2, 4, 3, 3), torch.randint(0, 4, (2, 3, 3)), torch.rand(4)),
+    ),
+    "antialiased": lambda: (
+        lambda x: F.interpolate(x, (5, 4), mode="bilinear", antialias=True),
+        (image(1, 2, 9, 7),),
+    ),
+    "storage read with strides": lambda: (
+        lambda x: (x * 2).as_strided((3, 2), (1, 4), 1),
+        (image(3, 4),),
+    ),
+    "bytes as another dtype": lambda: (
+        lambda x: x.detach().view(torch.int32) & 0xFF,
+        (image(3, 4),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arguments_that_models_use_are_torchs(name: str) -> None:
+    torch.manual_seed(0)
+    function, args = MODULES[name]()
+    assert not against_torch.check(function, args, {})
