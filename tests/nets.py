@@ -420,6 +420,24 @@ def cumulative(num_classes: int) -> nn.Module:
     return net
 
 
+class _Keeps(nn.Module):
+    """`tiny` with a tensor that is no buffer, and a buffer that others take the place of."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net, self.table = tiny(num_classes), torch.linspace(0.5, 1.5, num_classes)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + len(images)
+        images.mul_(0.5)
+        return self.net(images) * self.table
+
+
+def keeps(num_classes: int) -> nn.Module:
+    return _Keeps(num_classes)
+
+
 class _Masks(nn.Module):
     """Picks pixels by their value: how many is known when they are there."""
 

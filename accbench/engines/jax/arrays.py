@@ -34,9 +34,11 @@ def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
 
 
 def owned(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
-    """A copy of the tensor, which a step may write to."""
+    """A copy of the tensor, which a step may write to; it is made when this returns."""
     array = lent(tensor, device)
-    return array.copy() if device.platform == "cpu" else array
+    if device.platform == "cpu":
+        array = array.copy()
+    return array.block_until_ready()
 
 
 def tensor_of(array: jax.Array) -> torch.Tensor:

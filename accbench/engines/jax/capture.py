@@ -63,7 +63,13 @@ class _Loss(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, batch: Any) -> torch.Tensor:
-        return self.loss(self.model, batch)
+        before = dict(self.model.named_buffers())
+        loss = self.loss(self.model, batch)
+        for name, buffer in self.model.named_buffers():
+            if name in before and buffer is not before[name]:  # another tensor has its place
+                with torch.no_grad():
+                    before[name].copy_(buffer)
+        return loss
 
 
 class _Holder(nn.Module):
@@ -131,7 +137,8 @@ def _capture(
     inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *beside.tensors()])
     some = _plain(parameters[place] for place in trained)
     holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
-    with traceable(model):
+    # Tensors that a model has as plain attributes are constants of the graph.
+    with traceable(model), _fake():
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
@@ -182,11 +189,9 @@ def _with_gradient(
     autocast: Callable[[], Any],
 ) -> list[int]:  # fmt: skip
     """Those of `trained` that the loss depends on, for torch has no graph with others in it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     parameters, buffers = list(model.parameters()), list(model.buffers())
     others = [p for place, p in enumerate(parameters) if place not in set(trained)]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _fake()
 
     def of(tensors: Iterable[torch.Tensor]) -> list[Any]:
         return [mode.from_tensor(tensor) for tensor in _plain(tensors)]
@@ -199,6 +204,13 @@ def _with_gradient(
         gradients = torch.autograd.grad(value, some, allow_unused=True)
     pairs = zip(trained, gradients, strict=True)
     return [place for place, gradient in pairs if gradient is not None]
+
+
+def _fake() -> Any:
+    """Tensors are shapes and types alone in this; those of others are let in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -186,6 +186,7 @@ TRIED = {
     ),
     "bfloat16": lambda: beside_eager("tests.nets:tied", "--amp_dtype=bfloat16"),
     "overflow": lambda: beside_eager("tests.nets:loud", "--amp_dtype=float16"),
+    "keeps": lambda: beside_eager("tests.nets:keeps", "--amp_level=O0"),
     "skip": lambda: beside_eager("tests.nets:overflowing", "--amp_level=O0", "--on_nan=skip"),
     "shapes": lambda: beside_eager("tests.nets:Ragged", "--amp_level=O0"),
     "resumed": resumed,

@@ -28,9 +28,10 @@ def test_a_resnet_is_as_near_to_float64_as_eager(found):
     assert found["resnet"]["jax"] < 3 * found["resnet"]["ddp"]
 
 
-@pytest.mark.parametrize("name", ["recipe", "sgd", "shapes"])
+@pytest.mark.parametrize("name", ["recipe", "sgd", "shapes", "keeps"])
 def test_weights_and_the_optimizers_state_are_eagers(found, name):
-    """Accumulation, clipping, averages, groups without decay; momentum; changing rates."""
+    """Accumulation, clipping, averages, groups without decay; momentum; changing rates; tensors
+    that are no buffers, buffers that are replaced, a batch that is written to."""
     of = found[name]
     assert of["weights"] < 1e-4
     assert of["optimizer"] < 1e-4
