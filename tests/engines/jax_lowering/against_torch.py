@@ -37,6 +37,7 @@ class Wrapped(torch.nn.Module):
         self.function = function
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.learned = [i for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)]
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 value = leaf.detach().clone()
@@ -47,8 +48,11 @@ class Wrapped(torch.nn.Module):
 
     def outputs(self) -> list[torch.Tensor]:
         leaves = [getattr(self, f"t{i}", leaf) for i, leaf in enumerate(self.leaves)]
-        # Times one, or two parameters may share one gradient, which aot_export_module refuses.
-        leaves = [v * 1.0 if isinstance(v, torch.nn.Parameter) else v for v in leaves]
+        # Scaled up and down, each by its own power of two: two parameters may not share one
+        # gradient, which aot_export_module can't tell apart.
+        for i, leaf in enumerate(leaves):
+            if i in self.learned:
+                leaves[i] = leaf * 2.0**i * 2.0**-i
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         found = pytree.tree_leaves(self.function(*args, **kwargs))
         return [o for o in found if isinstance(o, torch.Tensor)]
@@ -92,7 +96,7 @@ def eager(module: Wrapped) -> Results:
 def in_float64(module: Wrapped) -> Results:
     """The same from the same numbers, computed in float64."""
     other = Wrapped(module.function, (), {})
-    other.leaves, other.spec = module.leaves, module.spec
+    other.leaves, other.spec, other.learned = module.leaves, module.spec, module.learned
     for name, value in module.named_parameters():
         copy = torch.nn.Parameter(value.detach().double(), requires_grad=value.requires_grad)
         other.register_parameter(name, copy)
@@ -248,4 +252,4 @@ def samples(op: Any, dtype: torch.dtype, most: int) -> Iterable[Any]:
     wants = dtype.is_floating_point and op.supports_autograd
     found = list(op.sample_inputs("cpu", dtype, requires_grad=wants))
     step = max(len(found) / most, 1)
-    return [found[int(i * step)] for i in range(min(most, len(found)))]
+    return [found[int((i + 0.5) * step)] for i in range(min(most, len(found)))]

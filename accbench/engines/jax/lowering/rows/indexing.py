@@ -129,6 +129,13 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
     return wide.at[_index(indices)].add(values.astype(wide.dtype)).astype(self.dtype)
 
 
+@lowering("aten.put.default")
+def put(self: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """Placed by positions in the flattened tensor."""
+    places = [index.reshape(-1)]
+    return index_put(self.reshape(-1), places, source.reshape(-1), accumulate).reshape(self.shape)
+
+
 @lowering("aten.index_select.default")
 def index_select(self: Any, dim: int, index: Any) -> Any:
     if not self.ndim:
