@@ -53,7 +53,7 @@ setup(
         "tensorboard": ["tensorboard>=2.16"],
         "onnx": ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"],
         "s3": ["s3fs>=2024.6"],
-        "dask": ["distributed>=2024.8", "cryptography>=42"],  # the latter makes TLS certificates
+        "dask": ["distributed>=2025.1", "cryptography>=42"],  # the latter makes TLS certificates
         # XLA through JAX, beside any torch; 0.10 is the last for Python 3.11.
         "jax": ["jax>=0.10,<0.13"],
         "nvidia": ["nvidia-ml-py>=12"],  # clocks, throttling and power in `accbench compare`
@@ -67,7 +67,7 @@ setup(
         "dev": [
             "build>=1.2",
             "cryptography>=42",
-            "distributed>=2024.8",
+            "distributed>=2025.1",
             "jax>=0.10,<0.13; python_version >= '3.11'",
             "timm>=1.0.9",
             "transformers>=4.56",

@@ -3,6 +3,7 @@
 import socket
 import struct
 
+LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 
 
@@ -38,3 +39,8 @@ def interface_of(address: str) -> str | None:
             if found == wanted or (name == "lo" and wanted[:1] == b"\x7f"):
                 return name
     return None
+
+
+def loopback_socket() -> socket.socket:
+    """Listens at a free port of the loopback; torch's store by itself listens at all addresses."""
+    return socket.create_server((LOOPBACK, 0), backlog=1024)

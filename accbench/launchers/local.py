@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )  # fmt: skip
 
-from accbench import config, launchers, plugins
+from accbench import config, launchers, network, plugins
 from accbench.config import TaskConfig
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE
 from accbench.launchers import Failure, failures
@@ -34,7 +34,6 @@ from accbench.stop_signals import StopSignals
 GRACE_S = 5
 # Seconds between two looks at the workers.
 _POLL_S = 0.1
-_HOST = "127.0.0.1"
 
 
 class Launcher(launchers.Launcher):
@@ -42,7 +41,11 @@ class Launcher(launchers.Launcher):
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         # The launcher holds the store where workers meet, so no port is guessed.
-        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        listening = network.loopback_socket()
+        store = TCPStore(
+            network.LOOPBACK, listening.getsockname()[1], is_master=True, wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
         arguments = (*worker, f"--config={task.run_dir / config.CONFIG_FILE}")
         ranks = range(task.nproc_per_node)
         # Not in the run's folder, whose disk may be full: the errors go here as well.
@@ -77,7 +80,7 @@ def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": num_workers,
         "LOCAL_WORLD_SIZE": num_workers,
-        "MASTER_ADDR": _HOST,
+        "MASTER_ADDR": network.LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

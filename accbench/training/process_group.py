@@ -93,8 +93,12 @@ def _store_of_rank0(path: Path, topology: Topology, timeout_s: float) -> dist.TC
     timeout = timedelta(seconds=timeout_s)
     alone = topology.local_world_size == topology.world_size
     if topology.rank == 0:
-        host = "127.0.0.1" if alone else socket.gethostname()
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        host = network.LOOPBACK if alone else socket.gethostname()
+        listening = network.loopback_socket() if alone else socket.create_server(("", 0))
+        store = dist.TCPStore(
+            host, listening.getsockname()[1], is_master=True, wait_for_workers=False,
+            timeout=timeout, master_listen_fd=listening.detach(),
+        )  # fmt: skip
         new = path.with_name(f"{path.name}.new")
         new.write_text(f"{host}:{store.port}")
         new.rename(path)

@@ -196,7 +196,5 @@ def _of_workers(outcomes: Mapping[int, dict[str, Any]]) -> Failure | None:
         files = {rank: Path(folder) / f"{rank}.json" for rank in outcomes}
         for rank, outcome in outcomes.items():
             if (error := outcome["error"]) is not None:
-                # Each machine counts its own seconds.
-                error["time"] = error["unix_time"]
                 files[rank].write_text(json.dumps(error))
         return failures.first_failure(codes, files)
