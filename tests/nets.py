@@ -421,7 +421,8 @@ def cumulative(num_classes: int) -> nn.Module:
 
 
 class _Keeps(nn.Module):
-    """`tiny` with a tensor that is no buffer, and a buffer that others take the place of."""
+    """`tiny` with a tensor that is no buffer, a buffer that others take the place of, and large
+    integers."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -431,7 +432,8 @@ class _Keeps(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + len(images)
         images.mul_(0.5)
-        return self.net(images) * self.table
+        large = torch.arange(images.shape[-1]) * 0x7FEB352D  # beyond 32 bits
+        return self.net(images + (large >> 30 & 0xF) / 64) * self.table
 
 
 def keeps(num_classes: int) -> nn.Module:

@@ -43,13 +43,13 @@ def owned(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
 
 def tensor_of(array: jax.Array) -> torch.Tensor:
     """What an array holds, on the host; waits for it, and is not to be written to."""
-    if array.device.platform != "cpu":
+    if next(iter(array.devices())).platform != "cpu":
         array = jax.device_put(array, jax.devices("cpu")[0])
     return torch.from_dlpack(array)
 
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    if jax.config.jax_enable_x64 or tensor.dtype not in (torch.int64, torch.float64):
+    if jax.config.read("jax_enable_x64") or tensor.dtype not in (torch.int64, torch.float64):
         return tensor
     if tensor.dtype is torch.float64:
         return tensor.float()

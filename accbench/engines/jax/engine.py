@@ -92,6 +92,10 @@ class Engine(engines.Engine):
 
         if "JAX_PLATFORMS" not in os.environ:
             jax.config.update("jax_platforms", _PLATFORMS[task.device])
+        if "JAX_ENABLE_X64" not in os.environ:
+            # Or int64 would be int32, and models that compute with large numbers, BERT's masking
+            # for one, others without anyone being told.
+            jax.config.update("jax_enable_x64", True)
         from accbench.engines.jax import arrays, workers
 
         self._cache = self._start_cache()

@@ -47,7 +47,7 @@ def _without_reentrance() -> Iterator[None]:
     def call(function: Callable[..., Any], _preserves: bool, *args: Any) -> Any:
         return function(*args)
 
-    CheckpointFunction.apply = call  # type: ignore[method-assign, assignment]
+    CheckpointFunction.apply = call  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ def test_a_resnet_is_as_near_to_float64_as_eager(found):
 @pytest.mark.parametrize("name", ["recipe", "sgd", "shapes", "keeps"])
 def test_weights_and_the_optimizers_state_are_eagers(found, name):
     """Accumulation, clipping, averages, groups without decay; momentum; changing rates; tensors
-    that are no buffers, buffers that are replaced, a batch that is written to."""
+    that are no buffers, buffers that are replaced, a batch that is written to, int64."""
     of = found[name]
     assert of["weights"] < 1e-4
     assert of["optimizer"] < 1e-4
@@ -78,10 +78,6 @@ def test_torchs_tensors_are_read_and_written_between_steps(found):
     assert of["read"] < 1e-4
     assert of["weights"] < 1e-4
     assert of["scores"][0] == pytest.approx(of["scores"][1], rel=1e-5)
-
-
-def test_numbers_too_large_for_jax_are_refused(found):
-    assert found["large"].startswith("RequestError: a tensor holds int64 from 1099511627")
 
 
 FLAGS = (*TINY, "--device=cpu", "--data=synthetic", "--seed=3")

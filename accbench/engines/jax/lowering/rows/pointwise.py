@@ -109,6 +109,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "bitwise_xor": jnp.bitwise_xor,
     "bitwise_left_shift": jnp.left_shift,
     "bitwise_right_shift": jnp.right_shift,
+    "__lshift__": jnp.left_shift,
+    "__rshift__": jnp.right_shift,
     "maximum": jnp.maximum,
     "minimum": jnp.minimum,
     "fmax": jnp.fmax,
