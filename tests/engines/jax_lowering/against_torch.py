@@ -139,16 +139,8 @@ def through_jax(module: Wrapped, jit: bool = False, rules: Any = None) -> Result
         found = (jax.jit(run) if jit else run)(*args)
     found = found[len(signature.buffers_to_mutate) :]
     num_outputs = len(signature.user_outputs)
-    frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
-    gradients = [
-        g
-        for name, g in zip(signature.parameters, found[num_outputs:], strict=joint)
-        if name not in frozen
-    ]
-    return Results(
-        [to_torch(o) for o in found[1:num_outputs]],
-        [to_torch(g) for g in gradients if g is not None],
-    )
+    gradients = [g for g in found[num_outputs:] if g is not None]
+    return Results([to_torch(o) for o in found[1:num_outputs]], [to_torch(g) for g in gradients])
 
 
 def to_torch(array: Any) -> torch.Tensor:
@@ -249,7 +241,7 @@ def op_infos() -> list[Any]:
 def samples(op: Any, dtype: torch.dtype, most: int) -> Iterable[Any]:
     """Some of an OpInfo's samples, spread over all of them, with gradients where torch has them."""
     torch.manual_seed(0)
-    wants = dtype.is_floating_point and op.supports_autograd
+    wants = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     found = list(op.sample_inputs("cpu", dtype, requires_grad=wants))
     step = max(len(found) / most, 1)
     return [found[int((i + 0.5) * step)] for i in range(min(most, len(found)))]

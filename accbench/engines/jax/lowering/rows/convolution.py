@@ -133,14 +133,22 @@ def _sum_but_channels(g: Any) -> Any:
 def im2col(self: Any, kernel_size: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Any:
     """(N, C, H, W) or (C, H, W) -> (N, C * kernel, windows): windows as columns."""
     x = self if self.ndim == 4 else self[None]
-    patches = lax.conv_general_dilated_patches(
-        x,
-        kernel_size,
-        stride,
-        [(p, p) for p in padding],
-        rhs_dilation=dilation,
-        precision=lax.Precision.HIGHEST,  # of a product with ones, which is to be exact
-    )
+
+    def patches_of(x: Any) -> Any:
+        return lax.conv_general_dilated_patches(
+            x,
+            kernel_size,
+            stride,
+            [(p, p) for p in padding],
+            rhs_dilation=dilation,
+            precision=lax.Precision.HIGHEST,  # of a product with ones, which is to be exact
+        )
+
+    if not x.size:  # which JAX's patches divide by
+        one = jax.eval_shape(patches_of, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype))
+        empty = jnp.zeros((0, one.shape[1], math.prod(one.shape[2:])), x.dtype)
+        return empty if self.ndim == 4 else empty[0]
+    patches = patches_of(x)
     columns = patches.reshape(x.shape[0], x.shape[1] * math.prod(kernel_size), -1)
     return columns if self.ndim == 4 else columns[0]
 
