@@ -243,5 +243,6 @@ def samples(op: Any, dtype: torch.dtype, most: int) -> Iterable[Any]:
     torch.manual_seed(0)
     wants = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     found = list(op.sample_inputs("cpu", dtype, requires_grad=wants))
+    found = [s for s in found if not s.kwargs.get("dropout_p")]  # which is by chance
     step = max(len(found) / most, 1)
     return [found[int((i + 0.5) * step)] for i in range(min(most, len(found)))]

@@ -214,7 +214,11 @@ def along_axes(x: Any, matrices: Sequence[np.ndarray]) -> Any:
     return wide.astype(x.dtype)
 
 
-@lowering("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
+@lowering(
+    "aten.adaptive_avg_pool1d.default",
+    "aten._adaptive_avg_pool2d.default",
+    "aten._adaptive_avg_pool3d.default",
+)
 def adaptive_avg_pool(self: Any, output_size: Sizes) -> Any:
     sizes = self.shape[self.ndim - len(output_size) :]
     if set(output_size) == {1}:
