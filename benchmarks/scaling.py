@@ -1,6 +1,6 @@
 """How training scales from one worker to two on this CPU, and what takes the rest.
 
-    python benchmarks/scaling.py [--rounds 5] [--engines ddp,xla]
+    python benchmarks/scaling.py [--rounds 5] [--engines ddp,xla] [--steps 60]
 
 A ResNet-18 at 96 px, one compute thread a worker, so that two workers have twice the cores. Each
 round runs in turn, in fresh processes: one worker by itself; two by themselves, side by side, which
@@ -24,9 +24,10 @@ from accbench.report import run as runs  # noqa: E402
 from accbench.report.scaling import BUCKET_BYTES, Cluster, Link, Step, scaled  # noqa: E402
 from accbench.report.statistics import mean_with_interval  # noqa: E402
 
+WARMUP_STEPS = 20
 FLAGS = (
     "--model=resnet18", "--image_size=96", "--batch_size=8", "--amp_level=O0", "--device=cpu",
-    "--data=synthetic", "--workers=0", "--threads=1", "--max_steps=60", "--warmup_steps=10",
+    "--data=synthetic", "--workers=0", "--threads=1", f"--warmup_steps={WARMUP_STEPS}",
     "--save_interval=0", "--eval_interval=0", "--tensorboard=off",
 )  # fmt: skip
 # Replay is for one worker alone: both sides are to run the same.
@@ -35,23 +36,24 @@ GRADIENT_BYTES = 4 * 11_689_512  # of ResNet-18
 CASES = ("one", "beside", "two")
 
 
-def start(engine: str, num_workers: int, cores: str, folder: Path) -> subprocess.Popen:
+def start(engine: str, num_workers: int, cores: str, steps: int, folder: Path) -> subprocess.Popen:
     return subprocess.Popen(
         ["taskset", "-c", cores, sys.executable, str(ROOT / "launch_single_task.py"), *FLAGS,
          *FLAGS_OF_ENGINE.get(engine, ()), f"--engine={engine}",
-         f"--nproc_per_node={num_workers}", f"--output_dir={folder}"],
+         f"--nproc_per_node={num_workers}", f"--max_steps={WARMUP_STEPS + steps}",
+         f"--output_dir={folder}"],
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-def step_s(engine: str, case: str, folder: Path) -> float:
+def step_s(engine: str, case: str, steps: int, folder: Path) -> float:
     """Of a step of each worker; of two side by side the mean."""
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))[:2]]
     if case == "two":
-        started = {folder: start(engine, 2, ",".join(cores), folder)}
+        started = {folder: start(engine, 2, ",".join(cores), steps, folder)}
     else:
         started = {
-            folder / core: start(engine, 1, core, folder / core)
+            folder / core: start(engine, 1, core, steps, folder / core)
             for core in (cores[:1] if case == "one" else cores)
         }
     statuses = [process.wait() for process in started.values()]
@@ -106,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", default="ddp,xla")
+    parser.add_argument("--steps", type=int, default=60, help="that count, after 20 of warm-up")
     parser.add_argument("--reduce", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.reduce:
@@ -120,7 +123,8 @@ def main() -> None:
             for engine in engines:
                 times = {}
                 for case in CASES[:: -1 if number % 2 else 1]:
-                    times[case] = step_s(engine, case, Path(folder) / f"{number}-{engine}-{case}")
+                    at = Path(folder) / f"{number}-{engine}-{case}"
+                    times[case] = step_s(engine, case, arguments.steps, at)
                 times["reduction"] = reduction_s()
                 found[engine].append(times)
                 print(engine, {k: round(v, 4) for k, v in times.items()}, file=sys.stderr)

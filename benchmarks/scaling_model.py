@@ -65,6 +65,7 @@ H100 = Cluster(8, nvlink(450), network(3200))
 PASCAL_25 = Cluster(4, pcie(12), network(25), ways=("ring",))
 
 RESNET50, RESNET50_BYTES = "ResNet-50", 4 * 25.6e6
+VGG_BYTES = 4 * 138.4e6
 BERT_BYTES = 4 * 110.1e6
 # Sharded data parallelism gathers parameters twice and scatters gradients once: three times what
 # crosses a link once, where an all-reduce is two.
@@ -91,11 +92,11 @@ def mpt(what: str, cluster: Cluster, sequences: int, few: tuple[int, float], man
 
 
 PUBLISHED = (
-    resnet("V100, FP32 [1]", V100, 128, 367, 2855, 8),
+    resnet("V100, FP32 [1]", V100, 112, 367, 2855, 8),
     resnet("V100, AMP [1]", V100, 256, 1200, 8322, 8),
     resnet("A100, TF32 [1]", A100, 256, 938, 7248, 8),
     resnet("A100, AMP [1]", A100, 256, 2470, 16621, 8),
-    resnet("P100, FP32, synthetic data [2]", P100, 64, 219, 1734, 8),
+    Published("VGG-16, P100, FP32 [2]", P100, Step(64 / 154, VGG_BYTES), 1, 8, 1081 / 8 / 154),
     resnet("V100, FP32 [3]", V100, 128, 367.29, 2887.65, 8),
     resnet("V100, FP32 [3]", V100, 128, 367.29, 10917.09, 32),
     resnet("V100, AMP [3]", V100, 256, 802.9, 6154.66, 8),
@@ -106,7 +107,7 @@ PUBLISHED = (
     Published(
         "Inception V3, Pascal, FP32 [5]", PASCAL_25, Step(64 / 142, 4 * 23.8e6), 1, 512, 0.90
     ),
-    Published("VGG-16, Pascal, FP32 [5]", PASCAL_25, Step(64 / 154, 4 * 138.4e6), 1, 512, 0.68),
+    Published("VGG-16, Pascal, FP32 [5]", PASCAL_25, Step(64 / 154, VGG_BYTES), 1, 512, 0.68),
     bert("V100, FP32, batch 32 [6]", 32, 119.6, 921.32, 8),
     bert("V100, FP32, batch 32 [6]", 32, 119.6, 1499.4, 16),
     bert("V100, FP32, batch 32 [6]", 32, 119.6, 2885.81, 32),

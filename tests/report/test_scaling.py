@@ -1,0 +1,130 @@
+"""The model of a step on many devices: its limits, and that the docs show what it says."""
+
+import dataclasses
+import runpy
+import sys
+
+import pytest
+
+from accbench.report import scaling
+from accbench.report.scaling import Cluster, Link, Step
+from tests.conftest import ROOT
+
+NVLINK, NETWORK = Link(370e9, 3.4e-6, 1.2e-6), Link(376e9, 9.6e-6, 8.5e-6)
+CLUSTER = Cluster(8, NVLINK, NETWORK)
+SLOW = dataclasses.replace(CLUSTER, between=Link(3e9, 9.6e-6, 8.5e-6))
+WITHOUT_LATENCY = Cluster(
+    8, Link(100e9, 0.0, 0.0), Link(40e9, 0.0, 0.0), ring_start_s=0.0, tree_start_s=0.0
+)
+STEP = Step(0.1, 100e6)
+DEVICES = (1, 2, 4, 8, 16, 64, 256, 1024)
+
+
+@pytest.mark.parametrize("way", scaling.WAYS.values())
+def test_one_device_reduces_nothing_and_more_devices_never_less(way):
+    assert way(1e9, CLUSTER, 1) == 0
+    for cluster in (CLUSTER, SLOW):
+        for num_bytes in (1e3, 1e6, 1e9):
+            times = [way(num_bytes, cluster, num) for num in DEVICES]
+            assert times == sorted(times)
+
+
+def test_a_ring_sends_twice_the_bytes_over_its_slowest_link():
+    assert scaling.ring_s(1e9, WITHOUT_LATENCY, 8) == pytest.approx(2 * 7 / 8 * 1e9 / 100e9)
+    assert scaling.ring_s(1e9, WITHOUT_LATENCY, 1024) == pytest.approx(2 * 1e9 / 40e9, rel=2e-3)
+
+
+def test_phases_of_a_hierarchy_add_up():
+    """Of 16 nodes of eight: all bytes within the node, an eighth for each device between them."""
+    within_s, between_s = 2 * 7 / 8 * 1e9 / 100e9, 2 * 15 / 16 * (1e9 / 8) / (40e9 / 8)
+    found_s = scaling.hierarchical_s(1e9, WITHOUT_LATENCY, 128)
+    assert found_s == pytest.approx(within_s + between_s)
+    assert scaling.hierarchical_s(1e9, CLUSTER, 8) == scaling.ring_s(1e9, CLUSTER, 8)
+
+
+def test_steps_of_a_ring_grow_with_devices_and_those_of_a_tree_hardly():
+    assert scaling.ring_s(1, CLUSTER, 1024) == pytest.approx(
+        8.4e-6 + 2 * 896 * 3.4e-6 + 2 * 127 * 9.6e-6, rel=1e-6
+    )
+    assert scaling.tree_s(1, CLUSTER, 1024) == pytest.approx(
+        4.4e-6 + 2 * 7 * 1.2e-6 + 2 * 7 * 8.5e-6, rel=1e-6
+    )
+
+
+def test_the_fastest_way_is_taken_of_those_there_are():
+    small, large = 2**20, 2**30
+    assert scaling.all_reduce_s(small, CLUSTER, 1024) == scaling.tree_s(small, CLUSTER, 1024)
+    assert scaling.all_reduce_s(large, CLUSTER, 16) == scaling.ring_s(large, CLUSTER, 16)
+    ring = dataclasses.replace(CLUSTER, ways=("ring",))
+    assert scaling.all_reduce_s(small, ring, 1024) == scaling.ring_s(small, CLUSTER, 1024)
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, SLOW])
+@pytest.mark.parametrize("small_last", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_no_step_is_faster_than_computing(cluster, overlaps, small_last):
+    step = dataclasses.replace(STEP, overlaps=overlaps, small_last=small_last)
+    assert scaling.scaled(step, cluster, 1).step_s == step.compute_s
+    steps_s = [scaling.scaled(step, cluster, num).step_s for num in DEVICES]
+    assert steps_s == sorted(steps_s)
+    for num in DEVICES[1:]:
+        found = scaling.scaled(step, cluster, num)
+        assert step.compute_s < found.step_s <= step.compute_s + found.reduction_s * (1 + 1e-9)
+        assert found.efficiency == pytest.approx(step.compute_s / found.step_s)
+
+
+def test_what_hides_is_all_but_the_last_bucket():
+    """Where each bucket is reduced before the next is ready."""
+    last_bytes = scaling.buckets(STEP)[-1]
+    exposed_s = scaling.scaled(STEP, CLUSTER, 64).step_s - STEP.compute_s
+    assert exposed_s == pytest.approx(scaling.all_reduce_s(last_bytes, CLUSTER, 64))
+    small = dataclasses.replace(STEP, small_last=True)
+    exposed_s = scaling.scaled(small, CLUSTER, 64).step_s - STEP.compute_s
+    assert exposed_s == pytest.approx(scaling.all_reduce_s(2**20, CLUSTER, 64))
+
+
+def test_where_reduction_bounds_a_step_buckets_wait_for_each_other():
+    """From when the first is ready they are reduced without a pause."""
+    slower = dataclasses.replace(CLUSTER, between=Link(1e9, 9.6e-6, 8.5e-6))
+    found = scaling.scaled(STEP, slower, 64)
+    first_s = STEP.compute_s * (1 / 3 + 2 / 3 * 2**20 / STEP.gradient_bytes)
+    assert found.bound_by_reduction
+    assert found.step_s == pytest.approx(first_s + found.reduction_s)
+
+
+def test_without_overlap_all_of_the_reduction_is_added():
+    found = scaling.scaled(dataclasses.replace(STEP, overlaps=False), SLOW, 64)
+    assert found.step_s == pytest.approx(STEP.compute_s + scaling.all_reduce_s(100e6, SLOW, 64))
+    assert found.step_s > scaling.scaled(STEP, SLOW, 64).step_s
+
+
+@pytest.mark.parametrize("num_bytes", [1e3, 2**20, 100e6, 26 * 2**20, 4e9])
+def test_buckets_hold_all_gradients(num_bytes):
+    sizes = scaling.buckets(Step(0.1, num_bytes))
+    assert sum(sizes) == pytest.approx(num_bytes)
+    assert min(sizes) > 0
+    assert max(sizes) <= scaling.BUCKET_BYTES
+
+
+def test_reduction_bounds_steps_shorter_than_the_least():
+    least_s = scaling.least_compute_s(STEP, SLOW, 64)
+    longer, shorter = (
+        scaling.scaled(dataclasses.replace(STEP, compute_s=least_s * by), SLOW, 64)
+        for by in (1.01, 0.99)
+    )
+    assert shorter.bound_by_reduction
+    assert not longer.bound_by_reduction
+
+
+@pytest.mark.parametrize("change", [{"compute_s": 0.0}, {"gradient_bytes": 0.0}])
+def test_a_step_of_nothing_is_refused(change):
+    with pytest.raises(ValueError, match="above 0"):
+        dataclasses.replace(STEP, **change)
+
+
+def test_the_docs_show_the_tables_that_the_command_prints(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which the command puts the root into
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "scaling_model.py"))["TABLES"]
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    missing = [title for title, make in tables.items() if make() not in page]
+    assert not missing, "python benchmarks/scaling_model.py prints others than docs/scaling.md has"
