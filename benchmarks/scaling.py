@@ -28,7 +28,7 @@ WARMUP_STEPS = 20
 FLAGS = (
     "--model=resnet18", "--image_size=96", "--batch_size=8", "--amp_level=O0", "--device=cpu",
     "--data=synthetic", "--workers=0", "--threads=1", f"--warmup_steps={WARMUP_STEPS}",
-    "--save_interval=0", "--eval_interval=0", "--tensorboard=off",
+    "--epochs=1000", "--save_interval=0", "--eval_interval=0", "--tensorboard=off",
 )  # fmt: skip
 # Replay is for one worker alone: both sides are to run the same.
 FLAGS_OF_ENGINE = {"xla": ("--xla.replay=off",)}
@@ -101,7 +101,8 @@ def predicted_s(alone_s: float, reducing_s: float) -> float:
 
 def with_interval(ratios: list[float]) -> str:
     mean, (low, high) = mean_with_interval(ratios)
-    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+    # One round has no spread.
+    return f"{mean:.3f}" if len(ratios) < 2 else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
