@@ -141,8 +141,8 @@ class Workload:
 
 
 WORKLOADS = (
-    # 3,079 images/s: Lambda's figure for an H200, eager PyTorch with autocast. 8,964: the most that a
-    # compiled step could do on an H100 (docs/cuda.md).
+    # 3,079 images/s: Lambda's figure for an H200, eager PyTorch with autocast. 8,964: the most that
+    # a compiled step could do on an H100 (docs/cuda.md).
     Workload("ResNet-50 at 3,079 images/s", 25.6e6, "images", 3079, 256, 32768),
     Workload(
         "ResNet-50 at 8,964 images/s",
