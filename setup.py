@@ -56,6 +56,11 @@ setup(
         "dask": ["distributed>=2025.1", "cryptography>=42"],  # the latter makes TLS certificates
         # XLA through JAX, beside any torch; 0.10 is the last for Python 3.11.
         "jax": ["jax>=0.10,<0.13"],
+        # JAX's own plug-ins and CUDA libraries. torch 2.13 and later bring CUDA 13, so jax-cuda13
+        # shares them; jax-cuda12 beside such a torch installs both.
+        "jax-cuda12": ["jax[cuda12]>=0.10,<0.13"],
+        "jax-cuda13": ["jax[cuda13]>=0.10,<0.13"],
+        "jax-tpu": ["jax[tpu]>=0.10,<0.13"],
         "nvidia": ["nvidia-ml-py>=12"],  # clocks, throttling and power in `accbench compare`
         "notebook": [
             "matplotlib>=3.8",
