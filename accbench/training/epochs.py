@@ -11,6 +11,7 @@ from torch import nn
 from accbench.engines import Engine, optimizers
 from accbench.errors import NonFiniteLossError, StoppedError
 from accbench.logger import RunLogger
+from accbench.recording import terminal
 from accbench.recording.records import EvalRecord, ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints, process_group
@@ -73,9 +74,10 @@ class Epochs:
             StoppedError: on all ranks, when one of them was asked to stop; all is saved.
         """
         self._start_schedule()
+        rank = self.engine.topology.rank
         # Where nothing is to be saved, a signal ends the process as ever.
         stops = (
-            StopRequests(self.task.timeout_s)
+            StopRequests(self.task.timeout_s, terminal.log_file(self.task.run_dir, rank))
             if self.task.save_interval
             else contextlib.nullcontext()
         )

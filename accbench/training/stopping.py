@@ -2,12 +2,14 @@
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from accbench.errors import StoppedError
+from accbench.recording import terminal
 from accbench.stop_signals import StopSignals
 
 
@@ -16,12 +18,13 @@ class StopRequests:
 
     Args:
         timeout_s: seconds to wait for another rank.
+        log: where gloo's greeting goes, which is no news for a terminal.
 
     An order ends the process at once.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float, log: Path) -> None:
+        self.timeout_s, self.log = timeout_s, log
         self.signals = _EndsAtOnce()
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -29,7 +32,9 @@ class StopRequests:
     def __enter__(self) -> "StopRequests":
         if dist.is_initialized():
             # Of its own, so that no collective of training comes in between.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            timeout = timedelta(seconds=self.timeout_s)
+            with terminal.descriptors_to(self.log):
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.signals.__enter__()
         return self
 

@@ -11,6 +11,12 @@ from tests.conftest import TINY, end_of, of_kind, run
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
+@pytest.fixture(autouse=True)
+def _no_folder_of_the_tests_own_process(monkeypatch):
+    """torch sets it where something was captured, and a person's wins over the flag."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("inductor") / "cache"

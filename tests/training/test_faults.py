@@ -134,11 +134,23 @@ def test_worker_that_hangs(tmp_path, model):
     assert first_window.num_steps == 2
 
 
+def listening_at(pid: int) -> set[str]:
+    """Addresses at which a process and those below it listen."""
+    launcher = psutil.Process(pid)
+    return {
+        connection.laddr.ip
+        for process in (launcher, *launcher.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interruption_where_nothing_is_saved(tmp_path, number):
     run_dir = tmp_path / "run"
     flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}", "--save_interval=0")
     with under_way(run_dir, command(*flags), 2) as process:
+        assert listening_at(process.pid) == {"127.0.0.1"}  # nobody was asked for more
         sent = time.monotonic()
         process.send_signal(number)
         _, stderr = process.communicate(timeout=HANG_S)

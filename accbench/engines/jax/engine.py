@@ -27,7 +27,7 @@ from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.pjrt import nvidia
-from accbench.recording import provenance
+from accbench.recording import provenance, terminal
 from accbench.training.process_group import Topology
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
@@ -99,7 +99,8 @@ class Engine(engines.Engine):
         from accbench.engines.jax import arrays, workers
 
         self._cache = self._start_cache()
-        workers.meet(topology, task.device, task.timeout_s)
+        with self._greetings_to_log():
+            workers.meet(topology, task.device, task.timeout_s)
         self.jax, self._workers = jax, workers.Workers(topology)
         self.device = torch.device("cpu")  # where torch's tensors are
         self._check_platform()
@@ -113,6 +114,12 @@ class Engine(engines.Engine):
         self._sent = arrays.Sent()
         self._seed, self._num_run = 0, 0
         self._stats = engines.CompileStats()
+
+    def _greetings_to_log(self) -> AbstractContextManager[None]:
+        # gloo's, as those of torch's process group.
+        if self.task.output_dir is None or self.topology.world_size == 1:
+            return nullcontext()
+        return terminal.descriptors_to(terminal.log_file(self.task.run_dir, self.topology.rank))
 
     def _check_platform(self) -> None:
         got = self._workers.device.platform

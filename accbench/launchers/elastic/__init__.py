@@ -10,7 +10,6 @@ no signal; so its launcher watches it, and ends it.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,6 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import Store
 
@@ -31,20 +29,12 @@ from accbench.errors import (
     RequestError,
 )  # fmt: skip
 from accbench.launchers import Failure, Joined, failures
-from accbench.launchers.elastic import collected, meeting
+from accbench.launchers.elastic import collected, meeting, watching
 from accbench.launchers.elastic.meeting import Endpoint
 from accbench.recording import terminal
 from accbench.stop_signals import StopSignals
 
-_POLL_S = 0.1
-# Seconds between two looks at whether the host is there.
-_LOOK_S = 5.0
-# Seconds for what comes after the workers' end: an agent's way out, the other nodes' last words.
-_GRACE_S = 15.0
 _WORKER = ["-m", "accbench.training.worker_process"]
-ERROR_FILE = "local{local_rank}.error.json"
-PIDS_FILE, OUTCOME_FILE, PLAN_FILE = "pids.json", "outcome.json", "plan.json"
-AGENT_LOG = "agent.log"
 
 
 class Launcher(launchers.Launcher):
@@ -78,9 +68,9 @@ class Launcher(launchers.Launcher):
         with terminal.errors_to(Path(os.devnull)):
             store = meeting.open_store(endpoint, task)
             meeting.publish(store, "run", {"id": "over"})
-            until = time.monotonic() + _GRACE_S
+            until = time.monotonic() + watching.GRACE_S
             while store.add("nodes", 0) < most - 1 and time.monotonic() < until:
-                time.sleep(_POLL_S)
+                time.sleep(watching.POLL_S)
 
     def joined(self, task: TaskConfig) -> Joined | None:
         endpoint = meeting.endpoint_of(task)
@@ -113,7 +103,7 @@ class Launcher(launchers.Launcher):
         endpoint = meeting.endpoint_of(task)
         with tempfile.TemporaryDirectory() as name, StopSignals() as signals:
             folder = Path(name)
-            problem = failures.reserve(_error_files(folder, task.nproc_per_node).values())
+            problem = failures.reserve(watching.error_files(folder, task.nproc_per_node).values())
             if problem is not None:
                 return problem
             with terminal.errors_to(folder / "launcher.log") as stderr:
@@ -121,7 +111,7 @@ class Launcher(launchers.Launcher):
                     self._store = meeting.open_store(endpoint, task)
                     self._begin(task, worker)
                 agent = self._start_agent(task, endpoint, worker, folder, stderr)
-                failure = _see_to_its_end(agent, task, endpoint, folder, signals)
+                failure = watching.to_its_end(agent, task, endpoint, folder, signals)
                 assert self._store is not None
                 if endpoint.is_host:
                     return self._of_all(task, failure)
@@ -159,13 +149,13 @@ class Launcher(launchers.Launcher):
             "num_workers": task.nproc_per_node, "max_restarts": task.max_restarts,
             "timeout_s": task.timeout_s, "saves": task.save_interval > 0,
         }  # fmt: skip
-        (folder / PLAN_FILE).write_text(json.dumps(plan))
+        (folder / watching.PLAN_FILE).write_text(json.dumps(plan))
         interface = network.interface_of(address)
         environment = {
             **launchers.common_env(task),
             **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
             **os.environ,
-            ERROR_FILE_VARIABLE: str(folder / ERROR_FILE),
+            ERROR_FILE_VARIABLE: str(folder / watching.ERROR_FILE),
             RECORDS_BEFORE_VARIABLE: str(self._records_bytes),
             # Or a node that joins later waits for an address that nobody tells it any more.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -181,7 +171,7 @@ class Launcher(launchers.Launcher):
         """The host's last act: hear how the others ended, and say what caused it."""
         assert self._store is not None
         others = range(1, self._store.add("nodes", 0) + 1)
-        of_others = collected.take(self._store, others, task, _GRACE_S)
+        of_others = collected.take(self._store, others, task, watching.GRACE_S)
         lost = [n for n in others if n not in of_others]
         found = [f for f in (own, *of_others.values()) if f is not None]
         stopped = [f for f in found if f.status == "interrupted"]
@@ -201,85 +191,3 @@ class Launcher(launchers.Launcher):
 
 def _in_words(versions: dict[str, str]) -> str:
     return " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-
-
-def _error_files(folder: Path, num_workers: int) -> dict[int, Path]:
-    """By local rank."""
-    return {n: folder / ERROR_FILE.format(local_rank=n) for n in range(num_workers)}
-
-
-def _see_to_its_end(
-    agent: "subprocess.Popen[bytes]", task: TaskConfig, endpoint: Endpoint, folder: Path,
-    signals: StopSignals,
-) -> Failure | None:  # fmt: skip
-    """How this node's workers ended; nothing of them or of their agent is left."""
-    try:
-        why = _watch(agent, task, endpoint, folder, signals)
-    finally:
-        agent.kill()
-        agent.wait()
-        failures.end_groups(_read(folder / PIDS_FILE) or [])
-    outcome = _read(folder / OUTCOME_FILE) or {}
-    failure = _failure(outcome, folder, task.nproc_per_node, why)
-    if number := signals.order or signals.wish:
-        stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
-        return stopped if failure is None or failure.status == "error" else failure
-    return failure
-
-
-def _watch(
-    agent: "subprocess.Popen[bytes]", task: TaskConfig, endpoint: Endpoint, folder: Path,
-    signals: StopSignals,
-) -> str | None:  # fmt: skip
-    """Wait for the agent's end; returns why it has to be ended, if so."""
-    passed_on = False
-    now = time.monotonic()
-    looked_at = seen_at = now
-    ended_at: float | None = None
-    while agent.poll() is None:
-        time.sleep(_POLL_S)
-        now = time.monotonic()
-        if signals.order or (signals.wish and not (folder / PIDS_FILE).exists()):
-            return "stopped"
-        if signals.wish and not passed_on:
-            agent.send_signal(signal.SIGTERM)
-            passed_on = True
-        if ended_at is None and (folder / OUTCOME_FILE).exists():
-            ended_at = now
-        if ended_at is not None and now - ended_at > _GRACE_S:
-            return None  # its workers have ended, and how is known
-        if not endpoint.is_host and now - looked_at > _LOOK_S:
-            looked_at = now
-            if meeting.reachable(endpoint):
-                seen_at = now
-            elif now - seen_at > (_LOOK_S if signals.wish else task.timeout_s + _LOOK_S):
-                return f"node 0 at {endpoint} was out of reach for {now - seen_at:.0f} s"
-    return None
-
-
-def _failure(
-    outcome: dict[str, Any], folder: Path, num_workers: int, why: str | None
-) -> Failure | None:
-    if outcome.get("ok"):
-        return None
-    codes = {int(rank): code for rank, code in outcome.get("exit_codes", {}).items()}
-    first = outcome.get("first_rank", 0)
-    files = {first + n: path for n, path in _error_files(folder, num_workers).items()}
-    raised = any(failures.read_error(path) for path in files.values())
-    if codes or raised:
-        failure = failures.first_failure(codes or dict.fromkeys(files, 1), files)
-        return failure if why is None else replace(failure, error=f"{failure.error}; {why}")
-    reason = why or outcome.get("error") or f"torch elastic's agent died: {_last_line(folder)}"
-    return Failure("error", reason, at=time.time())
-
-
-def _last_line(folder: Path) -> str:
-    lines = (folder / AGENT_LOG).read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-
-
-def _read(path: Path) -> Any | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

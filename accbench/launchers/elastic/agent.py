@@ -30,7 +30,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from accbench.errors import LAUNCHER_PID_VARIABLE, MEETING_VARIABLE, STOPPED_STATUS
-from accbench.launchers import elastic, failures
+from accbench.launchers import failures
+from accbench.launchers.elastic import watching
 from accbench.recording import terminal
 from accbench.stop_signals import StopSignals, die_with_parent
 
@@ -76,7 +77,7 @@ class Agent(LocalElasticAgent):
         self.signals.take()  # from elastic, which raises them in the midst of its own work
         assert self._pcontext is not None
         pids = list(self._pcontext.pids().values())
-        (self.folder / elastic.PIDS_FILE).write_text(json.dumps(pids))
+        (self.folder / watching.PIDS_FILE).write_text(json.dumps(pids))
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -100,7 +101,7 @@ class Agent(LocalElasticAgent):
     def _error_files(self, worker_group: WorkerGroup) -> dict[int, Path]:
         """By rank."""
         return {
-            worker.global_rank: self.folder / elastic.ERROR_FILE.format(local_rank=local_rank)
+            worker.global_rank: self.folder / watching.ERROR_FILE.format(local_rank=local_rank)
             for local_rank, worker in enumerate(worker_group.workers)
         }
 
@@ -114,13 +115,13 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
-    plan = json.loads((folder / elastic.PLAN_FILE).read_text())
-    with StopSignals() as signals, terminal.errors_to(folder / elastic.AGENT_LOG) as stderr:
+    plan = json.loads((folder / watching.PLAN_FILE).read_text())
+    with StopSignals() as signals, terminal.errors_to(folder / watching.AGENT_LOG) as stderr:
         outcome, handler = _run(plan, folder, signals, stderr)
         # The launcher takes it from here, should the rest hang.
-        written = folder / f"{elastic.OUTCOME_FILE}.new"
+        written = folder / f"{watching.OUTCOME_FILE}.new"
         written.write_text(json.dumps(outcome))
-        written.rename(folder / elastic.OUTCOME_FILE)
+        written.rename(folder / watching.OUTCOME_FILE)
         if handler is not None:
             handler.shutdown()  # nobody is to wait for this node
     sys.stdout.flush()
