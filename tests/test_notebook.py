@@ -22,12 +22,13 @@ def texts(notebook) -> str:
 
 @pytest.mark.xla
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
-def test_runs_from_top_to_bottom():
+def test_runs_from_top_to_bottom(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": str(ROOT)}})
     # The kernel's `python` and prepare.sh's environment are those of this test.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    client.execute(env={**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix})
+    environment = {"PATH": path, "VIRTUAL_ENV": sys.prefix, "TMPDIR": str(tmp_path)}
+    client.execute(env={**os.environ, **environment})
     assert texts(notebook).count("done: 15 steps") == 4
     pictures = [o for c in notebook.cells for o in c.get("outputs", ()) if "data" in o]
     assert sum("image/png" in picture["data"] for picture in pictures) == 2
