@@ -29,6 +29,7 @@ setup(
         "pillow>=10",
         "pyyaml>=6",
         "packaging>=23",
+        "psutil>=5.9",
         "rich>=13",
         "safetensors>=0.5",
         "simplejpeg>=1.8",

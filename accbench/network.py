@@ -1,10 +1,15 @@
-"""This machine's own addresses and network interfaces."""
+"""This machine's own addresses and network interfaces, and where its processes meet."""
 
+import contextlib
+import importlib
 import socket
-import struct
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 
 
 def address_towards(host: str) -> str:
@@ -20,27 +25,35 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface with an IPv4 address, by which gloo wants to be told; or None."""
-    try:
-        import fcntl
-
-        wanted = socket.inet_aton(socket.gethostbyname(address))
-    except (ImportError, OSError):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-            except OSError:  # it has none
-                continue
-            # All of 127.0.0.0/8 is the loopback's.
-            if found == wanted or (name == "lo" and wanted[:1] == b"\x7f"):
-                return name
+def interface_of(host: str) -> str | None:
+    """The network interface with this address; None if there is none."""
+    addresses = {host}
+    with contextlib.suppress(OSError):
+        addresses |= {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    if any(address.startswith("127.") for address in addresses):
+        addresses.add(LOOPBACK)  # all of 127.0.0.0/8 is the loopback's
+    interfaces = importlib.import_module("psutil").net_if_addrs()  # its types are not told
+    for name, its_own in interfaces.items():
+        if any(own.address in addresses for own in its_own):
+            return str(name)
     return None
 
 
-def loopback_socket() -> socket.socket:
-    """Listens at a free port of the loopback; torch's store by itself listens at all addresses."""
-    return socket.create_server((LOOPBACK, 0), backlog=1024)
+def listening_store(host: str, timeout: timedelta, told: str | None = None) -> "TCPStore":
+    """torch's store at a free port of an address; by itself it listens at all of them.
+
+    Args:
+        host: to listen at; empty for all addresses.
+        told: as others know it; `host` if None.
+
+    Raises:
+        OSError: this machine has no such address, or no free port there.
+    """
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.create_server((host, 0), family=family, backlog=1024)
+    return TCPStore(
+        told or host, bound.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=bound.detach(), timeout=timeout,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import accbench
 from accbench import config, plugins
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
@@ -34,6 +35,10 @@ class Failure:
     def may_be_tried_again(self) -> bool:
         """Whether workers started again, from the newest checkpoint, may end otherwise."""
         return self.exit_status == 1 and self.status == "error"
+
+
+WORKER = ("-m", "accbench.training.worker_process")
+"""Arguments to the Python interpreter that start a worker."""
 
 
 class Launcher(abc.ABC):
@@ -118,6 +123,18 @@ def resolve(task: TaskConfig) -> TaskConfig:
     """
     launcher: Launcher = plugins.load("launchers", task.launcher)()
     return launcher.resolve(task)
+
+
+def anywhere(worker: list[str]) -> list[str]:
+    """What starts a worker, as another machine knows it: a module; main.py is elsewhere there."""
+    return worker if worker[0] == "-m" else list(WORKER)
+
+
+def what_runs() -> dict[str, str]:
+    """What must be the same on all machines of a run."""
+    import torch
+
+    return {"accbench": accbench.__version__, "torch": torch.__version__}
 
 
 def main_of(module: str) -> list[str]:

@@ -12,11 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     PContext,
@@ -41,11 +41,7 @@ class Launcher(launchers.Launcher):
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         # The launcher holds the store where workers meet, so no port is guessed.
-        listening = network.loopback_socket()
-        store = TCPStore(
-            network.LOOPBACK, listening.getsockname()[1], is_master=True, wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )  # fmt: skip
+        store = network.listening_store(network.LOOPBACK, timedelta(seconds=task.timeout_s))
         arguments = (*worker, f"--config={task.run_dir / config.CONFIG_FILE}")
         ranks = range(task.nproc_per_node)
         # Not in the run's folder, whose disk may be full: the errors go here as well.

@@ -22,7 +22,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
         attached: whether to return when the run has ended, where it is only submitted else.
     """
     with contextlib.ExitStack() as stack:
-        arguments = list(worker) or ["-m", "accbench.training.worker_process"]
+        arguments = list(worker or launchers.WORKER)
         try:
             task = launchers.resolve(config.parse(argv, prog))
             launcher = plugins.load("launchers", task.launcher)()

@@ -100,41 +100,33 @@ def _console_handler(console: Console) -> logging.Handler:
 
 
 @contextlib.contextmanager
-def descriptors_to(path: Path) -> Iterator[None]:
-    """Append to `path` what anything, compiled code too, writes to descriptors 1 and 2."""
+def descriptors_to(path: Path, numbers: tuple[int, ...] = (1, 2)) -> Iterator[list[int]]:
+    """Append to `path` what anything, compiled code too, writes to these; gives the originals."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
+    kept = [os.dup(number) for number in numbers]
     with path.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+        for number in numbers:
+            os.dup2(file.fileno(), number)
     try:
-        yield
+        yield kept
     finally:
         with contextlib.suppress(OSError):  # the file's disk may be full
             sys.stdout.flush()
             sys.stderr.flush()
-        for descriptor, original in enumerate(kept, start=1):
-            os.dup2(original, descriptor)
+        for number, original in zip(numbers, kept, strict=True):
+            os.dup2(original, number)
             os.close(original)
 
 
 @contextlib.contextmanager
 def errors_to(path: Path) -> Iterator[int]:
-    """Append to `path` what anything writes to descriptor 2; gives the one it was before.
+    """Likewise of descriptor 2 alone; gives the one it was before.
 
     torch's sockets warn there, from C++, of each connection whose other end has no name.
     """
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with path.open("ab") as file:
-        os.dup2(file.fileno(), 2)
-    try:
+    with descriptors_to(path, (2,)) as (kept,):
         yield kept
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 # Of a step; then at twice the time, and so on.

@@ -60,18 +60,20 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
     importlib.import_module("torch.distributed.nn.functional")
     nccl = device == "cuda" and torch.cuda.is_available()
     meeting = os.environ.get(MEETING_VARIABLE)
-    where = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+    where = meeting or ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
             timeout=timedelta(seconds=timeout_s),
             **({} if meeting is None else _met(meeting, topology, timeout_s)),
         )
-    except (dist.DistError, ValueError) as error:  # ValueError: a variable is missing
+    except (dist.DistError, OSError, ValueError) as error:  # ValueError: a variable is missing
+        how = ", with the same MASTER_ADDR and a MASTER_PORT that is free there, as torchrun does"
+        if meeting is not None:
+            how = ", and see that their machines reach each other"
         raise NotMetError(
             f"rank {topology.rank} of {topology.world_size} did not meet the others at {where}: "
-            f"{' '.join(str(error).split())}; start them all within --timeout_s {timeout_s:g}, "
-            "with the same MASTER_ADDR and a MASTER_PORT that is free there, as torchrun does"
+            f"{' '.join(str(error).split())}; start them all within --timeout_s {timeout_s:g}{how}"
         ) from None
 
 
@@ -94,11 +96,7 @@ def _store_of_rank0(path: Path, topology: Topology, timeout_s: float) -> dist.TC
     alone = topology.local_world_size == topology.world_size
     if topology.rank == 0:
         host = network.LOOPBACK if alone else socket.gethostname()
-        listening = network.loopback_socket() if alone else socket.create_server(("", 0))
-        store = dist.TCPStore(
-            host, listening.getsockname()[1], is_master=True, wait_for_workers=False,
-            timeout=timeout, master_listen_fd=listening.detach(),
-        )  # fmt: skip
+        store = network.listening_store(host if alone else "", timeout, told=host)
         new = path.with_name(f"{path.name}.new")
         new.write_text(f"{host}:{store.port}")
         new.rename(path)

@@ -10,14 +10,16 @@ import time
 import warnings
 from pathlib import Path
 
+from accbench import folders
+
 # A part file of this age belongs to a process that was killed.
 _STALE_S = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def default_folder() -> Path:
-    """accbench/s3 in the user's cache folder, by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accbench" / "s3"
+    """accbench/s3 in the user's cache folder."""
+    return folders.of_user_cache("s3")
 
 
 class BoundedCache:

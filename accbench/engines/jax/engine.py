@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accbench import engines, extras
+from accbench import engines, extras, folders
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
@@ -26,7 +26,7 @@ from accbench.engines import beside, optimizers
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
-from accbench.pjrt import nvidia
+from accbench.pjrt import devices
 from accbench.recording import provenance, terminal
 from accbench.training.process_group import Topology
 
@@ -60,9 +60,7 @@ class Engine(engines.Engine):
     def find_device(cls, requested: str) -> str:
         if requested != "auto":
             return requested
-        if torch.cuda.is_available() or nvidia.present():
-            return "cuda"
-        return "tpu" if Path("/dev/accel0").exists() else "cpu"
+        return devices.found()
 
     @classmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
@@ -99,8 +97,7 @@ class Engine(engines.Engine):
         from accbench.engines.jax import arrays, workers
 
         self._cache = self._start_cache()
-        with self._greetings_to_log():
-            workers.meet(topology, task.device, task.timeout_s)
+        workers.meet(topology, task.device, task.timeout_s)
         self.jax, self._workers = jax, workers.Workers(topology)
         self.device = torch.device("cpu")  # where torch's tensors are
         self._check_platform()
@@ -114,12 +111,6 @@ class Engine(engines.Engine):
         self._sent = arrays.Sent()
         self._seed, self._num_run = 0, 0
         self._stats = engines.CompileStats()
-
-    def _greetings_to_log(self) -> AbstractContextManager[None]:
-        # gloo's, as those of torch's process group.
-        if self.task.output_dir is None or self.topology.world_size == 1:
-            return nullcontext()
-        return terminal.descriptors_to(terminal.log_file(self.task.run_dir, self.topology.rank))
 
     def _check_platform(self) -> None:
         got = self._workers.device.platform
@@ -135,7 +126,7 @@ class Engine(engines.Engine):
 
         if self.options.compile_cache == "off":
             return "off: --jax.compile_cache off"
-        folder = Path(self.options.cache_dir or _user_cache_folder())
+        folder = Path(self.options.cache_dir or folders.of_user_cache("jax"))
         folder = folder / f"{jax.__version__}-{self.task.device}"
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -336,12 +327,20 @@ class Engine(engines.Engine):
         def average(state: Any, own: Any, given: Any, own_given: Any) -> tuple[Any, Any, Any]:
             return self._workers.mean(own_given), own, given
 
-        averaged, _, _ = self._workers.function(average)(
-            *(self._workers.shared([]), self._workers.own([])),
-            *(self._workers.shared([]), self._workers.own([gradient])),
-        )
-        found: list[float] = self._workers.here(averaged[0]).tolist()
+        with self._greetings_to_log():
+            averaged, _, _ = self._workers.function(average)(
+                *(self._workers.shared([]), self._workers.own([])),
+                *(self._workers.shared([]), self._workers.own([gradient])),
+            )
+            found: list[float] = self._workers.here(averaged[0]).tolist()
         return found
+
+    def _greetings_to_log(self) -> AbstractContextManager[object]:
+        # gloo's, at the first collective, as those of torch's process group.
+        if self.task.output_dir is None or self.topology.world_size == 1:
+            return nullcontext()
+        path = terminal.log_file(self.task.run_dir, self.topology.rank)
+        return terminal.descriptors_to(path) if path.parent.exists() else nullcontext()
 
     def compile_stats(self) -> engines.CompileStats:
         return self._stats
@@ -401,9 +400,3 @@ def _scaling(scaler: Any) -> dict[str, Any] | None:
         "backoff": scaler.get_backoff_factor(),
         "interval": scaler.get_growth_interval(),
     }
-
-
-def _user_cache_folder() -> Path:
-    # The XDG base directory specification's place.
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "accbench" / "jax"

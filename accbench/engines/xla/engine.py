@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from accbench import engines, extras
+from accbench import engines, extras, folders
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
@@ -39,7 +39,7 @@ from accbench.engines.xla import (
 )
 from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
-from accbench.pjrt import nvidia
+from accbench.pjrt import devices
 from accbench.recording import provenance
 from accbench.recording.terminal import log
 from accbench.training.process_group import Topology
@@ -80,9 +80,7 @@ class Engine(engines.Engine):
     def find_device(cls, requested: str) -> str:
         if requested != "auto":
             return requested
-        if torch.cuda.is_available() or nvidia.present():
-            return "cuda"
-        return "tpu" if Path("/dev/accel0").exists() else "cpu"
+        return devices.found()
 
     @classmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
@@ -173,7 +171,7 @@ class Engine(engines.Engine):
             return "off: --xla.compile_cache off"
         if wanted == "auto" and self.task.device == "cpu":
             return "off: XLA on the CPU saves compiled graphs but cannot load them"
-        folder = Path(self.options.cache_dir or _user_cache_folder())
+        folder = Path(self.options.cache_dir or folders.of_user_cache("xla"))
         folder = folder / f"{version('torch_xla')}-{self.task.device}"
         folder = folder / f"rank{self.topology.rank}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -462,9 +460,3 @@ class Engine(engines.Engine):
             num_executions=num_executions,
             num_fallbacks=sum(metrics.counter_value(name) or 0 for name in fallbacks),
         )
-
-
-def _user_cache_folder() -> Path:
-    # The XDG base directory specification's place.
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "accbench" / "xla"

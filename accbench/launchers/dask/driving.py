@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accbench import config
+from accbench import config, launchers
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.launchers import Failure, failures
@@ -80,8 +80,7 @@ def drive(client: Any, task: TaskConfig, worker: list[str], ranks: list[Place]) 
     plan = training.Plan(
         call_id=call_id, task=json.loads((task.run_dir / config.CONFIG_FILE).read_text()),
         run_dir=str(task.run_dir), token=token,
-        # main.py is elsewhere on other machines, a module has the same name.
-        worker=worker if worker[0] == "-m" else training.WORKER, what_runs=training.what_runs(),
+        worker=launchers.anywhere(worker), what_runs=launchers.what_runs(),
     )  # fmt: skip
     received = Received(task.run_dir)
     (task.run_dir / token).touch()
@@ -185,7 +184,7 @@ class _Run:
 
 
 def _of_workers(outcomes: Mapping[int, dict[str, Any]]) -> Failure | None:
-    """The first failure of the workers' processes, with clocks of one kind."""
+    """The first failure of the workers' processes."""
     failed = {rank: o for rank, o in sorted(outcomes.items()) if o["exit_code"]}
     # Those that were told to end did so because of the others.
     alone = {rank: o for rank, o in failed.items() if not o["ordered"]}

@@ -1,8 +1,6 @@
 """Where the ranks of a call meet: a store that rank 0's Dask worker holds, at a port of its own."""
 
 import contextlib
-import importlib
-import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -10,12 +8,15 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from accbench import network
 from accbench.launchers.dask.places import Place, ask_scheduler, metadata_key
 
 # Seconds between two looks at whether the others have come, and whether the call still goes on.
 _POLL_S, _LOOK_S = 0.02, 1.0
 # Seconds that rank 0 keeps the store for those that still leave.
 _LEAVE_S = 5.0
+# As long as it waits by itself; a call decides how long it goes on.
+_HELD = timedelta(hours=24)
 
 
 class CallEndedError(RuntimeError):
@@ -73,7 +74,9 @@ def held(call: Call, place: Place) -> Iterator[TCPStore]:
         CallEndedError: another rank failed before, or the call was cancelled.
         RuntimeError: rank 0's host has no port to listen on, or cannot be reached.
     """
-    listening = _listen(place.host) if place.rank == 0 else None
+    listening = None
+    if place.rank == 0:
+        listening = network.listening_store(place.host, _HELD)
     if listening is not None:
         call.tell("store", [place.host, listening.port])
     host, port = _where(call)
@@ -90,17 +93,6 @@ def held(call: Call, place: Place) -> Iterator[TCPStore]:
                 left = [f"left/{rank}" for rank in range(place.world_size)]
                 while not store.check(left) and time.monotonic() < until:
                     time.sleep(_POLL_S)
-
-
-def _listen(host: str) -> TCPStore:
-    # Bound here: by itself torch's store listens at all addresses of the machine.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.create_server((host, 0), family=family, backlog=1024)
-    port = bound.getsockname()[1]
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach(),
-        timeout=timedelta(hours=24),
-    )  # fmt: skip
 
 
 def _where(call: Call) -> tuple[str, int]:
@@ -122,8 +114,5 @@ def interface_env(host: str) -> dict[str, str]:
 
     Left alone, gloo takes the one that the machine's name leads to, and NCCL one of its own choice.
     """
-    psutil = importlib.import_module("psutil")  # comes with distributed
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
-            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    return {}
+    name = network.interface_of(host)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

@@ -17,9 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import accbench
 from accbench import config, launchers, plugins, resolving
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError
 from accbench.launchers import failures
@@ -35,7 +32,6 @@ _POLL_S, _LOOK_S = 0.1, 0.5
 # Seconds in which a file of the client's becomes visible on a shared disk.
 _VISIBLE_S = 2.0
 _OUTPUT_BYTES = 1 << 20
-WORKER = ["-m", "accbench.training.worker_process"]
 # What the client tells the ranks: to save and end, as a first SIGTERM; or to end.
 WISH, ORDER = "wish", "order"
 
@@ -54,11 +50,6 @@ class Plan:
     worker: list[str]
     """Arguments to the Python interpreter that start a worker."""
     what_runs: dict[str, str]
-
-
-def what_runs() -> dict[str, str]:
-    """What must be the same at the client and on all machines."""
-    return {"accbench": accbench.__version__, "torch": torch.__version__}
 
 
 def resolve(task: config.TaskConfig, place: Place) -> config.TaskConfig:
@@ -86,7 +77,7 @@ def train(plan: Plan, place: Place, handler: DaskResultsHandler, key: str) -> No
     from distributed import get_worker
 
     call = meeting.Call(plan.call_id, key, get_worker())
-    if plan.what_runs != (here := what_runs()):
+    if plan.what_runs != (here := launchers.what_runs()):
         names = ", ".join(f"{name} {here[name]}, not {v}" for name, v in plan.what_runs.items())
         raise RequestError(f"{place} has {names}: install the same there as at the client")
     with tempfile.TemporaryDirectory() as own, meeting.held(call, place) as store:
@@ -135,7 +126,7 @@ def _own_run_dir(plan: Plan, own: Path) -> Path:
     for asked, what in (
         (plan.task.get("resume"), "--resume"), (several, "--on_nan rollback"),
         (plan.task.get("max_restarts"), "--max_restarts"),
-        (plan.worker != WORKER, "what this command runs"),
+        (plan.worker != list(launchers.WORKER), "what this command runs"),
     ):  # fmt: skip
         if asked:
             raise RequestError(

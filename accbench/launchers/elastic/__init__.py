@@ -34,8 +34,6 @@ from accbench.launchers.elastic.meeting import Endpoint
 from accbench.recording import terminal
 from accbench.stop_signals import StopSignals
 
-_WORKER = ["-m", "accbench.training.worker_process"]
-
 
 class Launcher(launchers.Launcher):
     """torch elastic over several nodes; takes nodes in again, and restarts workers."""
@@ -66,7 +64,10 @@ class Launcher(launchers.Launcher):
         endpoint = meeting.endpoint_of(task)
         most = meeting.nodes_of(task)[1]
         with terminal.errors_to(Path(os.devnull)):
-            store = meeting.open_store(endpoint, task)
+            try:
+                store = meeting.open_store(endpoint, task)
+            except RequestError:  # somebody has the port by now; the others end by their timeout
+                return
             meeting.publish(store, "run", {"id": "over"})
             until = time.monotonic() + watching.GRACE_S
             while store.add("nodes", 0) < most - 1 and time.monotonic() < until:
@@ -82,10 +83,10 @@ class Launcher(launchers.Launcher):
         if told["id"] == "over":
             store.add("nodes", 1)
             raise NoMoreRunsError(f"node 0 at {endpoint} has no more to do")
-        if told["what_runs"] != meeting.what_runs():
+        if told["what_runs"] != launchers.what_runs():
             raise RequestError(
                 f"node 0 has {_in_words(told['what_runs'])}, and this one "
-                f"{_in_words(meeting.what_runs())}: install the same on all nodes"
+                f"{_in_words(launchers.what_runs())}: install the same on all nodes"
             )
         self._number = store.add("nodes", 1)
         meeting.publish(store, f"node {self._number}", meeting.name_of_node(endpoint))
@@ -126,9 +127,8 @@ class Launcher(launchers.Launcher):
         told = {
             "id": uuid.uuid4().hex,
             "task": json.loads((task.run_dir / config.CONFIG_FILE).read_text()),
-            # A script is elsewhere on other nodes, a module has the same name.
-            "worker": worker if worker[0] == "-m" else _WORKER,
-            "what_runs": meeting.what_runs(),
+            "worker": launchers.anywhere(worker),
+            "what_runs": launchers.what_runs(),
             "records_bytes": self._records_bytes,
         }
         meeting.publish(self._store, "run", told)
@@ -147,7 +147,7 @@ class Launcher(launchers.Launcher):
             "host": endpoint.host, "port": endpoint.port, "rdzv_id": task.rdzv_id,
             "address": address, "nodes": meeting.nodes_of(task), "worker": worker,
             "num_workers": task.nproc_per_node, "max_restarts": task.max_restarts,
-            "timeout_s": task.timeout_s, "saves": task.save_interval > 0,
+            "timeout_s": task.timeout_s,
         }  # fmt: skip
         (folder / watching.PLAN_FILE).write_text(json.dumps(plan))
         interface = network.interface_of(address)

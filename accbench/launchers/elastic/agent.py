@@ -45,13 +45,9 @@ class Agent(LocalElasticAgent):
     """The agent, with what its launcher has to know, and signals taken as a wish to save."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        plan: dict[str, Any],
-        folder: Path,
-        signals: StopSignals,
+        self, spec: WorkerSpec, plan: dict[str, Any], folder: Path, signals: StopSignals,
         stderr: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=plan["timeout_s"]
         )
@@ -80,6 +76,14 @@ class Agent(LocalElasticAgent):
         (self.folder / watching.PIDS_FILE).write_text(json.dumps(pids))
         return started
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        super()._stop_workers(worker_group)
+        # While nodes meet anew there is nobody to save, and a signal ends the launcher at once.
+        pids_file = self.folder / watching.PIDS_FILE
+        if self._pcontext is not None and pids_file.exists():
+            failures.end_groups(self._pcontext.pids().values())  # their loaders
+            pids_file.unlink()
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         if self.signals.wish and not self.passed_on:
@@ -94,7 +98,7 @@ class Agent(LocalElasticAgent):
             elif self._remaining_restarts:
                 failure = failures.first_failure(codes, self._error_files(worker_group))
                 begun = self.plan["max_restarts"] - self._remaining_restarts + 1
-                print(f"accbench: {failure.error}", file=os.fdopen(os.dup(self.stderr), "w"))
+                os.write(self.stderr, f"accbench: {failure.error}\n".encode())
                 print(f"starting again, {begun} of {self.plan['max_restarts']}", flush=True)
         return result
 

@@ -1,5 +1,6 @@
 """What nodes tell the host at their end: how it went, and their logs where no folder is shared."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -61,6 +62,7 @@ def take(
     ended = {}
     for key, told in meeting.published_soon(store, list(keys), seconds).items():
         for name, text in told["logs"].items():
-            (task.run_dir / "logs" / Path(name).name).write_text(text)
+            with contextlib.suppress(OSError):  # a full disk; how it ended is told all the same
+                (task.run_dir / "logs" / Path(name).name).write_text(text)
         ended[keys[key]] = None if told["failure"] is None else Failure(**told["failure"])
     return ended

@@ -12,10 +12,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-import accbench
 from accbench import network
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
@@ -120,11 +118,6 @@ def reachable(endpoint: Endpoint) -> bool:
             return True
     except OSError:
         return False
-
-
-def what_runs() -> dict[str, str]:
-    """What must be the same on all nodes."""
-    return {"accbench": accbench.__version__, "torch": torch.__version__}
 
 
 def publish(store: Store, key: str, value: Any) -> None:

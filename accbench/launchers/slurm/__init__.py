@@ -82,7 +82,10 @@ class Launcher(launchers.Launcher):
                 "submitted, or print the script by --dry_run"
             )
         path = task.run_dir / SCRIPT_FILE
-        path.write_text(script.text(task, worker, task.run_dir, self.attached))
+        try:
+            path.write_text(script.text(task, worker, task.run_dir, self.attached))
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {error.strerror}") from None
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
         if done.returncode:
             raise RequestError(f"sbatch refused {path}: {' '.join(done.stderr.split())}")

@@ -1,7 +1,6 @@
 """Two nodes with a launcher each train as one does, and none is left waiting for another."""
 
 import json
-import time
 from pathlib import Path
 
 import psutil
@@ -9,7 +8,7 @@ import pytest
 
 from accbench import cli
 from accbench.recording import records
-from tests.conftest import HANG_S, TINY, end_of, of_kind, processes_of, run
+from tests.conftest import TINY, end_of, of_kind, processes_of, run, wait_until
 from tests.launchers.elastic.nodes import Nodes, ended, logs_of, two_nodes
 
 SYNTHETIC = (*TINY, "--data=synthetic")
@@ -25,13 +24,6 @@ def nodes():
 
 def losses_of(run_dir: Path) -> list[float]:
     return [window.loss for window in of_kind(run_dir, records.WindowRecord)]
-
-
-def wait_for(what) -> None:
-    until = time.monotonic() + HANG_S
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def has_window(run_dir: Path) -> bool:
@@ -71,7 +63,7 @@ def test_a_cut_link_ends_both_nodes(nodes: Nodes, tmp_path):
     run_dir = tmp_path / "run"
     flags = (*SLOW, f"--output_dir={run_dir}", "--timeout_s=10")
     started = [nodes.start(node, *flags) for node in (0, 1)]
-    wait_for(lambda: has_window(run_dir))
+    wait_until(lambda: has_window(run_dir))
     nodes.cut()
     of_nodes = [ended(process) for process in started]
     assert [status for status, _, _ in of_nodes] == [1, 1]
@@ -88,9 +80,9 @@ def test_a_killed_worker_and_a_killed_node_are_taken_in_again(nodes: Nodes, tmp_
     flags = (*SYNTHETIC, "--model=tests.nets:slow", f"--output_dir={run_dir}", "--max_steps=32")
     flags = (*flags, "--save_steps=4", "--max_restarts=2")
     host, other = (nodes.start(node, *flags) for node in (0, 1))
-    wait_for(lambda: list(run_dir.glob("checkpoints/step-*")))
+    wait_until(lambda: list(run_dir.glob("checkpoints/step-*")))
     worker_of(run_dir, 1).kill()
-    wait_for(lambda: '"kind": "resume"' in (run_dir / "records.jsonl").read_text())
+    wait_until(lambda: '"kind": "resume"' in (run_dir / "records.jsonl").read_text())
     other.kill()
     ended(other)
     back = nodes.start(1, *flags)
@@ -106,7 +98,7 @@ def test_a_stop_signal_on_one_node_saves_and_stops_both(nodes: Nodes, tmp_path):
     run_dir = tmp_path / "run"
     flags = (*SLOW, f"--output_dir={run_dir}", "--max_restarts=3")
     started = [nodes.start(node, *flags) for node in (0, 1)]
-    wait_for(lambda: has_window(run_dir))
+    wait_until(lambda: has_window(run_dir))
     started[1].terminate()
     assert [ended(process)[0] for process in started] == [75, 75]
     assert end_of(run_dir).status == "interrupted"

@@ -1,7 +1,6 @@
 """A job of a real Slurm of one node trains like a run here, and is requeued from its checkpoint."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from accbench import cli
 from accbench.recording import records
 from accbench.training.slurm_variables import as_torchrun, tasks_per_node
-from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, run
+from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, run, wait_until
 from tests.launchers.slurm import cluster
 
 SYNTHETIC = (*TINY, "--data=synthetic", "--device=cpu", "--nproc_per_node=2")
@@ -41,16 +40,9 @@ def asked(environment: dict[str, str], *words: str) -> str:
     return subprocess.run(words, env=environment, capture_output=True, text=True).stdout
 
 
-def wait_for(what) -> None:
-    until = time.monotonic() + HANG_S
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.2)
-
-
 def state_at_end(environment: dict[str, str], job: str) -> str:
     """Wait for the job to be over; how it ended, as Slurm says."""
-    wait_for(lambda: not asked(environment, "squeue", "-h", "-j", job).strip())
+    wait_until(lambda: not asked(environment, "squeue", "-h", "-j", job).strip())
     shown = asked(environment, "scontrol", "show", "job", job)
     return shown.split("JobState=")[1].split()[0]
 
@@ -78,7 +70,7 @@ def test_a_job_trains_as_a_run_here(slurm, tmp_path):
 def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
     run_dir = tmp_path / "run"
     job = submit(slurm, "--model=tests.nets:slow", "--max_steps=12", f"--output_dir={run_dir}")
-    wait_for(lambda: windows(run_dir))
+    wait_until(lambda: windows(run_dir))
     asked(slurm, "scontrol", "requeue", job)
     assert state_at_end(slurm, job) == "COMPLETED"
     (resumed,) = of_kind(run_dir, records.ResumeRecord)
