@@ -193,6 +193,8 @@ class ExportFlags:
     onnx: the whole network, from bytes to logits. onnx_int8: quantised, smaller, less exact."""
     average: bool = True
     """The moving average of the weights, where the run kept one."""
+    evaluate: bool = False
+    """Of onnx and onnx_int8: their top-1 on the run's validation set, beside torch's."""
 
 
 def export(argv: Sequence[str]) -> int:
@@ -202,7 +204,7 @@ def export(argv: Sequence[str]) -> int:
         flags = config.parse_flags(ExportFlags, argv, prog)
         from accbench.training import export as exporting
 
-        line = exporting.export(flags.run, flags.out, flags.format, flags.average)
+        line = exporting.export(**vars(flags))
     except RequestError as error:
         return refused(prog, error)
     print(line)

@@ -118,6 +118,8 @@ def losses(comparison: Comparison) -> tuple[str, str]:
     below = svg.lines(
         differences, "steps", f"loss - {against}", height=240, from_zero=False
     ) if any(one.points for one in differences) else ""  # fmt: skip
+    if not below:
+        return text, chart
     return text, f'<div class="pair"><div>{chart}</div><div>{below}</div></div>'
 
 

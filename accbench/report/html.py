@@ -35,15 +35,15 @@ def _body(comparison: Comparison, result: Result) -> str:
     mixed = "".join(f'<p class="mixed">mixed: {escape(line)}</p>' for line in result.mixed)
     cards = [
         _card("Speedup", "Geometric mean of the rounds and its 95 % interval; the dashed line "
-              f"is the speed of {result.baseline}.", charts.speedups(result)),
+              f"is the speed of {result.baseline}.", charts.speedups(result)) if rows else "",
         _card("Where a step's time goes", "Wall milliseconds a step after the warm-up: waiting "
               "for data, the host tracing or running the step, waiting for the device.",
               charts.breakdown(comparison)),
         _card("Throughput over steps", "Each line is one round.",
               charts.throughput(comparison)),
         _card("Compile cost and break-even", "Time since the start of a run over the steps done, "
-              "with cold caches.", charts.break_even(comparison, result)),
-        _card("Loss", *charts.losses(comparison), wide=True),
+              "with cold caches.", charts.break_even(comparison, result)) if rows else "",
+        _card("Loss", *charts.losses(comparison), wide=bool(rows)),
         *_evaluation(comparison),
         _card("Peak memory", "The allocator's peak; on a CPU the process's. Largest of any worker.",
               charts.memory(result)),
@@ -63,7 +63,7 @@ def _evaluation(comparison: Comparison) -> list[str]:
         return []
     what, chart = charts.accuracy(comparison)
     text = f"{what.split()[0].capitalize()} over the whole validation set, after an epoch."
-    return [_card("Evaluation", text, chart, wide=True)]
+    return [_card("Evaluation", text, chart)]
 
 
 def _marked(row: RowResult, result: Result) -> str:

@@ -84,14 +84,26 @@ def _quantise(path: Path) -> None:
     quantize_dynamic(whole, str(path), weight_type=QuantType.QUInt8)
 
 
-def _apart(model: nn.Module, path: Path, images_NCHW: torch.Tensor) -> float:
-    import onnxruntime
+class Network(nn.Module):
+    """What ONNX Runtime reads in a file that `write` wrote, as a model."""
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"images": images_NCHW.numpy()})
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        super().__init__()
+        providers = ["CPUExecutionProvider"]
+        self.session = onnxruntime.InferenceSession(str(path), providers=providers)
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        """uint8 (N, 3, image_size, image_size) to float32 (N, num_classes)."""
+        (logits,) = self.session.run(None, {"images": images_NCHW.contiguous().numpy()})
+        return torch.from_numpy(logits)
+
+
+def _apart(model: nn.Module, path: Path, images_NCHW: torch.Tensor) -> float:
     with torch.no_grad():
         expected = model(images_NCHW)
-    apart = float((torch.from_numpy(found) - expected).abs().max())
+    apart = float((Network(path)(images_NCHW) - expected).abs().max())
     return apart / (float(expected.abs().max()) or 1.0)
 
 

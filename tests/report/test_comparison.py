@@ -527,6 +527,20 @@ def test_single_runs_make_a_page_without_a_verdict(folder, capsys):
     assert "fewer than two rounds" in page
 
 
+def test_page_of_one_run_shows_its_curves_and_compares_nothing(folder, capsys):
+    run_dir = round_of(folder, 1, "ddp")
+    for epoch in range(3):
+        for averaged in (False, True):
+            scores = records.EvalRecord(epoch, 1.5, 0.5, 0.9, 64, averaged=averaged)
+            records.append(run_dir / "records.jsonl", scores)
+    assert cli.main(["report", str(run_dir), "--format", "html"]) == 0
+    page = capsys.readouterr().out
+    assert "Top-1 over the whole validation set" in page
+    assert "averaged weights" in page
+    assert "Speedup" not in page
+    assert "break-even</h2>" not in page
+
+
 def test_figures_for_a_notebook(folder):
     from accbench import report
 

@@ -1,5 +1,8 @@
 """Weights and networks as other tools load them."""
 
+import json
+import shutil
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -60,7 +63,7 @@ def trained(tmp_path_factory):
 def test_onnx_runtime_reads_the_digits(trained, tmp_path, format, apart):
     scans, run_dir = trained
     out = tmp_path / "digits.onnx"
-    done = export(run_dir, out, f"--format={format}")
+    done = export(run_dir, out, f"--format={format}", "--evaluate")
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     line, _, told = done.stdout.partition(", logits of random images within ")
@@ -82,6 +85,30 @@ def test_onnx_runtime_reads_the_digits(trained, tmp_path, format, apart):
     averaged = [e for e in of_kind(run_dir, records.EvalRecord) if e.averaged][-1]
     assert averaged.top1 > 0.9
     assert hits / num == pytest.approx(averaged.top1, abs=0.001 if format == "onnx" else 0.02)
+    assert told.strip().endswith(
+        f"; top-1 of 355 held-out samples {hits / num:.2%}, torch {averaged.top1:.2%}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--evaluate",), "--evaluate is of --format onnx and onnx_int8"),
+        (("--evaluate", "--format=onnx"), "there is no folder"),
+    ],
+)
+def test_nothing_to_evaluate(trained, tmp_path, flags, expected):
+    _, run_dir = trained
+    moved = tmp_path / "run"
+    shutil.copytree(run_dir, moved)
+    values = json.loads((moved / "config.json").read_text())
+    values["data"] = f"imagefolder:{tmp_path / 'gone'}"
+    (moved / "config.json").write_text(json.dumps(values))
+    done = export(moved, tmp_path / "out", *flags)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_network_that_onnx_cannot_have(images, tmp_path):
