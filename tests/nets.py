@@ -257,6 +257,28 @@ def wrong_at(num_classes: int) -> nn.Module:
     return _WrongAt(num_classes)
 
 
+class _WrongOnWhite(nn.Module):
+    """`tiny`, whose logits are not finite in training where an image is white all over."""
+
+    def __init__(self, num_classes: int, has_gradient: bool) -> None:
+        super().__init__()
+        self.net, self.has_gradient = tiny(num_classes), has_gradient
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        is_white = (images.amin(dim=(1, 2, 3)) > 2.0).unsqueeze(1) & self.training
+        if self.has_gradient:
+            return self.net(images) * torch.where(is_white, float("inf"), 1.0)
+        return self.net(images).masked_fill(is_white, float("inf"))
+
+
+def wrong_on_white(num_classes: int) -> nn.Module:
+    return _WrongOnWhite(num_classes, has_gradient=True)
+
+
+def wrong_loss_on_white(num_classes: int) -> nn.Module:
+    return _WrongOnWhite(num_classes, has_gradient=False)
+
+
 class _Infinite(torch.autograd.Function):
     """The values as they are, gradients beyond every type."""
 

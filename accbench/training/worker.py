@@ -242,7 +242,13 @@ class Reporter:
         assert self.task.batch_size is not None
         self.display.window(record, self.task.batch_size)
         if self.task.on_nan == "skip" and self.engine.loss_scale() is None:
+            before = self.num_skipped
             self._count_skipped(record.first_step + record.num_steps)
+            if record.mean_loss is None and self.num_skipped == before:
+                raise NonFiniteLossError(
+                    "the loss is not finite in one of these steps, but the gradients are, by which "
+                    "--on_nan skip knows what to leave out; mend the loss, or use --on_nan rollback"
+                )
 
     def _count_skipped(self, num_steps: int) -> None:
         """The same on all ranks, for they have the same gradients.

@@ -1,8 +1,11 @@
 """What a run does when the loss is not finite, gradients overflow, or memory is out."""
 
 import json
+import shutil
+from importlib.util import find_spec
 
 import pytest
+from PIL import Image
 
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints
@@ -75,6 +78,49 @@ def test_skips_and_goes_on(learn, engine, flags):
     for name in counts:
         assert before.model[name] == 7 * a_step
         assert last.model[name] == (STEPS - 1) * a_step
+
+
+@pytest.fixture
+def one_white(images, tmp_path):
+    """Flags of a training set of six batches, one of its images white all over."""
+    folder = tmp_path / "images"
+    shutil.copytree(images, folder)
+    first, *_ = sorted((folder / "train").rglob("*.jpg"))
+    Image.new("RGB", (64, 64), "white").save(first, "JPEG")
+    return (
+        *TINY, f"--data=imagefolder:{folder}", "--max_steps=14", "--log_interval=1", "--epochs=9",
+        "--batch_size=8", "--on_nan=skip", "--max_skips=9",
+    )  # fmt: skip
+
+
+def test_compiled_steps_are_skipped_as_eager_ones(one_white, tmp_path):
+    """The other losses, and those of the averaged weights, are ddp's."""
+    found = {}
+    for engine in ("ddp", "inductor", *(["jax"] if find_spec("jax") else [])):
+        run_dir = tmp_path / engine
+        result = run(*one_white, "--model=tests.nets:wrong_on_white", f"--engine={engine}",
+                     "--ema_decay=0.9", f"--output_dir={run_dir}")  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        losses = [window.loss for window in of_kind(run_dir, records.WindowRecord)]
+        evaluated = of_kind(run_dir, records.EvalRecord)
+        found[engine] = losses, [e.loss for e in evaluated if e.averaged]
+        assert end_of(run_dir).skipped_steps == losses.count(None)
+    losses, of_averages = found["ddp"]
+    assert losses.count(None) >= 2
+    assert len(of_averages) == 2
+    for own_losses, own_of_averages in found.values():
+        assert [loss is None for loss in own_losses] == [loss is None for loss in losses]
+        taken = [loss for loss in losses if loss is not None]
+        assert [x for x in own_losses if x is not None] == pytest.approx(taken, rel=1e-3)
+        assert own_of_averages == pytest.approx(of_averages, rel=1e-3)
+
+
+def test_loss_that_is_wrong_where_gradients_are_not(one_white, tmp_path):
+    result = run(*one_white, "--model=tests.nets:wrong_loss_on_white",
+                 f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    assert result.returncode == 1
+    assert "the loss is not finite in one of these steps, but the gradients are" in result.stderr
+    assert end_of(tmp_path / "run").status == "nan"
 
 
 def test_skipping_too_often(learn):
