@@ -64,6 +64,17 @@ def losses(folder: Path) -> list[float]:
     return [window.loss for window in windows]
 
 
+def seconds_to_steps(folder: Path, launcher: subprocess.Popen, limit_s: float) -> float | None:
+    """Until the first new step; None if there was none by then, or it ended."""
+    began = time.monotonic()
+    before = len(losses(folder))
+    while (waited_s := time.monotonic() - began) < limit_s and launcher.poll() is None:
+        if len(losses(folder)) > before:
+            return waited_s
+        time.sleep(0.2)
+    return None
+
+
 def left_over(folder: Path) -> list[str]:
     """Processes and temporary files of the run that are still there."""
     found = [str(path) for path in (folder / "checkpoints").glob(".*")]
@@ -90,15 +101,19 @@ def main() -> int:
         mock_images.make(images, mock_images.Plan(num_classes=3, num_train=16, num_val=4))
     num_steps = int(flags.kills * flags.steps_per_kill) + 20
     began, num_kills, by_way, errors = time.monotonic(), 0, dict.fromkeys(WAYS, 0), []
+    num_hit = 0
     start_s = 6.0
     while num_kills < flags.kills:
-        before = len(losses(killed))
         process = start(killed, images, num_steps, STEP_S)
         target, number = chance.choice(WAYS)
+        # So that about half of the kills hit steps, and the others what is before them.
         wait_s = chance.uniform(0.0, 2.0 * start_s)
-        began_try = time.monotonic()
+        took_s = seconds_to_steps(killed, process, wait_s)
+        if took_s is not None:
+            start_s = 0.8 * start_s + 0.2 * took_s
+            num_hit += 1
         try:
-            _, stderr = process.communicate(timeout=wait_s)
+            _, stderr = process.communicate(timeout=max(wait_s - (took_s or wait_s), 0.0))
         except subprocess.TimeoutExpired:
             ranks = ranks_of(process)
             if target == "rank" and ranks:
@@ -118,8 +133,6 @@ def main() -> int:
         psutil.wait_procs(ranks, timeout=30)
         if "Traceback" in stderr or process.returncode == 2:
             errors.append(f"kill {num_kills}: {stderr.strip()[-400:]}")
-        if len(losses(killed)) > before:  # when steps begin, so that half of the kills hit them
-            start_s = 0.8 * start_s + 0.2 * (time.monotonic() - began_try)
         if num_kills % 10 == 0:
             print(f"{num_kills} kills, {len(losses(killed))} of {num_steps} steps, "
                   f"{time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
@@ -133,8 +146,9 @@ def main() -> int:
     leftovers = left_over(killed)
     ways = ", ".join(f"{target} {number.name} {n}" for (target, number), n in by_way.items())
     print(
-        f"{num_kills} kills ({ways}) in {time.monotonic() - began:.0f} s; losses of {len(own)} "
-        f"steps {'equal bit for bit' if same else 'DIFFER'}; left over: {leftovers or 'nothing'}"
+        f"{num_kills} kills ({ways}), {num_hit} of them behind a new step, in "
+        f"{time.monotonic() - began:.0f} s; losses of {len(own)} steps "
+        f"{'equal bit for bit' if same else 'DIFFER'}; left over: {leftovers or 'nothing'}"
     )
     for error in errors:
         print(f"unexpected: {error}")

@@ -55,6 +55,11 @@ class Engine(engines.Engine):
         layouts by itself elsewhere."""
         products_for_1x1: Literal["auto", "on", "off"] = "auto"
         """Compute 1 x 1 convolutions as products of matrices, channels last. auto: on a CPU."""
+        products_for_small_images: Literal["auto", "on", "off"] = "auto"
+        """Likewise those with up to nine output pixels. auto: on a CPU."""
+        weights_by_image: Literal["auto", "on", "off"] = "auto"
+        """Compute the gradients of convolutions' weights as a product an image, where it has 128
+        output pixels and more, channels last. auto: on a CPU."""
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -259,6 +264,8 @@ class Engine(engines.Engine):
             rules=lowering.Rules(
                 channels_last=self._is_on(self.options.channels_last),
                 products_for_1x1=self._is_on(self.options.products_for_1x1),
+                products_for_small_images=self._is_on(self.options.products_for_small_images),
+                weights_by_image=self._is_on(self.options.weights_by_image),
             ),
         )
         function = self._workers.function(step.build(captured, plan, self._workers.mean))

@@ -119,8 +119,14 @@ def capture(module: torch.nn.Module, joint: bool) -> tuple[torch.fx.GraphModule,
         )
 
 
-def through_jax(module: Wrapped, jit: bool = False, rules: Any = None) -> Results:
-    """Outputs and gradients by the table."""
+def through_jax(
+    module: Wrapped, jit: bool = False, rules: Any = None, convolutions: int | None = None
+) -> Results:
+    """Outputs and gradients by the table.
+
+    Args:
+        convolutions: how many JAX is to have left of them; None for any number.
+    """
     import jax
 
     from accbench.engines.jax import lowering
@@ -136,6 +142,9 @@ def through_jax(module: Wrapped, jit: bool = False, rules: Any = None) -> Result
         return lowering.run_graph(graph_module, args, jax.random.key(0), rules)
 
     with jax.default_device(jax.devices("cpu")[0]):
+        if convolutions is not None:
+            text = jax.jit(run).lower(*args).as_text()
+            assert text.count("stablehlo.convolution") == convolutions
         found = (jax.jit(run) if jit else run)(*args)
     found = found[len(signature.buffers_to_mutate) :]
     num_outputs = len(signature.user_outputs)

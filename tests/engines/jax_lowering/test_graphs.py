@@ -203,6 +203,41 @@ def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None
         return torch.func.functional_call(model, tensors, (images,))
 
     args = (tensors, torch.randn(4, 3, 17, 16, requires_grad=True))
-    rules = lowering.Rules(channels_last=True, products_for_1x1=True)
+    rules = lowering.Rules(
+        channels_last=True,
+        products_for_1x1=True,
+        products_for_small_images=True,
+        weights_by_image=True,
+    )
     assert not against_torch.check(function, args, {}, jit=True)
     assert not against_torch.check(function, args, {}, jit=True, rules=rules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("spatial", "kernel", "stride", "padding", "dilation"),
+    [
+        # up to nine output pixels
+        ((2, 2), (3, 3), 1, 1, 1), ((1, 1), (3, 3), 1, 1, 1), ((4, 3), (3, 3), 2, 1, 1),
+        ((3, 3), (3, 3), 1, 1, 1), ((1, 2), (7, 5), 1, (3, 2), 1), ((3, 3), (2, 2), 1, 1, 3),
+        ((2,), (3,), 1, 1, 1), ((2, 1, 2), (3, 3, 3), 1, 1, 1),
+        # 128 and more
+        ((12, 11), (3, 3), 1, 1, 1), ((33, 32), (7, 7), 2, 3, 1), ((17, 16), (3, 2), 1, 0, 2),
+        ((140,), (5,), 1, 2, 1), ((6, 6, 6), (2, 3, 1), 1, (1, 1, 0), 1),
+    ],
+)  # fmt: skip
+def test_convolutions_as_products_are_torchs(
+    spatial: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    rank = len(spatial)
+    function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+    x = torch.randn(3, 4, *spatial).to(dtype).requires_grad_()
+    w = torch.randn(5, 4, *kernel).to(dtype).requires_grad_()
+    args = (x, w, None, stride, padding, dilation)
+    rules = lowering.Rules(
+        channels_last=True, products_for_small_images=True, weights_by_image=True
+    )
+    few = function(*args)[0, 0].numel() <= 9
+    left = 0 if few else 2  # forward, and the gradient of the input
+    assert not against_torch.check(function, args, {}, rules=rules, convolutions=left)

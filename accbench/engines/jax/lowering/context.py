@@ -15,6 +15,11 @@ class Rules:
     """Carry images as NHWC from a convolution on to the next, through all between them."""
     products_for_1x1: bool = False
     """Compute convolutions with 1 x 1 kernels as products of matrices. Needs channels_last."""
+    products_for_small_images: bool = False
+    """Compute convolutions with up to nine output pixels as products. Needs channels_last."""
+    weights_by_image: bool = False
+    """Compute the gradient of a convolution's weight as a product an image, where that has 128
+    output pixels and more. Needs channels_last."""
     float64_as_float32: bool = False
     """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
 

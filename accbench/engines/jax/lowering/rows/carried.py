@@ -11,7 +11,13 @@ from jax import lax
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.layout import ChannelsLast, axis_of, channels_last, last, plain
-from accbench.engines.jax.lowering.rows import normalization, pooling, reductions, shapes
+from accbench.engines.jax.lowering.rows import (
+    gemm_convolution,
+    normalization,
+    pooling,
+    reductions,
+    shapes,
+)
 from accbench.engines.jax.lowering.rows.windows import windows
 
 Sizes = Sequence[int]
@@ -33,6 +39,10 @@ def _convolve(
         rows = x.reshape(-1, x.shape[-1])
         product = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
         return product.reshape(*x.shape[:-1], w.shape[0])
+    if rules.products_for_small_images and groups == 1:
+        geometry = gemm_convolution.windows_of(x, w, stride, padding, _each(dilation, rank))
+        if gemm_convolution.is_small(geometry):
+            return gemm_convolution.convolve(x, w, geometry)
     spatial = "DHW"[3 - rank :]
     kernel = jnp.moveaxis(w, (0, 1), (-1, -2))
     return lax.conv_general_dilated(
@@ -93,7 +103,12 @@ def convolution_backward(
         pull = jax.vjp(lambda x: _convolve(context.rules, x, w, *how), x)[1]
         of_input = ChannelsLast(pull(g)[0])
     if output_mask[1]:
-        (of_weight,) = jax.vjp(lambda w: _convolve(context.rules, x, w, *how), w)[1](g)
+        sizes = (_each(size, x.ndim - 2) for size in (stride, padding, dilation))
+        geometry = gemm_convolution.windows_of(x, w, *sizes)
+        if context.rules.weights_by_image and groups == 1 and gemm_convolution.is_large(geometry):
+            of_weight = gemm_convolution.weight_gradient(x, g, geometry).astype(w.dtype)
+        else:
+            (of_weight,) = jax.vjp(lambda w: _convolve(context.rules, x, w, *how), w)[1](g)
     if output_mask[2]:
         of_bias = jnp.sum(g, tuple(range(g.ndim - 1)), opmath(g.dtype)).astype(g.dtype)
     return of_input, of_weight, of_bias

@@ -46,11 +46,18 @@ class Windows:
             pads.append((padding, max(needed - size - padding, 0)))
         return pads
 
-    def parts(self, array: Any, fill: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
-        """For each place in the kernel, what the windows have there: (..., *num)."""
-        leading = array.ndim - self.rank
+    def parts(
+        self, array: Any, fill: Any, trailing: int = 0
+    ) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """For each place in the kernel, what the windows have there: (..., *num, ...).
+
+        Args:
+            trailing: axes of the array behind those of the windows.
+        """
+        before, after = array.ndim - self.rank - trailing, [0] * trailing
         value = jnp.asarray(fill, array.dtype)
-        padded = lax.pad(array, value, [(0, 0, 0)] * leading + [(*p, 0) for p in self.pads()])
+        pads = [(0, 0, 0)] * before + [(*p, 0) for p in self.pads()] + [(0, 0, 0)] * trailing
+        padded = lax.pad(array, value, pads)
         for place in itertools.product(*(range(k) for k in self.kernel)):
             begin = [p * d for p, d in zip(place, self.dilation, strict=True)]
             end = [b + (self.num(a) - 1) * self.stride[a] + 1 for a, b in enumerate(begin)]
@@ -58,9 +65,9 @@ class Windows:
                 place,
                 lax.slice(
                     padded,
-                    [0] * leading + begin,
-                    [*array.shape[:leading], *end],
-                    [1] * leading + list(self.stride),
+                    [0] * before + begin + after,
+                    [*array.shape[:before], *end, *array.shape[array.ndim - trailing :]],
+                    [1] * before + list(self.stride) + [1] * trailing,
                 ),
             )
 

@@ -1,0 +1,81 @@
+"""Convolutions as products of matrices, channels last, where XLA on a CPU has nothing better.
+
+Its convolutions are fast where Eigen's are made for the shape. They are not for images of a few
+pixels, and for the gradient of the weight, whose window is the whole image.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from accbench.engines.jax.lowering.dtypes import opmath
+from accbench.engines.jax.lowering.rows.windows import Windows
+
+# Of output pixels, as measured (docs/measured.md): at most so many for all of a convolution, and at
+# least so many for its weight's gradient.
+_FEW, _MANY = 9, 128
+
+
+def windows_of(
+    x: Any, w: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Windows:
+    """Of x (N, *spatial, C) under w (out, C, *kernel)."""
+    return Windows(x.shape[1:-1], w.shape[2:], *map(tuple, (stride, padding, dilation)), False)
+
+
+def _num_pixels(windows: Windows) -> int:
+    return math.prod(windows.num(axis) for axis in range(windows.rank))
+
+
+def is_small(windows: Windows) -> bool:
+    """Whether `convolve` is the faster way."""
+    return 0 < _num_pixels(windows) <= _FEW
+
+
+def is_large(windows: Windows) -> bool:
+    """Whether `weight_gradient` is the faster way."""
+    return _num_pixels(windows) >= _MANY and math.prod(windows.kernel) > 1
+
+
+def convolve(x: Any, w: Any, windows: Windows) -> Any:
+    """x (N, *spatial, C), w (out, C, *kernel) -> (N, *spatial, out): one product."""
+    parts = [
+        (place, part)
+        for place, part in windows.parts(x, 0, trailing=1)
+        if all(_sees(windows, axis, place[axis]) for axis in range(windows.rank))
+    ]
+    columns = jnp.concatenate([part for _, part in parts], axis=-1)
+    rows = jnp.concatenate([w[(slice(None), slice(None), *place)] for place, _ in parts], axis=1)
+    return lax.dot_general(columns, rows, (((columns.ndim - 1,), (1,)), ((), ())))
+
+
+def weight_gradient(x: Any, g: Any, windows: Windows) -> Any:
+    """x (N, *spatial, C) and the output's gradient g (N, *spatial, out) -> (out, C, *kernel).
+
+    A product an image, whose columns fit into the processor's caches where all images' do not.
+    """
+    wide = opmath(x.dtype)
+    out, channels = g.shape[-1], x.shape[-1]
+
+    def add(total: Any, of_image: tuple[Any, Any]) -> tuple[Any, None]:
+        image, gradient = of_image
+        columns = jnp.concatenate([part for _, part in windows.parts(image, 0, 1)], axis=-1)
+        left, right = gradient.reshape(-1, out), columns.reshape(-1, columns.shape[-1])
+        product = lax.dot_general(
+            left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide
+        )
+        return total + product, None
+
+    zeros = jnp.zeros((out, math.prod(windows.kernel) * channels), wide)
+    total, _ = lax.scan(add, zeros, (x, g))
+    return jnp.moveaxis(total.reshape(out, *windows.kernel, channels), -1, 1).astype(x.dtype)
+
+
+def _sees(windows: Windows, axis: int, place: int) -> bool:
+    """Whether that place in the kernel is ever over more than padding."""
+    first = place * windows.dilation[axis] - windows.padding[axis]
+    at = range(first, first + windows.num(axis) * windows.stride[axis], windows.stride[axis])
+    return any(0 <= position < windows.size[axis] for position in at)
