@@ -7,11 +7,13 @@ outputs and gradients are held against eager's in the same dtype and in float64.
 
 import dataclasses
 import importlib.util
+import os
 import sys
 import types
 import unittest
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -109,7 +111,8 @@ def capture(module: torch.nn.Module, joint: bool) -> tuple[torch.fx.GraphModule,
     """The flat graph of a module without inputs, of forward alone or with backward."""
     from accbench.engines.jax import lowering
 
-    with sdpa_kernel(SDPBackend.MATH):
+    # torch leaves a variable of inductor's behind.
+    with mock.patch.dict(os.environ), sdpa_kernel(SDPBackend.MATH):
         return aot_export_module(
             module,
             (),

@@ -5,7 +5,7 @@ pixels, and for the gradient of the weight, whose window is the whole image.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ def windows_of(
     x: Any, w: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Windows:
     """Of x (N, *spatial, C) under w (out, C, *kernel)."""
-    return Windows(x.shape[1:-1], w.shape[2:], *map(tuple, (stride, padding, dilation)), False)
+    sizes = tuple(stride), tuple(padding), tuple(dilation)
+    return Windows(x.shape[1:-1], w.shape[2:], *sizes, ceil_mode=False)
 
 
 def _num_pixels(windows: Windows) -> int:
@@ -42,13 +43,11 @@ def is_large(windows: Windows) -> bool:
 
 def convolve(x: Any, w: Any, windows: Windows) -> Any:
     """x (N, *spatial, C), w (out, C, *kernel) -> (N, *spatial, out): one product."""
-    parts = [
-        (place, part)
-        for place, part in windows.parts(x, 0, trailing=1)
-        if all(_sees(windows, axis, place[axis]) for axis in range(windows.rank))
-    ]
-    columns = jnp.concatenate([part for _, part in parts], axis=-1)
-    rows = jnp.concatenate([w[(slice(None), slice(None), *place)] for place, _ in parts], axis=1)
+    parts = dict(windows.parts(x, 0, trailing=1))
+    seen = [place for place in parts if all(map(_sees(windows), range(windows.rank), place))]
+    places = seen or list(parts)
+    columns = jnp.concatenate([parts[place] for place in places], axis=-1)
+    rows = jnp.concatenate([w[(slice(None), slice(None)) + place] for place in places], axis=1)
     return lax.dot_general(columns, rows, (((columns.ndim - 1,), (1,)), ((), ())))
 
 
@@ -74,8 +73,13 @@ def weight_gradient(x: Any, g: Any, windows: Windows) -> Any:
     return jnp.moveaxis(total.reshape(out, *windows.kernel, channels), -1, 1).astype(x.dtype)
 
 
-def _sees(windows: Windows, axis: int, place: int) -> bool:
-    """Whether that place in the kernel is ever over more than padding."""
-    first = place * windows.dilation[axis] - windows.padding[axis]
-    at = range(first, first + windows.num(axis) * windows.stride[axis], windows.stride[axis])
-    return any(0 <= position < windows.size[axis] for position in at)
+def _sees(windows: Windows) -> Callable[[int, int], bool]:
+    """Of an axis and a place in the kernel: whether that is ever over more than padding."""
+
+    def sees(axis: int, place: int) -> bool:
+        stride = windows.stride[axis]
+        first = place * windows.dilation[axis] - windows.padding[axis]
+        at = range(first, first + windows.num(axis) * stride, stride)
+        return any(0 <= position < windows.size[axis] for position in at)
+
+    return sees
