@@ -20,17 +20,27 @@ def die_with_parent(parent: int | None) -> None:
     Args:
         parent: its process id where it is known; one that is gone already ends this process too.
     """
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    _set_parent_death_signal(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)  # it was killed before that was asked
+
+
+def outlive_parent() -> None:
+    """Take `die_with_parent` back."""
+    _set_parent_death_signal(0)
+
+
+def _set_parent_death_signal(number: int) -> None:
+    if sys.platform == "linux":
+        option = 1  # PR_SET_PDEATHSIG, prctl(2)
+        ctypes.CDLL(None).prctl(option, number)
 
 
 class StopSignals:
     """Notes the signals that come while its block runs; what to do is its owner's to ask.
 
-    A signal that the process ignores, as `nohup` has it ignore a hangup, stays ignored.
+    A signal that the process ignores, as `nohup` has it ignore a hangup, stays ignored. A hangup
+    after a wish is no order: what the wish came from, a terminal or a notebook's cell, has gone.
     Outside the main thread, where Python gives no signals, it notes none.
     """
 
@@ -57,12 +67,18 @@ class StopSignals:
                 signal.signal(number, signal.SIG_IGN if ignored else self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.wish is not None:
+            return
         passed_s = time.monotonic() - self._wished_at
         if number == signal.SIGQUIT or (self.wish is not None and passed_s > SAME_WISH_S):
             self.order = self.order or signal.Signals(number)
             self.ordered()
         elif self.wish is None:
             self.wish, self._wished_at = signal.Signals(number), time.monotonic()
+            self.wished()
+
+    def wished(self) -> None:
+        """Called at the wish, from the handler."""
 
     def ordered(self) -> None:
         """Called at an order, from the handler."""

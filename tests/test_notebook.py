@@ -7,9 +7,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
-from tests.conftest import HANG_S, ROOT
+from accbench import folders
+from accbench.errors import RequestError
+from accbench.recording import records
+from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, processes_of, wait_until
 
 NOTEBOOK = ROOT / "notebooks" / "resnet50.ipynb"
 
@@ -32,6 +36,66 @@ def test_runs_from_top_to_bottom(tmp_path):
     assert texts(notebook).count("done: 15 steps") == 4
     pictures = [o for c in notebook.cells for o in c.get("outputs", ()) if "data" in o]
     assert sum("image/png" in picture["data"] for picture in pictures) == 2
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": path, "SLOW_NET_S": "1"}
+    # A socket in a folder of its own: no port that another test could take.
+    manager = KernelManager(transport="ipc", ip=str(tmp_path / "kernel"))
+    manager.start_kernel(cwd=str(ROOT), env=environment)
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=HANG_S)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+
+
+def printed(client, request: str) -> str:
+    """What a cell prints, waited for to its end."""
+    texts = []
+    while True:
+        message = client.get_iopub_msg(timeout=HANG_S)
+        if message["parent_header"].get("msg_id") == request:
+            texts.append(message["content"].get("text", ""))
+            if message["content"].get("execution_state") == "idle":
+                return "".join(texts)
+
+
+def test_interrupted_cell_is_saved(kernel, tmp_path):
+    """A kernel gives what a cell started half a second after Ctrl-C, and then kills it."""
+    manager, client = kernel
+    run_dir = tmp_path / "run"
+    flags = (*TINY, "--model=tests.nets:slow", "--data=synthetic", "--nproc_per_node=2",
+             "--warmup_steps=1", "--log_interval=1", f"--output_dir={run_dir}")  # fmt: skip
+    training = f"!python launch_single_task.py {' '.join(flags)}"
+    request = client.execute(training)
+    file = run_dir / "records.jsonl"
+    wait_until(lambda: file.exists() and of_kind(run_dir, records.WindowRecord))
+    manager.interrupt_kernel()
+    text = printed(client, request)
+    assert "step 1/6" in text
+    assert "━" not in text  # a bar would be kept in the notebook, frame after frame
+
+    def finishes_alone() -> bool:
+        try:
+            with folders.held(run_dir):
+                return False
+        except RequestError:
+            return True
+
+    wait_until(finishes_alone)  # nothing else begins in its folder
+    wait_until(lambda: not processes_of(run_dir))
+    end = end_of(run_dir)
+    (saved,) = of_kind(run_dir, records.CheckpointRecord)
+    assert end.status == "interrupted"
+    assert 0 < saved.step == end.num_steps < 6
+    text = printed(client, client.execute(f"{training} --resume=auto"))
+    assert "done: 6 steps" in text
+    assert end_of(run_dir).status == "ok"
 
 
 def test_is_committed_with_its_outputs():

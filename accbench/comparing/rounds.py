@@ -17,7 +17,7 @@ from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
 from accbench.errors import RequestError, interrupted, refused
-from accbench.recording import records
+from accbench.recording import records, terminal
 from accbench.report import comparison, publish
 from accbench.report import run as runs
 from accbench.report.comparison import FLOORS, REFERENCE, Plan, RowPlan
@@ -63,7 +63,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _compare(plan: Plan, folder: Path, prog: str) -> int:
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal.person_console()
     console.print(introduction(plan, folder), markup=False)
     try:
         measure(plan, folder, console)

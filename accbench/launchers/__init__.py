@@ -176,20 +176,8 @@ def conclude(run_dir: Path, failure: Failure | None) -> int:
     tell(run_dir, failure)
     if failure.is_recorded:
         return failure.exit_status
-    path = run_dir / config.RECORDS_FILE
     try:
-        found = records.read(path)
-    except RequestError:  # it failed before the first record
-        found = []
-    windows = [record for record in found if isinstance(record, records.WindowRecord)]
-    end = records.EndRecord(
-        status=failure.status,
-        error=failure.error,
-        num_steps=sum(window.num_steps for window in windows),
-        num_samples=sum(window.num_samples for window in windows),
-    )
-    try:
-        records.append(path, end)
+        records.append_failure(run_dir / config.RECORDS_FILE, failure.status, failure.error)
     except RequestError as error:
         print(f"accbench: the record lacks its end: {error}", file=sys.stderr)
     return failure.exit_status

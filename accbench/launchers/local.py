@@ -16,7 +16,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     PContext,
@@ -27,6 +26,7 @@ from accbench import config, launchers, network, plugins
 from accbench.config import TaskConfig
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE
 from accbench.launchers import Failure, failures
+from accbench.recording import terminal
 from accbench.stop_signals import StopSignals
 
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
@@ -122,7 +122,7 @@ def _wait(
                 time.sleep(_POLL_S)
     finally:
         failures.end_groups(pids)
-        console = Console()
+        console = terminal.person_console()
         if console.is_terminal:
             console.show_cursor()  # rank 0's progress bar may have died with it hidden
     stopped = None

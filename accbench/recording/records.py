@@ -291,6 +291,22 @@ def append(path: Path, record: Record) -> None:
         raise RequestError(f"cannot write {path}: {error.strerror}") from None
 
 
+def append_failure(path: Path, status: str, error: str) -> None:
+    """End a run's record whose workers could not: with what its windows tell.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
+    try:
+        found = read(path)
+    except RequestError:  # it failed before the first record
+        found = []
+    windows = [record for record in found if isinstance(record, WindowRecord)]
+    num_steps = sum(window.num_steps for window in windows)
+    num_samples = sum(window.num_samples for window in windows)
+    append(path, EndRecord(status, error, num_steps=num_steps, num_samples=num_samples))
+
+
 def read(path: Path) -> list[Record]:
     """All records of a file that count, in order.
 

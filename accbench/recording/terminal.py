@@ -32,6 +32,12 @@ def log_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank{rank}.log"
 
 
+def person_console() -> Console:
+    """Standard output for a person; a terminal's bars are not for a notebook, which keeps them."""
+    in_notebook = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels
+    return Console(highlight=False, soft_wrap=True, force_terminal=False if in_notebook else None)
+
+
 @contextlib.contextmanager
 def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
     """Send a worker's output where it belongs, until the block ends.
@@ -58,7 +64,7 @@ def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
             stack.enter_context(descriptors_to(path))
             yield None
             return
-        console = Console(highlight=False, soft_wrap=True)
+        console = person_console()
         _attach(_console_handler(console), stack)
         yield console
 

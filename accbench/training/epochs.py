@@ -11,7 +11,6 @@ from torch import nn
 from accbench.engines import Engine, optimizers
 from accbench.errors import NonFiniteLossError, StoppedError
 from accbench.logger import RunLogger
-from accbench.recording import terminal
 from accbench.recording.records import EvalRecord, ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints, process_group
@@ -77,7 +76,7 @@ class Epochs:
         rank = self.engine.topology.rank
         # Where nothing is to be saved, a signal ends the process as ever.
         stops = (
-            StopRequests(self.task.timeout_s, terminal.log_file(self.task.run_dir, rank))
+            StopRequests(self.task.timeout_s, self.task.run_dir, rank)
             if self.task.save_interval
             else contextlib.nullcontext()
         )

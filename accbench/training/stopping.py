@@ -1,6 +1,10 @@
 """SIGTERM and Ctrl-C as a request to stop after the step, which all ranks then do together."""
 
+import contextlib
 import os
+import signal
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -8,9 +12,12 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from accbench.errors import StoppedError
+from accbench import folders
+from accbench.errors import RequestError, StoppedError
 from accbench.recording import terminal
-from accbench.stop_signals import StopSignals
+from accbench.stop_signals import StopSignals, outlive_parent
+
+_POLL_S = 0.05
 
 
 class StopRequests:
@@ -18,14 +25,18 @@ class StopRequests:
 
     Args:
         timeout_s: seconds to wait for another rank.
-        log: where gloo's greeting goes, which is no news for a terminal.
+        run_dir, rank: this process's run, and its place in it.
 
-    An order ends the process at once.
+    An order ends the process at once. Once it was asked to stop, a worker does so even if its
+    launcher is killed: a notebook's interrupt and Python's `subprocess.run` give a launcher half
+    a second, and then SIGKILL.
     """
 
-    def __init__(self, timeout_s: float, log: Path) -> None:
-        self.timeout_s, self.log = timeout_s, log
+    def __init__(self, timeout_s: float, run_dir: Path, rank: int) -> None:
+        self.timeout_s, self.run_dir, self.rank = timeout_s, run_dir, rank
+        self.log = terminal.log_file(run_dir, rank)
         self.signals = _EndsAtOnce()
+        self._ended = False
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -36,6 +47,7 @@ class StopRequests:
             with terminal.descriptors_to(self.log):
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.signals.__enter__()
+        threading.Thread(target=self._finish_alone, args=(os.getppid(),), daemon=True).start()
         return self
 
     def __exit__(
@@ -43,10 +55,29 @@ class StopRequests:
         traceback: TracebackType | None,
     ) -> None:  # fmt: skip
         self.signals.__exit__()
+        if not self.received:
+            self._ended = True
+            self.signals.asked.set()
         # After an error the other ranks may be gone, and waiting for them would hide it.
         if self._pending is not None and (error is None or isinstance(error, StoppedError)):
             self._pending[1].wait()
         self._pending = None
+
+    def _finish_alone(self, launcher: int) -> None:
+        """See to what a launcher does, from the moment that it is gone, once asked to stop."""
+        self.signals.asked.wait()
+        while not self._ended and os.getppid() == launcher:
+            time.sleep(_POLL_S)
+        if self._ended:
+            return
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # the terminal has gone with it
+                stack.enter_context(terminal.descriptors_to(self.log))
+            if self.rank == 0:
+                with contextlib.suppress(OSError, RequestError):  # it may be this process's own
+                    stack.enter_context(folders.held(self.run_dir))
+            time.sleep(self.timeout_s)
+            os.kill(os.getpid(), signal.SIGKILL)  # nobody else would end it
 
     @property
     def received(self) -> bool:
@@ -73,6 +104,14 @@ class StopRequests:
 
 
 class _EndsAtOnce(StopSignals):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    def wished(self) -> None:
+        outlive_parent()
+        self.asked.set()
+
     def ordered(self) -> None:
         assert self.order is not None
         os._exit(128 + self.order)

@@ -327,11 +327,16 @@ def end_record(
     )
 
 
+def _launcher_is_gone() -> bool:
+    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
+    return launcher is not None and os.getppid() != int(launcher)
+
+
 def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> int:
     """Say what happened, once and where it belongs; returns the exit status."""
     name, text = type(error).__name__, "".join(traceback.format_exception(error))
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
-    if error_file is not None:
+    if error_file is not None and not _launcher_is_gone():
         # The launcher tells the person, and ends the record.
         error_file = error_file.replace("{local_rank}", str(topology.local_rank))
         error_file = error_file.replace("{rank}", str(topology.rank))
@@ -357,9 +362,9 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
             print(f"main.py: {error}", file=sys.stderr)
         if run_dir is not None and topology.rank == 0:
             why = str(error) if isinstance(error, StoppedError) else f"rank 0: {name}: {error}"
-            end = records.EndRecord(end_status(name, str(error)), why)
             with contextlib.suppress(RequestError):
-                records.append(run_dir / config.RECORDS_FILE, end)
+                path = run_dir / config.RECORDS_FILE
+                records.append_failure(path, end_status(name, str(error)), why)
     if isinstance(error, RequestError):
         return 2
     if isinstance(error, StoppedError):
