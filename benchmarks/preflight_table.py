@@ -2,9 +2,10 @@
 
     python benchmarks/preflight_table.py [FOLDER]
 
-Compiles ResNet-50 for three GPUs, one and eight of each, in both 16-bit types, and a ViT; each
-takes half a minute on two cores. Prints Markdown. With FOLDER the results are kept there, and what
-is there already is not compiled again.
+Compiles ResNet-50 for three GPUs, one and eight of each, in both 16-bit types, and a ViT, by engine
+xla, and for an H100 by engine jax; each takes half a minute on two cores.
+Prints Markdown. With FOLDER the results are kept there, and what is there already is not compiled
+again.
 """
 
 import json
@@ -15,16 +16,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESNET = ("resnet50", 256)
+RESNET, VIT = ("resnet50", 256), ("vit_b_16", 128)
 ROWS = [
-    (model, gpu, num_gpus, dtype)
-    for model, gpus in ((RESNET, ("a100_80", "h100", "h200")), (("vit_b_16", 128), ("h100",)))
+    (model, engine, gpu, num_gpus, dtype)
+    for model, engine, gpus in (
+        (RESNET, "xla", ("a100_80", "h100", "h200")), (RESNET, "jax", ("h100",)),
+        (VIT, "xla", ("h100",)), (VIT, "jax", ("h100",)),
+    )
     for gpu in gpus
     for num_gpus in (1, 8)
     for dtype in ("float16", "bfloat16")
-]
+]  # fmt: skip
 HEAD = (
-    "model, batch", "GPU", "type", "GiB", "launches", "GB", "bound, ms", "at most, samples/s",
+    "model, batch", "engine", "GPU", "type", "GiB", "launches", "GB", "bound, ms",
+    "at most, samples/s",
     "eager: GB", "bound, ms", "reduced early", "compile, s",
 )  # fmt: skip
 
@@ -34,13 +39,14 @@ def main() -> None:
         folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary)
         folder.mkdir(parents=True, exist_ok=True)
         print("| " + " | ".join(HEAD) + " |")
-        print("| --- | --- | --- " + "| ---: " * (len(HEAD) - 3) + "|")
-        for (model, batch), gpu, num_gpus, dtype in ROWS:
-            path = folder / f"{model}-{gpu}-{num_gpus}-{dtype}.json"
+        print("| --- | --- | --- | --- " + "| ---: " * (len(HEAD) - 4) + "|")
+        for (model, batch), engine, gpu, num_gpus, dtype in ROWS:
+            path = folder / f"{model}-{engine}-{gpu}-{num_gpus}-{dtype}.json"
             if not path.exists():
                 flags = (
-                    f"--model={model}", f"--batch_size={batch}", f"--gpu={gpu}",
-                    f"--nproc_per_node={num_gpus}", f"--amp_dtype={dtype}", "--format=json",
+                    f"--model={model}", f"--batch_size={batch}", f"--engine={engine}",
+                    f"--gpu={gpu}", f"--nproc_per_node={num_gpus}",
+                    f"--amp_dtype={dtype}", "--format=json",
                 )  # fmt: skip
                 command = [sys.executable, "-m", "accbench", "preflight", *flags]
                 done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
@@ -52,7 +58,8 @@ def main() -> None:
 def cells(found: dict[str, Any], gpus: str, dtype: str) -> list[str]:
     step, eager, reduction = found["step"], found["eager"], found["reduction"]
     return [
-        f"{found['task']['model']}, {found['task']['batch_size']}", gpus, dtype,
+        f"{found['task']['model']}, {found['task']['batch_size']}", found["engine"],
+        gpus, dtype,
         f"{found['memory']['peak_bytes'] / 2**30:.1f}",
         f"{step['launches']:,}",
         f"{step['bytes'] / 1e9:.1f}",

@@ -18,7 +18,17 @@ from accbench import config, extras, plugins, resolving
 from accbench.config import TaskConfig
 from accbench.errors import RequestError, interrupted, refused
 from accbench.pjrt import nvidia
-from accbench.preflight import batch_search, children, compiling, eager, gpu, hlo, kernels, summary
+from accbench.preflight import (
+    batch_search,
+    children,
+    compiling,
+    eager,
+    gpu,
+    hlo,
+    kernels,
+    programs,
+    summary,
+)
 from accbench.preflight.gpu import Gpu
 from accbench.recording import provenance
 from accbench.report import preflight as pages
@@ -148,8 +158,9 @@ def _tracer(engine: str) -> str:
         raise RequestError("preflight needs Linux on x86-64: the compiler for CUDA is for that")
     library = nvidia.find_plugin()
     install = nvidia.install_command()
-    if importlib.util.find_spec("torch_xla") is None:
-        raise RequestError(f"preflight needs {extras.not_installed('torch_xla', 'xla-cuda12')}")
+    module, extra = importlib.import_module(tracer).NEEDS
+    if importlib.util.find_spec(module) is None:
+        raise RequestError(f"preflight needs {extras.not_installed(module, extra)}")
     if library is None or not library.exists():
         where = "is not installed" if library is None else f"is not at {library}"
         raise RequestError(f"preflight needs a PJRT plugin for CUDA, which {where}: {install}")
@@ -179,7 +190,7 @@ def compile_step(
         traced.environment(folder, task.nproc_per_node), folder / "trace.log",
         lambda seconds: say(f"tracing {what}: {seconds:.0f} s"),
     )  # fmt: skip
-    facts = _facts(folder / "trace.json", tracing, "tracing the step")
+    facts = _facts(folder / programs.FACTS_FILE, tracing, "tracing the step")
     compiled = children.run(
         "accbench.preflight.compiling", [str(folder), gpu_name, str(task.nproc_per_node)],
         compiling.environment(folder, traced.gpu_flags(task)), folder / "compile.log",

@@ -1,7 +1,8 @@
 """One compilation, in a process of its own, for XLA ends the process on some errors.
 
-`python -m accbench.preflight.compiling FOLDER GPU NUM_REPLICAS` compiles
-FOLDER/step.hlo_module.pb and leaves FOLDER/compiled.json and, as XLA dumps it, FOLDER/compiled/*.
+`python -m accbench.preflight.compiling FOLDER GPU NUM_DEVICES` compiles
+the program that was traced and leaves FOLDER/compiled.json and, as XLA dumps it,
+FOLDER/compiled/*.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accbench.pjrt import nvidia
-from accbench.preflight import gpu
+from accbench.preflight import gpu, programs
 from accbench.preflight.pjrt_c_api import CompilerError, Plugin
 
 FACTS_FILE = "compiled.json"
@@ -54,14 +55,14 @@ def environment(folder: Path, xla_flags: str) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     """Compile; returns the exit status."""
-    folder, target, num_replicas = Path(argv[0]), gpu.load(argv[1]), int(argv[2])
+    folder, target, num_devices = Path(argv[0]), gpu.load(argv[1]), int(argv[2])
     library = nvidia.find_plugin()
     assert library is not None
-    program = (folder / "step.hlo_module.pb").read_bytes()
+    form, program = programs.read(folder)
     try:
         plugin = Plugin(library)
         started = time.perf_counter()
-        executable = plugin.compile(program, target.target_config, num_replicas)
+        executable = plugin.compile(program, form, target.target_config, num_devices)
         facts = {
             "compile_s": time.perf_counter() - started,
             "memory": dataclasses.asdict(executable.memory()),

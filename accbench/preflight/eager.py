@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from accbench import models
 from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.engines import ddp
+from accbench.engines.cuda_rules import CudaRules, is_tensor, tensors_in
 from accbench.preflight import kernels, summary
-from accbench.preflight.cuda_rules import CudaRules, is_tensor, tensors_in
 from accbench.preflight.gpu import Gpu
 from accbench.preflight.kernels import Kernel
 from accbench.training import train_loop
@@ -156,18 +156,8 @@ class AbsentGpu(ddp.Engine):
                 tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
         return model
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        # By key, as `torch.autocast("cuda")` turns itself off where there is no GPU.
-        was_enabled, old_dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        try:
-            torch.set_autocast_enabled("cuda", self.autocast_dtype is not None)
-            torch.set_autocast_dtype("cuda", self.autocast_dtype or old_dtype)
-            yield
-        finally:
-            torch.set_autocast_enabled("cuda", was_enabled)
-            torch.set_autocast_dtype("cuda", old_dtype)
-            self.rules.cast_weights.clear()
+    def autocast(self) -> AbstractContextManager[None]:
+        return self.rules.autocast(self.autocast_dtype)
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         if self.task.clip_norm is not None:

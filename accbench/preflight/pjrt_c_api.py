@@ -18,7 +18,6 @@ _SERIALIZE = 432
 _CREATE_TOPOLOGY = 696
 _COMPILE = 752
 _MEMORY_STATS = 808
-_HLO = b"hlo"
 
 
 class CompilerError(Exception):
@@ -61,17 +60,20 @@ class Plugin:
             raise CompilerError(f"{library} is too old: its PJRT API has {size} bytes")
         self._call(_INITIALIZE, _struct()())
 
-    def compile(self, program: bytes, target_config: str, num_replicas: int) -> "Executable":
-        """Compile an HloModuleProto for a node of `num_replicas` such devices.
+    def compile(
+        self, program: bytes, program_format: str, target_config: str, num_devices: int
+    ) -> "Executable":
+        """Compile for a node of `num_devices` such devices.
 
         Args:
-            program: serialized.
+            program: of all its devices' replicas as "hlo", an HloModuleProto; of all their
+                partitions as "mlir", a portable artifact of StableHLO.
             target_config: a GpuTargetConfigProto as text.
 
         Raises:
             CompilerError: the compiler refused it.
         """
-        values = {b"target_config": target_config.encode(), b"topology": b"1x1x%d" % num_replicas}
+        values = {b"target_config": target_config.encode(), b"topology": b"1x1x%d" % num_devices}
         options = (_NamedValue * len(values))(
             *(
                 _NamedValue(C.sizeof(_NamedValue), None, key, len(key), 0, value, len(value))
@@ -85,9 +87,10 @@ class Plugin:
         ).topology
         code = _struct(code=C.c_char_p, code_size=C.c_size_t, format=C.c_char_p,
                        format_size=C.c_size_t)  # fmt: skip
-        given = code(code=program, code_size=len(program), format=_HLO, format_size=len(_HLO))
+        name = program_format.encode()
+        given = code(code=program, code_size=len(program), format=name, format_size=len(name))
         given.struct_size = C.sizeof(given)
-        how = _compile_options(num_replicas)
+        how = _compile_options(num_devices, are_partitions=program_format == "mlir")
         compile_ = _struct(topology=C.c_void_p, program=C.c_void_p, options=C.c_char_p,
                            options_size=C.c_size_t, client=C.c_void_p,
                            executable=C.c_void_p)  # fmt: skip
@@ -154,11 +157,17 @@ def _struct(**fields: Any) -> Any:
     return type("Arguments", (C.Structure,), {"_fields_": [*head, *fields.items()]})
 
 
-def _compile_options(num_replicas: int) -> bytes:
-    """CompileOptionsProto (xla/pjrt/proto/compile_options.proto): replica i on device i."""
-    computation = _bytes_field(1, b"".join(_varint(i) for i in range(num_replicas)))
-    assignment = _number(1, num_replicas) + _number(2, 1) + _bytes_field(3, computation)
-    build = _number(1, -1) + _number(4, num_replicas) + _number(5, 1) + _bytes_field(9, assignment)
+def _compile_options(num_devices: int, are_partitions: bool) -> bytes:
+    """CompileOptionsProto (xla/pjrt/proto/compile_options.proto): part i on device i."""
+    devices = [_varint(i) for i in range(num_devices)]
+    # A list a partition, of a device a replica.
+    lists = devices if are_partitions else [b"".join(devices)]
+    num_replicas, num_partitions = num_devices // len(lists), len(lists)
+    computations = b"".join(_bytes_field(3, _bytes_field(1, ids)) for ids in lists)
+    assignment = _number(1, num_replicas) + _number(2, num_partitions) + computations
+    build = _number(1, -1) + _number(4, num_replicas) + _number(5, num_partitions)
+    # Field 12: results may stay divided among partitions.
+    build += _number(6, int(are_partitions)) + _bytes_field(9, assignment) + _bytes_field(12, b"\1")
     return _bytes_field(3, build)
 
 

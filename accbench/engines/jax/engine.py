@@ -22,11 +22,11 @@ from accbench import engines, extras, folders
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, optimizers
+from accbench.engines import beside, cuda_rules, optimizers
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
-from accbench.pjrt import devices
+from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance, terminal
 from accbench.training.process_group import Topology
 
@@ -41,6 +41,7 @@ class Engine(engines.Engine):
 
     compiler = "xla"
     collectives = "in_graph"
+    step_tracer = "accbench.engines.jax.tracing"
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -60,6 +61,10 @@ class Engine(engines.Engine):
         weights_by_image: Literal["auto", "on", "off"] = "auto"
         """Compute the gradients of convolutions' weights as a product an image, where it has 128
         output pixels and more, channels last. auto: on a CPU."""
+        pools_by_place: Literal["on", "off"] = "on"
+        """Compute the gradients of max-pooling as a sum over the places of a window."""
+        flags: str = ""
+        """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -73,6 +78,10 @@ class Engine(engines.Engine):
             return f"--engine jax needs {extras.not_installed('jax', 'jax')}"
         if task.script is not None:
             return _WHOLE_STEPS
+        try:
+            xla_flags.parse(task.options.get("jax", cls.Options()).flags)
+        except RequestError as error:
+            return f"--jax.flags: {error}"
         wanted = _PLUGINS.get(task.device, ())
         if wanted and not any(importlib.util.find_spec(name) for name in wanted):
             return (
@@ -91,6 +100,9 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
+        flags = xla_flags.merged(task.device, options.flags)
+        if flags:  # XLA reads them once, when a device is first used
+            os.environ["XLA_FLAGS"] = flags
         import jax
 
         if "JAX_PLATFORMS" not in os.environ:
@@ -99,13 +111,11 @@ class Engine(engines.Engine):
             # Or int64 would be int32, and models that compute with large numbers, BERT's masking
             # for one, others without anyone being told.
             jax.config.update("jax_enable_x64", True)
-        from accbench.engines.jax import arrays, workers
+        from accbench.engines.jax import arrays
 
         self._cache = self._start_cache()
-        workers.meet(topology, task.device, task.timeout_s)
-        self.jax, self._workers = jax, workers.Workers(topology)
+        self.jax, self._workers = jax, self._meet()
         self.device = torch.device("cpu")  # where torch's tensors are
-        self._check_platform()
         self.scaler = None
         if self.autocast_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler("cpu")
@@ -117,14 +127,19 @@ class Engine(engines.Engine):
         self._seed, self._num_run = 0, 0
         self._stats = engines.CompileStats()
 
-    def _check_platform(self) -> None:
-        got = self._workers.device.platform
+    def _meet(self) -> Any:
+        from accbench.engines.jax import workers
+
+        workers.meet(self.topology, self.task.device, self.task.timeout_s)
+        found = workers.Workers(self.topology)
+        got = found.device.platform
         wanted = {"cuda": "gpu"}.get(self.task.device, self.task.device)
         if got != wanted:
             raise RequestError(
                 f"--device {self.task.device}, but JAX came up on {got}; is JAX_PLATFORMS set to "
                 "something else?"
             )
+        return found
 
     def _start_cache(self) -> str:
         import jax
@@ -190,6 +205,8 @@ class Engine(engines.Engine):
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
+        if self.task.device == "cuda":  # torch's rules there are not those for a CPU
+            return cuda_rules.autocast(self.autocast_dtype)
         # The graph's backward pass is traced apart, and must not find casts of the forward's.
         return torch.autocast("cpu", self.autocast_dtype, cache_enabled=False)
 
@@ -242,9 +259,18 @@ class Engine(engines.Engine):
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
         batch: engines.Batch, arguments: tuple[Any, ...],
     ) -> "_Step":  # fmt: skip
+        begun = time.perf_counter()
+        captured, function = self._function(model, spec, optimizer, batch)
+        run = function.lower(*arguments).compile()
+        self._stats += engines.CompileStats(1, time.perf_counter() - begun)
+        return _Step(run, [number * self.task.accumulate for number in captured.reads])
+
+    def _function(
+        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
+    ) -> tuple[Any, Any]:
+        """(what was captured, the jitted step)."""
         from accbench.engines.jax import capture, lowering, step
 
-        begun = time.perf_counter()
         # A part of the batch is what the model sees.
         part = nested.chunks(batch, self.task.accumulate)[0]
         captured = capture.capture(
@@ -266,12 +292,10 @@ class Engine(engines.Engine):
                 products_for_1x1=self._is_on(self.options.products_for_1x1),
                 products_for_small_images=self._is_on(self.options.products_for_small_images),
                 weights_by_image=self._is_on(self.options.weights_by_image),
+                pools_by_place=self.options.pools_by_place == "on",
             ),
         )
-        function = self._workers.function(step.build(captured, plan, self._workers.mean))
-        run = function.lower(*arguments).compile()
-        self._stats += engines.CompileStats(1, time.perf_counter() - begun)
-        return _Step(run, [number * self.task.accumulate for number in captured.reads])
+        return captured, self._workers.function(step.build(captured, plan, self._workers.mean))
 
     def _is_on(self, option: str) -> bool:
         return option == "on" or (option == "auto" and self.task.device == "cpu")

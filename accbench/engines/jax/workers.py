@@ -145,3 +145,23 @@ class Workers:
             out_specs=(common, own, own), check_vma=False,
         )  # fmt: skip
         return jax.jit(mapped, donate_argnums=(0, 1))
+
+
+class Absent(Workers):
+    """Workers that are not here, seen from none of them: arrays are shapes and types alone."""
+
+    def __init__(self, topology: Topology) -> None:
+        found = jax.devices()[: topology.world_size]
+        self.device = found[0]
+        self._mesh = Mesh(np.array(found), (_AXIS,)) if topology.world_size > 1 else None
+
+    def _placed(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
+        mesh = self._mesh
+        if mesh is None:
+            return tree
+
+        def placed(array: Any) -> Any:
+            shape = (mesh.size, *array.shape) if spec else array.shape
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(placed, tree)

@@ -37,9 +37,8 @@ from accbench.engines.xla import (
     lstm,
     profiling,
 )
-from accbench.engines.xla import flags as xla_flags
 from accbench.errors import RequestError
-from accbench.pjrt import devices
+from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance
 from accbench.recording.terminal import log
 from accbench.training.process_group import Topology

@@ -202,14 +202,19 @@ class _MaxPool(torch.autograd.Function):
         padded = functional.pad(given, (left, left, above, above), value=float("-inf"))
         ctx.windows = _Windows(size, stride, best.shape[2:])
         ctx.padding, ctx.shape = padding, given.shape
-        # The first place that has the maximum, as in torch. Asked from the last to the first, each
-        # is read once, in one kernel with the maximum itself.
-        last = size[0] * size[1] - 1
-        won = torch.full_like(best, last, dtype=torch.uint8)
-        for place in reversed(range(last)):
+        # The first place that has the maximum, as in torch, and that of NaN. Found anew, and not
+        # as what equals `best`: XLA may compute what was given twice, and round otherwise.
+        most = won = None
+        for place in range(ctx.windows.num_places):
             rows, columns = ctx.windows.seen_by(place)
             seen = padded[:, :, slice(*rows), slice(*columns)]
-            won = torch.where(seen == best, torch.full_like(won, place), won)
+            if most is None or won is None:
+                most, won = seen, torch.zeros_like(seen, dtype=torch.uint8)
+                continue
+            better = (seen > most) | (seen != seen)
+            most = torch.where(better, seen, most)
+            won = torch.where(better, torch.full_like(won, place), won)
+        assert won is not None
         ctx.save_for_backward(won)
         return best
 

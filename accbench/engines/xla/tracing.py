@@ -1,14 +1,12 @@
 """The training step as XLA is given it, for GPUs that are not here: `accbench preflight`.
 
 `python -m accbench.engines.xla.tracing FOLDER FLAGS` builds what a worker of such a run builds,
-takes one step of the one training loop and ends when XLA, on the CPU, begins to compile it: its
-program before any optimisation is FOLDER/step.hlo_module.pb (an HloModuleProto of
-xla/service/hlo.proto), and FOLDER/trace.json has facts. The device is the CPU's, everything else
-as for the GPU: flags, autocast, the scaler, the reduction in the graph. The step itself is not
-computed.
+takes one step of the one training loop and ends when XLA, on the CPU, begins to compile it: what
+it leaves, of the program before any optimisation, is told in `engines/tracing.py`. The device is
+the CPU's, everything else as for the GPU: flags, autocast, the scaler, the reduction in the graph.
+The step itself is not computed.
 """
 
-import json
 import os
 import sys
 import threading
@@ -20,18 +18,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from accbench import config, models, plugins, resolving
 from accbench.config import TaskConfig
-from accbench.data import nested
-from accbench.engines import places
+from accbench.engines import places, tracing
 from accbench.engines.xla import engine, module_scopes
-from accbench.engines.xla import flags as xla_flags
-from accbench.errors import RequestError
+from accbench.pjrt import xla_flags
 from accbench.training import train_loop
 from accbench.training.process_group import Topology
 
-PROGRAM_FILE = "step.hlo_module.pb"
-FACTS_FILE = "trace.json"
+NEEDS = ("torch_xla", "xla-cuda12")
+"""A module, and the extra that has it."""
 
 
 class AbsentGpu(engine.Engine):
@@ -78,21 +73,7 @@ def _dump(folder: Path) -> Path:
 
 def main(argv: Sequence[str]) -> int:
     """Trace; returns the exit status, and leaves the process by itself when it has the program."""
-    folder, flags = Path(argv[0]), argv[1:]
-    try:
-        task = resolving.fill(config.parse(flags, "accbench preflight"), "cuda")
-        resolving.check_data(task)
-        _trace(task, folder)
-    except RequestError as error:
-        return _failed(folder, str(error))
-    except MemoryError:
-        return _failed(folder, "this machine has not enough memory to build the step")
-    except Exception as error:
-        traceback.print_exc()
-        place = places.in_model(traceback.extract_tb(error.__traceback__))
-        text = " ".join(str(error).split())[:500]
-        return _failed(folder, f"{type(error).__name__}: {text}{f' at {place}' if place else ''}")
-    return _failed(folder, "the step left nothing for XLA to compile")
+    return tracing.run(argv, _trace)
 
 
 def _trace(task: TaskConfig, folder: Path) -> None:
@@ -100,11 +81,8 @@ def _trace(task: TaskConfig, folder: Path) -> None:
     world_size = task.nproc_per_node
     here = Topology(world_size=world_size, local_world_size=world_size)
     absent = AbsentGpu(task, task.options.get("xla", engine.Engine.Options()), here)
-    name, location = config.data_name(task.data)
-    source = plugins.load("data", name)(location, task, task.options.get(name), Topology())
-    spec = models.of_task(task)
-    torch.manual_seed(task.seed)
-    net = spec.build(source.num_classes)
+    source = tracing.source_of(task)
+    spec, net = tracing.model_of(task, source.num_classes)
     model = absent.prepared(net)
     optimizer = absent.build_optimizer(model)
     absent.seed(task.seed)
@@ -113,15 +91,7 @@ def _trace(task: TaskConfig, folder: Path) -> None:
     model.train()
     absent.xla.sync()
     absent.wait()
-    parameters = [p for p in net.parameters() if p.requires_grad]
-    facts: dict[str, Any] = {
-        "model": type(net).__name__,
-        "num_parameters": sum(p.numel() for p in parameters),
-        "parameter_sizes": sorted({p.numel() for p in parameters}),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
-        "batch": nested.described(batch),
-        "num_classes": source.num_classes,
-    }
+    facts = tracing.facts_of(net, batch, source.num_classes)
     done = {path.name for path in _programs(folder)}
     traced = time.perf_counter()
 
@@ -131,7 +101,7 @@ def _trace(task: TaskConfig, folder: Path) -> None:
             place = places.in_model(traceback.extract_stack(frames))
             counts = absent.compile_stats().num_fallbacks
             os._exit(
-                _failed(
+                tracing.failed(
                     folder,
                     "the step is not one program: a value is needed on the host in its midst"
                     f"{f' at {place}' if place else ''}; {counts} operations left the compiler",
@@ -139,15 +109,14 @@ def _trace(task: TaskConfig, folder: Path) -> None:
             )
         facts["trace_s"] = time.perf_counter() - traced
         facts["build_s"] = traced - started
-        (folder / PROGRAM_FILE).write_bytes(program)
-        (folder / FACTS_FILE).write_text(json.dumps(facts))
+        tracing.leave(folder, "hlo", program, facts)
         sys.stdout.flush()
         os._exit(0)
 
     threading.Thread(target=_watch, args=(folder, done, finish), daemon=True).start()
     with module_scopes.named(net):
         absent.run_step(train_loop.train_step, model, spec, optimizer, on_device)
-    absent.wait()
+    absent.wait()  # `finish` ends the process, unless there is nothing to compile
 
 
 def _programs(folder: Path) -> list[Path]:
@@ -189,11 +158,6 @@ def _varint(proto: bytes, at: int) -> tuple[int, int]:
         if proto[at - 1] < 128:
             return value, at
     return value, at + 1  # cut off: behind the end
-
-
-def _failed(folder: Path, why: str) -> int:
-    (folder / FACTS_FILE).write_text(json.dumps({"error": why}))
-    return 2
 
 
 if __name__ == "__main__":

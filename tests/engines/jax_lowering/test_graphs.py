@@ -208,6 +208,7 @@ def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None
         products_for_1x1=True,
         products_for_small_images=True,
         weights_by_image=True,
+        pools_by_place=True,
     )
     assert not against_torch.check(function, args, {}, jit=True)
     assert not against_torch.check(function, args, {}, jit=True, rules=rules)
@@ -241,3 +242,30 @@ def test_convolutions_as_products_are_torchs(
     few = function(*args)[0, 0].numel() <= 9
     left = 0 if few else 2  # forward, and the gradient of the input
     assert not against_torch.check(function, args, {}, rules=rules, convolutions=left)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("spatial", "kernel", "stride", "padding", "ceil_mode"),
+    [
+        ((9, 8), 3, 2, 1, False), ((9, 8), 3, 2, 1, True), ((7, 6), (2, 3), (3, 1), (1, 0), False),
+        ((5, 6), 2, 2, 0, True), ((8, 8), 2, 3, 0, False), ((4, 4), 17, 1, 8, False),
+        ((5, 6, 4), (2, 3, 1), 2, (1, 1, 0), True),
+    ],
+)  # fmt: skip
+def test_pools_by_place_give_each_gradient_to_the_first_largest(
+    spatial: Any, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
+    dtype: torch.dtype, channels_last: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    x = torch.randint(0, 4, (3, 5, *spatial)).to(dtype).requires_grad_()  # many are equal
+    rank = len(spatial)
+    pool, convolve = (F.max_pool2d, F.max_pool3d)[rank - 2], (F.conv2d, F.conv3d)[rank - 2]
+    one = torch.eye(5).reshape(5, 5, *(1,) * rank).to(dtype)
+
+    def function(x: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+        return pool(convolve(x, one), kernel, stride, padding, ceil_mode=ceil_mode)
+
+    rules = lowering.Rules(pools_by_place=True, channels_last=channels_last)
+    assert not against_torch.check(function, (x, one), {}, rules=rules)

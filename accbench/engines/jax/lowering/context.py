@@ -8,7 +8,7 @@ from typing import Any
 class Rules:
     """Named choices of how graphs are lowered; results agree but for rounding.
 
-    Those that are off by default pay on a CPU, where XLA doesn't choose layouts itself.
+    Those of convolutions pay on a CPU, where XLA doesn't choose layouts itself.
     """
 
     channels_last: bool = False
@@ -20,6 +20,8 @@ class Rules:
     weights_by_image: bool = False
     """Compute the gradient of a convolution's weight as a product an image, where that has 128
     output pixels and more. Needs channels_last."""
+    pools_by_place: bool = False
+    """Compute the gradient of max-pooling as a sum over the places of a window."""
     float64_as_float32: bool = False
     """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
 

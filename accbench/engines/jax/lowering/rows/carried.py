@@ -180,8 +180,10 @@ def max_pool_backward(
     w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, self.ndim - 2)
     if not isinstance(self, ChannelsLast) or set(w.dilation) != {1}:
         return NotImplemented
-    pull = jax.vjp(lambda x: pooling.largest(x, w, after=1), self.array)[1]
-    return ChannelsLast(pull(last(grad_output))[0])
+    by_place = context.rules.pools_by_place
+    return ChannelsLast(
+        pooling.gradient_of_largest(last(grad_output), self.array, w, by_place, after=1)
+    )
 
 
 @channels_last("aten.avg_pool2d.default", "aten.avg_pool3d.default")

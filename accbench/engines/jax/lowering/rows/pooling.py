@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import is_floating, opmath, wide_int
 from accbench.engines.jax.lowering.rows.windows import Windows, windows
 from accbench.engines.jax.lowering.table import lowering
@@ -66,6 +67,44 @@ def _largest_places(x: Any, w: Windows) -> Any:
     return places
 
 
+def gradient_of_largest(
+    grad_output: Any, x: Any, w: Windows, by_place: bool, after: int = 0
+) -> Any:
+    """What reaches `x` through `largest`; windows without dilation.
+
+    Args:
+        by_place: ask each window for the place of its first largest element, and add up a share
+            for each place of the kernel: XLA fuses that, and has its operation for the whole,
+            select-and-scatter, as loops on a CPU and with 32-bit places on a GPU.
+    """
+    if not by_place:
+        # By the windows again, so that nobody needs the indices.
+        return jax.vjp(lambda x: largest(x, w, after), x)[1](grad_output)[0]
+    seen = list(w.parts(x, _lowest(x.dtype), after))
+    small = jnp.uint8 if len(seen) <= 256 else jnp.int32
+    # Found anew, and not as what equals `largest`: XLA may compute `x` twice, and round otherwise.
+    best = seen[0][1]
+    won = jnp.zeros(best.shape, small)
+    for number, (_, values) in enumerate(seen[1:], start=1):
+        better = (values > best) | (values != values)
+        best, won = jnp.where(better, values, best), jnp.where(better, small(number), won)
+    before, pads = x.ndim - w.rank - after, w.pads()
+    grads = grad_output.astype(opmath(x.dtype))
+    total = jnp.zeros((), grads.dtype)
+    for number, (place, _) in enumerate(seen):
+        share = jnp.where(won == number, grads, jnp.zeros((), grads.dtype))
+        # From the windows back to the elements: padding that a window has no place for is cut off.
+        ends = []
+        for axis in range(w.rank):
+            begin = place[axis] * w.dilation[axis] - pads[axis][0]
+            stride = w.stride[axis]
+            end = begin + (w.num(axis) - 1) * stride + 1
+            ends.append((begin, w.size[axis] - end, stride - 1))
+        none = (0, 0, 0)
+        total += lax.pad(share, jnp.zeros((), grads.dtype), [none] * before + ends + [none] * after)
+    return total.astype(x.dtype)
+
+
 def _max_pool(rank: int) -> Any:
     def row(
         self: Any,
@@ -83,6 +122,7 @@ def _max_pool(rank: int) -> Any:
 
 def _max_pool_backward(rank: int) -> Any:
     def row(
+        context: Context,
         grad_output: Any,
         self: Any,
         kernel_size: Sizes,
@@ -94,8 +134,7 @@ def _max_pool_backward(rank: int) -> Any:
     ) -> Any:
         w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, rank)
         if set(w.dilation) == {1}:
-            # By the windows again, so that nobody needs the indices.
-            return jax.vjp(lambda x: largest(x, w), self)[1](grad_output)[0]
+            return gradient_of_largest(grad_output, self, w, context.rules.pools_by_place)
         return scatter_to_places(grad_output, indices, self, rank)
 
     return row
@@ -114,7 +153,7 @@ def scatter_to_places(grad_output: Any, indices: Any, like: Any, rank: int) -> A
 for _rank in (2, 3):
     _name = f"aten.max_pool{_rank}d_with_indices"
     lowering(f"{_name}.default")(_max_pool(_rank))
-    lowering(f"{_name}_backward.default")(_max_pool_backward(_rank))
+    lowering(f"{_name}_backward.default", context=True)(_max_pool_backward(_rank))
 
 
 def averaged(

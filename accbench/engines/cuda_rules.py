@@ -1,4 +1,4 @@
-"""CUDA's rules for tensors that are nowhere: how eager PyTorch would cast and compose there."""
+"""CUDA's rules for tensors of the CPU: how eager PyTorch would cast and compose there."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,14 @@ class _Reached(Exception):
     """What autocast calls: an operation, its arguments, and those with a name."""
 
 
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    """`torch.autocast("cuda", dtype)` for tensors of the CPU, casts alone."""
+    rules = CudaRules(composes=False)
+    with rules.in_force(), rules.autocast(dtype):
+        yield
+
+
 class CudaRules:
     """Has tensors of the CPU cast, and computed with, as those of CUDA are.
 
@@ -25,13 +33,17 @@ class CudaRules:
     kernels for CUDA leave all other tensors alone, except XLA's. So kernels in front of autograd
     ask them: what would you call if these were XLA's? Those kernels are registered, for this time
     only, for the autocast of a kind of device that torch has nothing for.
+
+    Args:
+        composes: also take operations apart as torch does on CUDA.
     """
 
     _KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
     _DEVICE_TYPE = "privateuseone"
     KEYS = DispatchKeySet(_KEY)
 
-    def __init__(self) -> None:
+    def __init__(self, composes: bool = True) -> None:
+        self.composed_by: Mapping[Any, Callable[..., torch.Tensor]] = _OWN if composes else {}
         self.asking = False
         """Whether what is called is no part of the step."""
         self.cast_weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -44,7 +56,7 @@ class CudaRules:
         others, aten = (torch.library.Library(ns, "IMPL", self._KEY.name) for ns in ("_", "aten"))
         try:
             others.fallback(torch.library.fallthrough_kernel)
-            for name in _with_rules() | _ALSO:
+            for name in _with_rules() | (_ALSO if self.composed_by else set()):
                 aten.impl(name, partial(self._call, _operation(name)))
             torch.set_autocast_enabled(self._DEVICE_TYPE, True)
             with torch._C._IncludeDispatchKeyGuard(self._KEY):
@@ -54,13 +66,29 @@ class CudaRules:
             for library in (aten, others):
                 library._destroy()
 
+    @contextmanager
+    def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """What `torch.autocast("cuda", dtype)` is on a GPU; None for no autocast.
+
+        By key, as that turns itself off where there is no GPU.
+        """
+        was_enabled, old_dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        try:
+            torch.set_autocast_enabled("cuda", dtype is not None)
+            torch.set_autocast_dtype("cuda", dtype or old_dtype)
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", was_enabled)
+            torch.set_autocast_dtype("cuda", old_dtype)
+            self.cast_weights.clear()
+
     def _call(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
         if self.asking:
             raise _Reached(operation, args, kwargs)
         if torch.is_autocast_enabled("cuda") and operation.name() in _with_rules():
             operation, args, kwargs = self._as_cast(operation, args, kwargs)
         with torch._C._ExcludeDispatchKeyGuard(self.KEYS):
-            return _OWN.get(operation, operation)(*args, **kwargs)
+            return self.composed_by.get(operation, operation)(*args, **kwargs)
 
     def _as_cast(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """The operation and the arguments that autocast calls in place of these."""

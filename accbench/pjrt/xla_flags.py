@@ -16,8 +16,8 @@ class Flag:
     reason: str
 
 
-# Both parsers of XLA_FLAGS, torch_xla's and the plugin's, end the process on a
-# name they do not know, so every one here is known to both of the pinned versions.
+# The parsers of XLA_FLAGS, torch_xla's, JAX's and the plugin's, end the process on a name they
+# do not know, so every one here is known to all of the pinned versions.
 GPU_FLAGS = (
     Flag(
         "xla_gpu_enable_latency_hiding_scheduler", "true",
