@@ -144,6 +144,10 @@ def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: An
         if process_group.from_rank0(int(folder.exists())):
             continue
         plugins.load("engines", engine.partition(":")[0])
+        if engine == "inductor":
+            import torch._dynamo
+
+            torch._dynamo.reset()  # or after eight of them a forward is compiled no more
         started = time.perf_counter()
         try:
             num_draws = roundings.NUM_DRAWS if engine in FLOORS else 0
