@@ -14,7 +14,7 @@ BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O
 .PHONY: help bench train test check dist prepare prepare-dev
 
 help:
-	@echo "make bench   train the baseline and the compiled engine on mock images, and compare"
+	@echo "make bench   train the baseline and both XLA engines on mock images, and compare"
 	@echo "make train   train a small ResNet on scanned digits to its end, and show the curves"
 	@echo "make test    run the tests"
 	@echo "make check   ruff and mypy"
@@ -26,10 +26,12 @@ prepare:
 prepare-dev:
 	@bash prepare.sh --extras xla,dev --no-data
 
-bench: prepare
+bench:
+	@bash prepare.sh --extras xla,jax
 	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/ddp
 	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/xla --compiler-opt
-	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla
+	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/jax --engine=jax
+	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla $(BENCH_DIR)/jax
 
 train:
 	@bash prepare.sh --extras xla,digits --no-data

@@ -129,8 +129,7 @@ class Examination:
             batch = next(batches)
             self.model.eval()
             try:
-                with self.engine.autocast():
-                    scores = self.spec.score(self.model, batch)
+                scores = self.engine.run_score(self.model, self.spec, batch)
                 self.engine.end_step()
                 self.engine.wait()
             finally:

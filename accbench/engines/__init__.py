@@ -130,6 +130,12 @@ class Engine(abc.ABC):
     def autocast(self) -> AbstractContextManager[Any]:
         """The forward pass runs in this."""
 
+    def run_score(self, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
+        """`spec.score`, (4,), of a batch on the device, for nobody to wait for; in evaluation."""
+        with self.autocast():
+            score: torch.Tensor = spec.score(model, batch)
+        return score
+
     @abc.abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the (scaled) loss."""

@@ -74,8 +74,7 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
     sums: torch.Tensor | None = None
     with closing(engine.device_batches(loader)) as batches:
         for batch in batches:
-            with engine.autocast():
-                score = spec.score(model, batch)
+            score = engine.run_score(model, spec, batch)
             sums = score if sums is None else sums + score
             engine.end_step()
     # float64 on the host; a rank without a sample of its own has nothing to add

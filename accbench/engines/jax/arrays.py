@@ -63,14 +63,15 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32)
 
 
-class Loss(torch.Tensor):
-    """A number that is being computed, as a tensor: waits for it where torch does anything."""
+class Pending(torch.Tensor):
+    """Numbers that are being computed, as a tensor: waits for them where torch does anything but
+    add them to others."""
 
     _array: jax.Array
 
     @staticmethod
-    def of(array: jax.Array) -> "Loss":
-        made: Loss = torch.empty(()).as_subclass(Loss)
+    def of(array: jax.Array) -> "Pending":
+        made: Pending = torch.empty(array.shape).as_subclass(Pending)
         made._array = array
         return made
 
@@ -78,7 +79,9 @@ class Loss(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        known = [tensor_of(a._array).clone() if isinstance(a, Loss) else a for a in args]
+        if function is torch.Tensor.add and all(isinstance(a, Pending) for a in args):
+            return Pending.of(args[0]._array + args[1]._array)
+        known = [tensor_of(a._array).clone() if isinstance(a, Pending) else a for a in args]
         return function(*known, **(kwargs or {}))
 
 

@@ -91,6 +91,12 @@ class _Holder(nn.Module):
         return loss * factor, loss.detach()
 
 
+class _Scores(_Holder):
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kept = [getattr(self, f"kept{place}") for place in range(self.num_kept)]
+        return (self.loss([], kept, inputs),)
+
+
 def capture(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]], decompositions: Any,
@@ -148,6 +154,40 @@ def _capture(
     mutated = [place - len(others) for place in mutated]
     num_written = len(signature.user_inputs_to_mutate)
     return Captured(graph, trained, mutated, num_written, reads)
+
+
+def capture_score(
+    model: nn.Module, score: Callable[..., torch.Tensor], batch: Any,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]], decompositions: Any,
+) -> torch.fx.GraphModule:  # fmt: skip
+    """`score(model, batch)` as a graph without gradients.
+
+    It takes parameters, buffers, the batch's tensors and those beside it.
+
+    Raises:
+        RequestError: it cannot be one graph, or the model writes to its buffers.
+    """
+    from torch._functorch.aot_autograd import aot_export_module
+
+    def of_tensors(_: Tensors, kept: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _loss(model, score, batch, autocast, [], [], kept, inputs)[0]
+
+    holder = _Scores([], _plain([*model.parameters(), *model.buffers()]), of_tensors)
+    inputs = _plain([*nested.tensors_of(batch), *beside.tensors()])
+    try:
+        with torch.no_grad(), traceable(model), _fake():
+            graph, signature = aot_export_module(
+                holder, inputs, trace_joint=False, decompositions=decompositions
+            )
+    except (RequestError, MemoryError):
+        raise
+    except Exception as error:
+        raise RequestError(_in_a_line(error)) from error
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        raise RequestError("the model writes to its buffers or its batch in evaluation")
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> Tensors:

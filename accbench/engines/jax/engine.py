@@ -63,6 +63,9 @@ class Engine(engines.Engine):
         output pixels and more, channels last. auto: on a CPU."""
         pools_by_place: Literal["on", "off"] = "on"
         """Compute the gradients of max-pooling as a sum over the places of a window."""
+        evaluation: Literal["auto", "compiled", "eager"] = "auto"
+        """Evaluate by compiled functions on the device, or by torch on the host. auto: compiled,
+        but for a CPU, where torch's operations are as fast and ready."""
         flags: str = ""
         """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
 
@@ -126,6 +129,7 @@ class Engine(engines.Engine):
         self._sent = arrays.Sent()
         self._seed, self._num_run = 0, 0
         self._stats = engines.CompileStats()
+        self._evaluation: Any = None
 
     def _meet(self) -> Any:
         from accbench.engines.jax import workers
@@ -238,22 +242,49 @@ class Engine(engines.Engine):
         self._mirror.moved(state, own)
         for source, number in zip(beside.sources, found.reads, strict=True):
             source.position[0] += number
-        return arrays.Loss.of(self._workers.here(loss, is_own=True))
+        return arrays.Pending.of(self._workers.here(loss, is_own=True))
 
     def _arguments(self, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> tuple[Any, ...]:
         import numpy as np
 
-        from accbench.engines.jax import arrays, mirror
+        from accbench.engines.jax import mirror
 
-        tensors = [*nested.tensors_of(batch), *beside.tensors()]
-        inputs = []
-        for tensor in tensors:
-            sent = self._sent.get(tensor)
-            inputs.append(arrays.lent(tensor, self._workers.device) if sent is None else sent)
+        inputs = self._inputs(batch)
         random = np.array([self._seed % 2**32, self._num_run % 2**32], np.uint32)
         rates = self._workers.shared(mirror.rates_of(optimizer))
         given = self._workers.own({"inputs": inputs, "random": self.jax.numpy.asarray(random)})
         return self._mirror.state, self._mirror.own, rates, given
+
+    def _inputs(self, batch: engines.Batch) -> list[Any]:
+        from accbench.engines.jax import arrays
+
+        inputs = []
+        for tensor in (*nested.tensors_of(batch), *beside.tensors()):
+            sent = self._sent.get(tensor)
+            inputs.append(arrays.lent(tensor, self._workers.device) if sent is None else sent)
+        return inputs
+
+    def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
+        how = self.options.evaluation
+        if how == "eager" or (how == "auto" and self.task.device == "cpu") or self._mirror is None:
+            return super().run_score(model, spec, batch)
+        if self._evaluation is None:
+            from accbench.engines.jax import evaluation
+
+            self._evaluation = evaluation.Evaluation(self._autocast, self._rules())
+        self._mirror.take_over()
+        is_averaged = isinstance(model, optimizers.Averaged)
+        key = optimizers.AVERAGE if is_averaged else "parameters"
+        weights = (
+            [self._workers.here(array) for array in self._mirror.state[key]],
+            [self._workers.here(array, is_own=True) for array in self._mirror.own["buffers"]],
+        )
+        net = model.net if is_averaged else model
+        assert isinstance(net, nn.Module)
+        score: torch.Tensor | None = self._evaluation.score(
+            net, spec, batch, weights, self._inputs(batch)
+        )
+        return super().run_score(model, spec, batch) if score is None else score
 
     def _compiled(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
@@ -287,15 +318,20 @@ class Engine(engines.Engine):
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
             scaling=_scaling(self.scaler),
-            rules=lowering.Rules(
-                channels_last=self._is_on(self.options.channels_last),
-                products_for_1x1=self._is_on(self.options.products_for_1x1),
-                products_for_small_images=self._is_on(self.options.products_for_small_images),
-                weights_by_image=self._is_on(self.options.weights_by_image),
-                pools_by_place=self.options.pools_by_place == "on",
-            ),
+            rules=self._rules(),
         )
         return captured, self._workers.function(step.build(captured, plan, self._workers.mean))
+
+    def _rules(self) -> Any:
+        from accbench.engines.jax import lowering
+
+        return lowering.Rules(
+            channels_last=self._is_on(self.options.channels_last),
+            products_for_1x1=self._is_on(self.options.products_for_1x1),
+            products_for_small_images=self._is_on(self.options.products_for_small_images),
+            weights_by_image=self._is_on(self.options.weights_by_image),
+            pools_by_place=self.options.pools_by_place == "on",
+        )
 
     def _is_on(self, option: str) -> bool:
         return option == "on" or (option == "auto" and self.task.device == "cpu")
@@ -374,7 +410,7 @@ class Engine(engines.Engine):
         return terminal.descriptors_to(path) if path.parent.exists() else nullcontext()
 
     def compile_stats(self) -> engines.CompileStats:
-        return self._stats
+        return self._stats if self._evaluation is None else self._stats + self._evaluation.stats
 
     def close(self) -> None:
         from accbench.engines.jax import workers

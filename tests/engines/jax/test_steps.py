@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from tests.conftest import HANG_S, ROOT, TINY
+from accbench.recording import records
+from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, run
 
 pytest.importorskip("jax")
 
@@ -110,6 +111,25 @@ def test_two_workers_average_as_ddp_does(tmp_path):
     for name in first:
         of_batches = ".running_" in name
         assert torch.equal(first[name], second[name]) != of_batches, name
+
+
+def test_evaluation_compiled_is_torchs(images, tmp_path):
+    """Of weights and of their average, over two workers whose last batches are short."""
+    flags = (*TINY, "--device=cpu", f"--data=imagefolder:{images}", "--engine=jax", "--epochs=2",
+             "--nproc_per_node=2", "--batch_size=5", "--ema_decay=0.5", "--save_interval=0",
+             "--amp_level=O1")  # fmt: skip
+    found = {}
+    for how in ("compiled", "eager"):
+        result = run(*flags, f"--jax.evaluation={how}", f"--output_dir={tmp_path / how}")
+        assert result.returncode == 0, result.stderr
+        assert "evaluation is torch's" not in result.stdout
+        found[how] = of_kind(tmp_path / how, records.EvalRecord)
+    assert [e.averaged for e in found["compiled"]] == [False, True] * 2
+    for own, torchs in zip(found["compiled"], found["eager"], strict=True):
+        assert own.loss == pytest.approx(torchs.loss, rel=1e-3)  # in bfloat16
+        assert (own.top1, own.top5, own.num_samples) == (torchs.top1, torchs.top5, 12)
+    compiled, eager = (end_of(tmp_path / how) for how in ("compiled", "eager"))
+    assert compiled.num_compiles == eager.num_compiles + 1
 
 
 def test_a_reduction_that_does_nothing_is_refused(tmp_path):

@@ -1,0 +1,75 @@
+"""Evaluation on the device: the score of a batch as a compiled function of weights and batch."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+from accbench.data import nested
+from accbench.engines import CompileStats, beside
+from accbench.engines.jax import arrays, capture, lowering
+from accbench.errors import RequestError
+from accbench.recording.terminal import log
+
+
+class Evaluation:
+    """Compiled scores, one for each signature of batches.
+
+    Args:
+        autocast: entered around the forward pass.
+    """
+
+    def __init__(
+        self, autocast: Callable[[], AbstractContextManager[Any]], rules: lowering.Rules
+    ) -> None:
+        self._autocast, self._rules = autocast, rules
+        self._functions: dict[Any, Any] = {}
+        self.stats = CompileStats()
+
+    def score(
+        self, net: nn.Module, spec: Any, batch: Any, weights: tuple[Sequence[Any], Sequence[Any]],
+        inputs: Sequence[Any],
+    ) -> torch.Tensor | None:  # fmt: skip
+        """`spec.score(net, batch)`, which nobody has waited for; None where it cannot be captured.
+
+        Args:
+            weights: arrays for parameters and buffers, in the net's order.
+            inputs: arrays for the batch's tensors, and for those of `beside`.
+        """
+        signature = (
+            nested.signature(batch),
+            tuple(tuple(tensor.shape) for tensor in beside.tensors()),
+            tuple(module.training for module in net.modules()),
+        )
+        if signature not in self._functions:
+            self._functions[signature] = self._compiled(net, spec, batch, weights, inputs)
+        function = self._functions[signature]
+        if function is None:
+            return None
+        self.stats += CompileStats(num_executions=1)
+        return arrays.Pending.of(function(weights, inputs))
+
+    def _compiled(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            graph = capture.capture_score(
+                net, spec.score, batch, self._autocast, lowering.decompositions()
+            )
+        except RequestError as error:
+            log.warning(f"evaluation is torch's, on the host: {error}")
+            return None
+
+        def function(weights: Any, inputs: Any) -> Any:
+            parameters, buffers = weights
+            # Evaluation draws nothing, but for models that do so in it as well.
+            key = jax.random.key(0)
+            (score,) = lowering.run_graph(graph, [*parameters, *buffers, *inputs], key, self._rules)
+            return score
+
+        compiled = jax.jit(function).lower(*arguments).compile()
+        self.stats += CompileStats(1, time.perf_counter() - begun)
+        return compiled
