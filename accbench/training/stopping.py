@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accbench import folders
-from accbench.errors import RequestError, StoppedError
+from accbench.errors import LAUNCHER_PID_VARIABLE, RequestError, StoppedError
 from accbench.recording import terminal
 from accbench.stop_signals import StopSignals, outlive_parent
 
@@ -47,7 +47,9 @@ class StopRequests:
             with terminal.descriptors_to(self.log):
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.signals.__enter__()
-        threading.Thread(target=self._finish_alone, args=(os.getppid(),), daemon=True).start()
+        if any(name in os.environ for name in (LAUNCHER_PID_VARIABLE, "TORCHELASTIC_RUN_ID")):
+            # What a shell started outlives it, and has nobody to stand in for.
+            threading.Thread(target=self._finish_alone, args=(os.getppid(),), daemon=True).start()
         return self
 
     def __exit__(
