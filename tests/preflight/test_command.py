@@ -14,8 +14,9 @@ import jsonschema
 import psutil
 import pytest
 
+from accbench.engines.xla import tracing
 from accbench.pjrt import nvidia
-from accbench.preflight import gpu
+from accbench.preflight import gpu, programs
 from tests.conftest import HANG_S, ROOT, wait_until
 
 pytest.importorskip("torch_xla")
@@ -131,6 +132,29 @@ def test_eight_gpus_reduce_beside_the_backward_pass() -> None:
     assert reduction["bytes"] == pytest.approx(4 * found["model"]["num_parameters"], rel=1e-4)
     assert len(reduction["all_reduces"]) > 4
     assert reduction["started_before_last_product"] > 0.8
+
+
+def test_all_ranks_have_one_program(tmp_path) -> None:
+    """Byte for byte, of dropout, mixup and a loss scale: or they would wait for each other."""
+    flags = ("--model=tests.nets:dropping", "--image_size=32", "--batch_size=8", "--engine=xla",
+             "--device=cuda", "--amp_level=O1", "--amp_dtype=float16", "--data=synthetic",
+             "--nproc_per_node=2", "--mixup=0.2")  # fmt: skip
+    found = []
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c",
+             "import sys; from accbench.engines.xla import tracing; "
+             f"sys.exit(tracing.main(sys.argv[1:], rank={rank}))", str(folder), *flags],
+            cwd=ROOT, env={**os.environ, **tracing.environment(folder, 2)}, text=True,
+            capture_output=True, timeout=HANG_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(programs.read(folder))
+    assert found[0][0] == "hlo"
+    assert len(found[0][1]) > 10_000
+    assert found[0] == found[1]
 
 
 def test_optimizers_policies_and_accumulation_compile_for_a_gpu_as_well() -> None:

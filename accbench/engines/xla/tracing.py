@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,15 +72,19 @@ def _dump(folder: Path) -> Path:
     return folder / "traced"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Trace; returns the exit status, and leaves the process by itself when it has the program."""
-    return tracing.run(argv, _trace)
+def main(argv: Sequence[str], rank: int = 0) -> int:
+    """Trace; returns the exit status, and leaves the process by itself when it has the program.
+
+    Args:
+        rank: whose step it is; all are to have the same program.
+    """
+    return tracing.run(argv, partial(_trace, rank=rank))
 
 
-def _trace(task: TaskConfig, folder: Path) -> None:
+def _trace(task: TaskConfig, folder: Path, rank: int) -> None:
     started = time.perf_counter()
     world_size = task.nproc_per_node
-    here = Topology(world_size=world_size, local_world_size=world_size)
+    here = Topology(rank, rank, world_size, world_size)
     absent = AbsentGpu(task, task.options.get("xla", engine.Engine.Options()), here)
     source = tracing.source_of(task)
     spec, net = tracing.model_of(task, source.num_classes)
