@@ -122,6 +122,7 @@ def dispatch_with_ddp(
         MASTER_ADDR=str(master_addr), MASTER_PORT=str(master_port), RANK=str(rank),
         WORLD_SIZE=str(world_size),
     )  # fmt: skip
+    _count_groups_anew()
     dist.init_process_group(backend=backend)
     try:
         value = pytorch_function(*args, **kwargs)
@@ -132,6 +133,16 @@ def dispatch_with_ddp(
     gc.collect()  # a DDP that nobody has let go of keeps the group's threads
     dist.destroy_process_group()
     return value
+
+
+def _count_groups_anew() -> None:
+    """torch names groups by their number, and ranks that have other names never meet.
+
+    A group that could not be made counts as well, until one that was made is left.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
 
 
 def _chosen(backend: str | None) -> str:

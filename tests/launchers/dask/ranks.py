@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,16 @@ def can_leave_again() -> None:
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def cannot_join() -> None:
+    """As where the other rank has gone before this one has come."""
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2,
+                                timeout=timedelta(seconds=0.2))  # fmt: skip
+    except RuntimeError:
+        return
+    raise AssertionError("there was nobody to join")
 
 
 def rank1_is_killed() -> None:

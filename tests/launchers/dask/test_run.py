@@ -72,6 +72,12 @@ def test_what_a_rank_raises_is_what_its_future_raises(client, fault):
     assert [r["rank"] for r in client.gather(run(client, ranks.place))] == [0, 1]
 
 
+def test_a_group_that_a_worker_could_not_join_keeps_nobody_apart(client):
+    first, *_ = client.scheduler_info()["workers"]
+    client.run(ranks.cannot_join, workers=[first])
+    assert [r["rank"] for r in client.gather(run(client, ranks.place))] == [0, 1]
+
+
 def test_ranks_that_wait_for_a_busy_worker_can_be_cancelled(client):
     address = sorted(client.scheduler_info()["workers"])[1]
     hold = [
