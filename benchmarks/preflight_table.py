@@ -30,7 +30,7 @@ ROWS = [
 HEAD = (
     "model, batch", "engine", "GPU", "type", "GiB", "launches", "GB", "bound, ms",
     "at most, samples/s",
-    "eager: GB", "bound, ms", "reduced early", "compile, s",
+    "eager: GB", "bound, ms", "reduced early",
 )  # fmt: skip
 
 
@@ -68,7 +68,6 @@ def cells(found: dict[str, Any], gpus: str, dtype: str) -> list[str]:
         f"{eager['bytes'] / 1e9:.1f}" if eager else "-",
         f"{eager['bound_s'] * 1e3:.1f}" if eager else "-",
         f"{reduction['started_before_last_product']:.0%}" if reduction else "",
-        f"{found['cost']['compile_s']:.0f}",
     ]  # fmt: skip
 
 
