@@ -1,21 +1,25 @@
 """SIGTERM and Ctrl-C: the first is a wish to save and end, one more is an order to end at once."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 # systemd, `timeout` and Slurm reach a process directly and through its parent: signals
 # closer together than this are one wish.
 SAME_WISH_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def die_with_parent(parent: int | None) -> None:
     """Have the kernel end this process if its parent is killed; Linux alone can.
+
+    It is the calling thread that asks, and takes it back or ends with it.
 
     Args:
         parent: its process id where it is known; one that is gone already ends this process too.
@@ -30,6 +34,36 @@ def outlive_parent() -> None:
     _set_parent_death_signal(0)
 
 
+@contextlib.contextmanager
+def wakes() -> Iterator[int]:
+    """A file descriptor that every handled signal puts a byte into, its number, at once.
+
+    Python's own handlers wait until the main thread has returned from what it computes in C. At
+    the block's end it is read to its end, and the reader closes it.
+    """
+    global _at_fork_is_set
+    if not _at_fork_is_set:
+        # What a DataLoader's process is sent is none of this one's business.
+        os.register_at_fork(after_in_child=_forget_wakes)
+        _at_fork_is_set = True
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+
+
+_at_fork_is_set = False
+
+
+def _forget_wakes() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
 def _set_parent_death_signal(number: int) -> None:
     if sys.platform == "linux":
         option = 1  # PR_SET_PDEATHSIG, prctl(2)
@@ -40,7 +74,8 @@ class StopSignals:
     """Notes the signals that come while its block runs; what to do is its owner's to ask.
 
     A signal that the process ignores, as `nohup` has it ignore a hangup, stays ignored. A hangup
-    after a wish is no order: what the wish came from, a terminal or a notebook's cell, has gone.
+    after a wish is no order, nor is a Ctrl-C after that: what the wish came from, a terminal or a
+    notebook's cell, has gone.
     Outside the main thread, where Python gives no signals, it notes none.
     """
 
@@ -48,9 +83,10 @@ class StopSignals:
         self.wish: signal.Signals | None = None
         self.order: signal.Signals | None = None
         self._wished_at = 0.0
+        self._has_hung_up = False
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         self.take()
         return self
 
@@ -68,6 +104,9 @@ class StopSignals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.wish is not None:
+            self._has_hung_up = True
+            return
+        if number == signal.SIGINT and self._has_hung_up:
             return
         passed_s = time.monotonic() - self._wished_at
         if number == signal.SIGQUIT or (self.wish is not None and passed_s > SAME_WISH_S):
@@ -75,10 +114,6 @@ class StopSignals:
             self.ordered()
         elif self.wish is None:
             self.wish, self._wished_at = signal.Signals(number), time.monotonic()
-            self.wished()
-
-    def wished(self) -> None:
-        """Called at the wish, from the handler."""
 
     def ordered(self) -> None:
         """Called at an order, from the handler."""

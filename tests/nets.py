@@ -1,6 +1,8 @@
 """Small networks for `--model tests.nets:...`, some of which go wrong on purpose."""
 
 import atexit
+import ctypes
+import math
 import os
 import signal
 import time
@@ -100,6 +102,21 @@ def slow(num_classes: int) -> nn.Module:
     """Takes its time, so that a test can interrupt it; SLOW_NET_S says how many seconds a step."""
     net, seconds = tiny(num_classes), float(os.environ.get("SLOW_NET_S", 0.2))
     net.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    return net
+
+
+def deaf(num_classes: int) -> nn.Module:
+    """As `slow`, but in C, as a compiled step is; Python's handlers of signals wait meanwhile."""
+    net, seconds = tiny(num_classes), float(os.environ.get("SLOW_NET_S", 0.2))
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+
+    def wait(*_: object) -> None:
+        fraction, whole = math.modf(time.time() + seconds)
+        until = (ctypes.c_long * 2)(int(whole), int(fraction * 1e9))  # struct timespec
+        libc.pthread_mutex_timedlock(mutex, until)  # which no signal wakes, unlike a sleep
+
+    net.register_forward_pre_hook(wait)
     return net
 
 

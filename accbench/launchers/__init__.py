@@ -174,10 +174,12 @@ def conclude(run_dir: Path, failure: Failure | None) -> int:
     if failure is None:
         return 0
     tell(run_dir, failure)
-    if failure.is_recorded:
+    path = run_dir / config.RECORDS_FILE
+    # One that was asked to stop, and has saved, says so itself.
+    if failure.is_recorded or (failure.status == "interrupted" and records.is_interrupted(path)):
         return failure.exit_status
     try:
-        records.append_failure(run_dir / config.RECORDS_FILE, failure.status, failure.error)
+        records.append_failure(path, failure.status, failure.error)
     except RequestError as error:
         print(f"accbench: the record lacks its end: {error}", file=sys.stderr)
     return failure.exit_status

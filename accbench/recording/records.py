@@ -307,6 +307,15 @@ def append_failure(path: Path, status: str, error: str) -> None:
     append(path, EndRecord(status, error, num_steps=num_steps, num_samples=num_samples))
 
 
+def is_interrupted(path: Path) -> bool:
+    """Whether a run's record ends with being asked to stop."""
+    try:
+        found = read(path)
+    except RequestError:
+        return False
+    return bool(found) and isinstance(found[-1], EndRecord) and found[-1].status == "interrupted"
+
+
 def read(path: Path) -> list[Record]:
     """All records of a file that count, in order.
 

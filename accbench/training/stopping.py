@@ -15,9 +15,17 @@ import torch.distributed as dist
 from accbench import folders
 from accbench.errors import LAUNCHER_PID_VARIABLE, RequestError, StoppedError
 from accbench.recording import terminal
-from accbench.stop_signals import StopSignals, outlive_parent
+from accbench.stop_signals import (
+    STOP_SIGNALS,
+    StopSignals,
+    die_with_parent,
+    outlive_parent,
+    wakes,
+)
 
 _POLL_S = 0.05
+# A launcher of accbench's and torchrun's agent set one of these.
+_LAUNCHED = (LAUNCHER_PID_VARIABLE, "TORCHELASTIC_RUN_ID")
 
 
 class StopRequests:
@@ -36,7 +44,8 @@ class StopRequests:
         self.timeout_s, self.run_dir, self.rank = timeout_s, run_dir, rank
         self.log = terminal.log_file(run_dir, rank)
         self.signals = _EndsAtOnce()
-        self._ended = False
+        self._stack = contextlib.ExitStack()
+        self._has_ended = threading.Event()
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -47,9 +56,10 @@ class StopRequests:
             with terminal.descriptors_to(self.log):
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.signals.__enter__()
-        if any(name in os.environ for name in (LAUNCHER_PID_VARIABLE, "TORCHELASTIC_RUN_ID")):
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and any(name in os.environ for name in _LAUNCHED):
             # What a shell started outlives it, and has nobody to stand in for.
-            threading.Thread(target=self._finish_alone, args=(os.getppid(),), daemon=True).start()
+            self._outlive_launcher_once_asked()
         return self
 
     def __exit__(
@@ -58,20 +68,39 @@ class StopRequests:
     ) -> None:  # fmt: skip
         self.signals.__exit__()
         if not self.received:
-            self._ended = True
-            self.signals.asked.set()
+            self._stack.close()
         # After an error the other ranks may be gone, and waiting for them would hide it.
         if self._pending is not None and (error is None or isinstance(error, StoppedError)):
             self._pending[1].wait()
         self._pending = None
 
+    def _outlive_launcher_once_asked(self) -> None:
+        """Have another thread see to it, for this one may be in C for the length of a step."""
+        launcher, watches = os.getppid(), threading.Event()
+        woken = self._stack.enter_context(wakes())
+
+        def watch() -> None:
+            die_with_parent(launcher)
+            watches.set()
+            while (number := os.read(woken, 1)) and number[0] not in STOP_SIGNALS:
+                pass
+            if not number:  # the block has ended
+                os.close(woken)
+                return
+            outlive_parent()
+            self._finish_alone(launcher)
+
+        threading.Thread(target=watch, daemon=True).start()
+        watches.wait()
+        outlive_parent()  # by this thread's word; from now on it is the other's
+        self._stack.callback(die_with_parent, launcher)
+        self._stack.callback(self._has_ended.set)
+
     def _finish_alone(self, launcher: int) -> None:
         """See to what a launcher does, from the moment that it is gone, once asked to stop."""
-        self.signals.asked.wait()
-        while not self._ended and os.getppid() == launcher:
-            time.sleep(_POLL_S)
-        if self._ended:
-            return
+        while os.getppid() == launcher:
+            if self._has_ended.wait(_POLL_S):
+                return
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # the terminal has gone with it
                 stack.enter_context(terminal.descriptors_to(self.log))
@@ -106,14 +135,6 @@ class StopRequests:
 
 
 class _EndsAtOnce(StopSignals):
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = threading.Event()
-
-    def wished(self) -> None:
-        outlive_parent()
-        self.asked.set()
-
     def ordered(self) -> None:
         assert self.order is not None
         os._exit(128 + self.order)

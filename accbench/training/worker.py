@@ -332,9 +332,19 @@ def _launcher_is_gone() -> bool:
     return launcher is not None and os.getppid() != int(launcher)
 
 
+def _record(topology: Topology, run_dir: Path | None, status: str, why: str) -> None:
+    """End the run's record, as far as this rank has it."""
+    if run_dir is not None and topology.rank == 0:
+        with contextlib.suppress(RequestError):
+            records.append_failure(run_dir / config.RECORDS_FILE, status, why)
+
+
 def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> int:
     """Say what happened, once and where it belongs; returns the exit status."""
     name, text = type(error).__name__, "".join(traceback.format_exception(error))
+    if isinstance(error, StoppedError):
+        # Here, for whoever asked for it may kill the launcher before it can.
+        _record(topology, run_dir, end_status(name, str(error)), str(error))
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None and not _launcher_is_gone():
         # The launcher tells the person, and ends the record.
@@ -352,19 +362,12 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
                 terminal.log_file(run_dir, topology.rank).open("ab") as file,
             ):
                 file.write(text.encode(errors="backslashreplace"))
-    elif isinstance(error, RequestError):
+    elif isinstance(error, RequestError | StoppedError):
         if topology.rank == 0 or isinstance(error, NotMetError):
             print(f"main.py: {error}", file=sys.stderr)
     else:
-        if not isinstance(error, StoppedError):
-            print(text, file=sys.stderr)
-        elif topology.rank == 0:
-            print(f"main.py: {error}", file=sys.stderr)
-        if run_dir is not None and topology.rank == 0:
-            why = str(error) if isinstance(error, StoppedError) else f"rank 0: {name}: {error}"
-            with contextlib.suppress(RequestError):
-                path = run_dir / config.RECORDS_FILE
-                records.append_failure(path, end_status(name, str(error)), why)
+        print(text, file=sys.stderr)
+        _record(topology, run_dir, end_status(name, str(error)), f"rank 0: {name}: {error}")
     if isinstance(error, RequestError):
         return 2
     if isinstance(error, StoppedError):

@@ -156,6 +156,24 @@ def test_ctrl_c_in_a_terminal_reaches_loading_processes_too(images, tmp_path, mo
     assert not processes_of(run_dir)
 
 
+def test_after_a_hangup_ctrl_c_is_no_order(tmp_path, monkeypatch):
+    """A notebook sends both some time after its own interrupt, and takes them for one."""
+    monkeypatch.setenv("SLOW_NET_S", "3")
+    run_dir = tmp_path / "run"
+    flags = (*TINY, "--data=synthetic", "--model=tests.nets:slow", "--warmup_steps=1",
+             f"--output_dir={run_dir}")  # fmt: skip
+    with under_way(run_dir, command(*flags), 1) as process:
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1.2)  # or they would be the same wish
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=HANG_S)
+    assert process.returncode == 75, stderr
+    assert "all is saved" in stderr
+    assert end_of(run_dir).status == "interrupted"
+
+
 def test_second_signal_ends_it_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW_NET_S", "20")
     run_dir = tmp_path / "run"

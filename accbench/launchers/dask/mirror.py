@@ -41,12 +41,15 @@ class Mirror:
             before = self._sent.get(path)
             if before == found:
                 continue
-            if path.endswith(_GROWING):
-                self._send_growth(path, before, last)
-            # Others once they have stood still; those with a checkpoint's name are whole.
-            elif last or path.startswith("checkpoints/"):
-                self.sender.send("whole", path, (self.folder / path).read_bytes())
-                self._sent[path] = found
+            try:
+                if path.endswith(_GROWING):
+                    self._send_growth(path, before, last)
+                # Others once they have stood still; those with a checkpoint's name are whole.
+                elif last or path.startswith("checkpoints/"):
+                    self.sender.send("whole", path, (self.folder / path).read_bytes())
+                    self._sent[path] = found
+            except FileNotFoundError:  # an old checkpoint, which the run has removed meanwhile
+                continue
 
     def renamed(self, lines: bytes) -> bytes:
         """With the client's name of the folder in place of this one's."""
