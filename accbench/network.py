@@ -39,6 +39,16 @@ def interface_of(host: str) -> str | None:
     return None
 
 
+def address_of(interface: str) -> str | None:
+    """The address that a network interface has, by IPv4 where it has one; None if there is none."""
+    own = importlib.import_module("psutil").net_if_addrs().get(interface, ())
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for found in own:
+            if found.family == family:
+                return str(found.address)
+    return None
+
+
 def listening_store(host: str, timeout: timedelta, told: str | None = None) -> "TCPStore":
     """torch's store at a free port of an address; by itself it listens at all of them.
 

@@ -49,6 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # they start, ignore Ctrl-C, which some tests press.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Inductor else starts two Pythons with torch in them in every process, to see whether the
+    # compiler knows the processor, and one more to compile in.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

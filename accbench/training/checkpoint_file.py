@@ -52,6 +52,8 @@ class Facts:
     """Of the same evaluation."""
     optimizer: str = "adamw"
     image_size: int = 224
+    num_samples: int | None = None
+    """Trained on by all ranks, step by step; None: written before it was kept."""
     format: int = FORMAT
 
 

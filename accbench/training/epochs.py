@@ -14,6 +14,7 @@ from accbench.logger import RunLogger
 from accbench.recording.records import EvalRecord, ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints, process_group
+from accbench.training.checkpoint_file import Facts
 from accbench.training.profile import StepProfile
 from accbench.training.resume import Keeper
 from accbench.training.schedule import Schedule
@@ -60,7 +61,7 @@ class Epochs:
             return
         facts = self.keeper.restore(Path(self.task.resume))
         self.first_epoch = facts.epoch
-        self.timer.num_steps = self._at_step = facts.step
+        self._go_on_from(facts)
         self._at = facts.epoch, None if facts.loader is None else 0
         if Path(self.task.resume) == checkpoints.folder_of(self.task.run_dir, facts.step):
             self._saved_step = facts.step
@@ -157,13 +158,23 @@ class Epochs:
         facts = self.keeper.restore(folder)
         self.train_loader.load_state_dict(behind)
         self._at = epoch, 0
-        self.timer.num_steps = self._at_step = self._saved_step = facts.step
+        self._go_on_from(facts)
+        self._saved_step = facts.step
         self._start_schedule()
         log.warning(
             f"{error}; back to the weights after step {facts.step}, and on behind the "
             f"{bad_step - facts.step} steps' data since then"
         )
         self.logger.write(ResumeRecord(facts.step, epoch, str(folder), rolled_back=True))
+
+    def _go_on_from(self, facts: Facts) -> None:
+        self.timer.num_steps = self._at_step = facts.step
+        num_samples = facts.num_samples
+        if num_samples is None:
+            assert self.engine.task.batch_size is not None
+            num_samples = facts.step * self.engine.task.batch_size * facts.world_size
+        self.timer.num_earlier_samples = 0
+        self.timer.num_earlier_samples = num_samples - self.timer.num_samples_of_all
 
     def _start_schedule(self) -> None:
         assert self.display.num_steps is not None
@@ -177,7 +188,7 @@ class Epochs:
         again = self._saved_step == self.timer.num_steps and scores is None
         if again or not self.task.save_interval:
             return
-        self.keeper.save(self.timer.num_steps, *self._at, scores)
+        self.keeper.save(self.timer.num_steps, *self._at, scores, self.timer.num_samples_of_all)
         self._saved_step = self.timer.num_steps
 
     def _stop(self, stops: StopRequests) -> None:

@@ -115,6 +115,17 @@ def _store_of_rank0(path: Path, topology: Topology, timeout_s: float) -> dist.TC
     return store
 
 
+def own_address() -> str:
+    """Where the other ranks reach this one: at the network that Gloo uses between them.
+
+    Raises:
+        OSError: there is no way to rank 0's machine.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    found = network.address_of(interface) if interface else None
+    return found or network.address_towards(os.environ.get("MASTER_ADDR", socket.getfqdn()))
+
+
 def close() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

@@ -93,7 +93,7 @@ class Keeper:
 
     def save(
         self, step: int, epoch: int, num_batches: int | None = None,
-        scores: records.EvalRecord | None = None,
+        scores: records.EvalRecord | None = None, num_samples: int | None = None,
     ) -> None:  # fmt: skip
         """Have a checkpoint written; all ranks call it, and training goes on while it is.
 
@@ -102,6 +102,7 @@ class Keeper:
             epoch: the one to go on with.
             num_batches: of that epoch, trained on in this process; None: none of it.
             scores: of the evaluation at this point, if there was one.
+            num_samples: that all ranks have trained on.
 
         Raises:
             RequestError: the one before could not be written, and that is to end the run.
@@ -120,6 +121,7 @@ class Keeper:
                 top1=None if scores is None else scores.top1,
                 loss=None if scores is None else scores.loss,
                 optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
+                num_samples=num_samples,
             )  # fmt: skip
             of_ranks = tuple(
                 {name: states[rank] for name, states in by_name.items()}

@@ -41,7 +41,9 @@ class StepTimer:
         self.engine, self.started, self.listener = engine, started, listener
         self.num_steps = 0
         self.num_samples = 0
-        """Of this rank."""
+        """Of this rank, since its process began."""
+        self.num_earlier_samples = 0
+        """Of all ranks, whatever their number was, in the processes before this."""
         self.time_to_first_step_s: float | None = None
         self.step_s: float | None = None
         """Of the last window behind the warm-up, the mean."""
@@ -102,6 +104,11 @@ class StepTimer:
             self.shapes.note(batch)
             self._in_step = True
             yield batch
+
+    @property
+    def num_samples_of_all(self) -> int:
+        """Of all ranks, where each takes as many, in all steps so far."""
+        return self.num_earlier_samples + self.num_samples * self.engine.topology.world_size
 
     def step_done(self, loss: torch.Tensor, num_samples: int | None = None) -> None:
         """Count a step; closes the window when it is full.

@@ -321,7 +321,7 @@ def end_record(
         left_compiler=engine.left_compiler() or None,
         skipped_steps=timer.num_steps - engine.applied_steps(optimizer),
         num_steps=timer.num_steps,
-        num_samples=timer.num_steps * samples_a_step,
+        num_samples=timer.num_samples_of_all,
         num_bad_samples=num_bad_samples,
         samples_per_epoch=steps_per_epoch * samples_a_step,
     )

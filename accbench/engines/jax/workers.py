@@ -25,13 +25,14 @@ def meet(topology: Topology, device: str, timeout_s: float) -> None:
     """
     if topology.world_size == 1 or jax.distributed.is_initialized():
         return
+    own = process_group.own_address()
     if device == "cpu":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    with _address(topology) as address:
+        _reduce_at(own)
+    with _address(topology, own) as address:
         jax.distributed.initialize(
             address, topology.world_size, topology.rank,
             local_device_ids=None if device == "cpu" else [topology.local_rank],
-            initialization_timeout=int(timeout_s),
+            initialization_timeout=int(timeout_s), coordinator_bind_address=address,
         )  # fmt: skip
     _let_errors_end_alone()
 
@@ -55,20 +56,37 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def _address(topology: Topology) -> Iterator[str]:
+def _address(topology: Topology, own: str) -> Iterator[str]:
     """Where rank 0 will listen, on every rank: a port that is free there."""
     with contextlib.ExitStack() as stack:
         address = None
         if topology.rank == 0:
-            alone = topology.local_world_size == topology.world_size
-            host = "127.0.0.1" if alone else socket.getfqdn()
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("", 0))
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            listener = stack.enter_context(socket.socket(family))
+            listener.bind((own, 0))
+            host = f"[{own}]" if ":" in own else own
             address = f"{host}:{listener.getsockname()[1]}"
         address = process_group.from_rank0(address)
         stack.close()  # just before JAX listens there
         assert isinstance(address, str)
         yield address
+
+
+def _reduce_at(own: str) -> None:
+    """Have JAX's Gloo meet the others at this address; by itself it takes the machine's name's.
+
+    That is the loopback on many machines, at which others do not reach it.
+    """
+    from jax._src import distributed, xla_bridge
+    from jaxlib import _jax
+
+    def client() -> Any:
+        gloo = _jax.make_gloo_tcp_collectives(
+            distributed_client=distributed.global_state.client, hostname=own
+        )
+        return xla_bridge.make_cpu_client(gloo)
+
+    xla_bridge.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
 
 
 @contextlib.contextmanager

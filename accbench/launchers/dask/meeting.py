@@ -15,6 +15,8 @@ from accbench.launchers.dask.places import Place, ask_scheduler, metadata_key
 _POLL_S, _LOOK_S = 0.02, 1.0
 # Seconds that rank 0 keeps the store for those that still leave.
 _LEAVE_S = 5.0
+# As long as torch's store lets itself be waited for, and how long a try to reach it is.
+_CONNECT_S, _TRY = 300.0, timedelta(seconds=3)
 # As long as it waits by itself; a call decides how long it goes on.
 _HELD = timedelta(hours=24)
 
@@ -80,7 +82,7 @@ def held(call: Call, place: Place) -> Iterator[TCPStore]:
     if listening is not None:
         call.tell("store", [place.host, listening.port])
     host, port = _where(call)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    store = _connected(host, port, call)
     store.set(f"here/{place.rank}", "")
     _wait_for(store, "here", call, place.world_size)
     try:
@@ -100,6 +102,21 @@ def _where(call: Call) -> tuple[str, int]:
         call.check()
         time.sleep(_POLL_S)
     return found[0], int(found[1])
+
+
+def _connected(host: str, port: int, call: Call) -> TCPStore:
+    """In tries of a few seconds: rank 0 may have heard that the call has ended, and have left."""
+    until = time.monotonic() + _CONNECT_S
+    while True:
+        call.check()
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_TRY)
+        except RuntimeError:
+            if time.monotonic() > until:
+                raise
+        else:
+            store.set_timeout(timedelta(seconds=_CONNECT_S))
+            return store
 
 
 def _wait_for(store: TCPStore, what: str, call: Call, world_size: int) -> None:

@@ -1,5 +1,6 @@
 """Graphs run by the table: what is refused and how it is told, random numbers, rules."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -244,14 +245,18 @@ def test_convolutions_as_products_are_torchs(
     assert not against_torch.check(function, args, {}, rules=rules, convolutions=left)
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+_POOLS = [
+    ((9, 8), 3, 2, 1, False), ((9, 8), 3, 2, 1, True), ((7, 6), (2, 3), (3, 1), (1, 0), False),
+    ((5, 6), 2, 2, 0, True), ((8, 8), 2, 3, 0, False), ((5, 6, 4), (2, 3, 1), 2, (1, 1, 0), True),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("spatial", "kernel", "stride", "padding", "ceil_mode"),
+    ("spatial", "kernel", "stride", "padding", "ceil_mode", "dtype", "channels_last"),
     [
-        ((9, 8), 3, 2, 1, False), ((9, 8), 3, 2, 1, True), ((7, 6), (2, 3), (3, 1), (1, 0), False),
-        ((5, 6), 2, 2, 0, True), ((8, 8), 2, 3, 0, False), ((4, 4), 17, 1, 8, False),
-        ((5, 6, 4), (2, 3, 1), 2, (1, 1, 0), True),
+        *((*pool, *how) for pool in _POOLS for how in itertools.product(
+            [torch.float32, torch.bfloat16], [False, True])),
+        ((2, 4), (1, 257), 1, (0, 128), False, torch.float32, True),  # too many for that
     ],
 )  # fmt: skip
 def test_pools_by_place_give_each_gradient_to_the_first_largest(

@@ -12,16 +12,25 @@ from pathlib import Path
 
 from tests.conftest import HANG_S, ROOT
 
+_UNSHARED = ("unshare", "-m")
+MAY_HIDE = (
+    shutil.which("unshare") is not None
+    and subprocess.run([*_UNSHARED, "true"], capture_output=True).returncode == 0
+)
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 class Nodes:
     """Two nodes, 0 and 1."""
 
-    def __init__(self, names: tuple[str, str] | None) -> None:
+    def __init__(
+        self, names: tuple[str, str] | None, loopback: str = "127.0.0.1",
+        hidden: Path | None = None,
+    ) -> None:  # fmt: skip
         self.names = names
-        self.host = "127.0.0.1" if names is None else ADDRESSES[0]
+        self.host = loopback if names is None else ADDRESSES[0]
         self.port = _free_port() if names is None else 29400
+        self.hidden = hidden
         self.started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -29,6 +38,9 @@ class Nodes:
     ) -> "subprocess.Popen[str]":
         """Begin a run on a node, or another command."""
         inside = [] if self.names is None else ["ip", "netns", "exec", self.names[node]]
+        if self.hidden is not None and node:
+            inside += [*_UNSHARED, "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"']
+            inside.append(str(self.hidden))
         arguments = (
             "--nnodes=2", f"--node_rank={node}", f"--rdzv_endpoint={self.host}:{self.port}", *flags
         )  # fmt: skip
@@ -59,6 +71,16 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     """Exit status, output and errors."""
     output, errors = process.communicate(timeout=HANG_S)
     return process.returncode, output, errors
+
+
+@contextlib.contextmanager
+def on_loopback(host: str, hidden: Path) -> Iterator[Nodes]:
+    """Two nodes that meet there, of which the second lacks what is in a folder."""
+    found = Nodes(None, host, hidden)
+    try:
+        yield found
+    finally:
+        found.end()
 
 
 @contextlib.contextmanager

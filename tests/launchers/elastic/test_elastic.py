@@ -9,7 +9,7 @@ import pytest
 from accbench import cli
 from accbench.recording import records
 from tests.conftest import TINY, end_of, of_kind, processes_of, run, wait_until
-from tests.launchers.elastic.nodes import Nodes, ended, logs_of, two_nodes
+from tests.launchers.elastic.nodes import MAY_HIDE, Nodes, ended, logs_of, on_loopback, two_nodes
 
 SYNTHETIC = (*TINY, "--data=synthetic")
 # About 0.2 s a step, a hundred an epoch.
@@ -40,8 +40,10 @@ def worker_of(run_dir: Path, rank: int) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize(("engine", "num_workers"), [("ddp", 2), ("xla", 1)])
+@pytest.mark.parametrize(("engine", "num_workers"), [("ddp", 2), ("xla", 1), ("jax", 1)])
 def test_two_nodes_train_as_one_with_as_many_workers(nodes: Nodes, tmp_path, engine, num_workers):
+    if engine == "jax":
+        pytest.importorskip("jax")
     flags = (*SYNTHETIC, f"--engine={engine}")
     one, two = tmp_path / "one", tmp_path / "two"
     of_nodes = nodes.run(*flags, f"--nproc_per_node={num_workers}", f"--output_dir={two}")
@@ -92,6 +94,34 @@ def test_a_killed_worker_and_a_killed_node_are_taken_in_again(nodes: Nodes, tmp_
     first, second = of_kind(run_dir, records.ResumeRecord)
     assert 4 <= first.step <= second.step
     assert end_of(run_dir).num_steps == 32
+
+
+def test_a_node_that_joins_is_taken_in(nodes: Nodes, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = (*SYNTHETIC, "--model=tests.nets:slow", f"--output_dir={run_dir}", "--max_steps=40")
+    flags = (*flags, "--save_steps=4", "--max_restarts=2", "--nnodes=1:2")
+    first = nodes.start(0, *flags)
+    wait_until(lambda: list(run_dir.glob("checkpoints/step-*")))
+    joined = nodes.start(1, *flags)
+    of_nodes = [ended(first), ended(joined)]
+    assert [status for status, _, _ in of_nodes] == [0, 0], of_nodes
+    assert [header.world_size for header in of_kind(run_dir, records.RunRecord)] == [1, 2]
+    (resumed,) = of_kind(run_dir, records.ResumeRecord)
+    assert 4 <= resumed.step < 40
+    end = end_of(run_dir)
+    assert (end.num_steps, end.num_samples) == (40, resumed.step * 4 + (40 - resumed.step) * 8)
+
+
+def test_over_ipv6_with_a_folder_that_the_second_node_lacks(tmp_path):
+    if not MAY_HIDE:
+        pytest.skip("mounting is not allowed here")
+    run_dir = tmp_path / "run"
+    with on_loopback("[::1]", hidden=tmp_path) as nodes:
+        of_nodes = nodes.run(*SYNTHETIC, f"--output_dir={run_dir}")
+    assert [status for status, _, _ in of_nodes] == [0, 0], of_nodes
+    assert end_of(run_dir).num_samples == 6 * 8
+    for name in ("rank0.log", "rank1.log"):
+        assert "done: 6 steps" in (run_dir / "logs" / name).read_text()
 
 
 def test_a_stop_signal_on_one_node_saves_and_stops_both(nodes: Nodes, tmp_path):

@@ -15,6 +15,7 @@ from accbench.engines.jax.lowering.rows.windows import Windows, windows
 from accbench.engines.jax.lowering.table import lowering
 
 Sizes = Sequence[int]
+_MOST_PLACES = 64
 
 
 def _lowest(dtype: Any) -> Any:
@@ -75,19 +76,19 @@ def gradient_of_largest(
     Args:
         by_place: ask each window for the place of its first largest element, and add up a share
             for each place of the kernel: XLA fuses that, and has its operation for the whole,
-            select-and-scatter, as loops on a CPU and with 32-bit places on a GPU.
+            select-and-scatter, as loops on a CPU and with 32-bit places on a GPU. Not in windows
+            of more than 64 places, which take XLA seconds to compile.
     """
-    if not by_place:
+    if not by_place or math.prod(w.kernel) > _MOST_PLACES:
         # By the windows again, so that nobody needs the indices.
         return jax.vjp(lambda x: largest(x, w, after), x)[1](grad_output)[0]
     seen = list(w.parts(x, _lowest(x.dtype), after))
-    small = jnp.uint8 if len(seen) <= 256 else jnp.int32
     # Found anew, and not as what equals `largest`: XLA may compute `x` twice, and round otherwise.
     best = seen[0][1]
-    won = jnp.zeros(best.shape, small)
+    won = jnp.zeros(best.shape, jnp.uint8)
     for number, (_, values) in enumerate(seen[1:], start=1):
         better = (values > best) | (values != values)
-        best, won = jnp.where(better, values, best), jnp.where(better, small(number), won)
+        best, won = jnp.where(better, values, best), jnp.where(better, jnp.uint8(number), won)
     before, pads = x.ndim - w.rank - after, w.pads()
     grads = grad_output.astype(opmath(x.dtype))
     total = jnp.zeros((), grads.dtype)
