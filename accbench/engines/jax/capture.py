@@ -8,7 +8,7 @@ as they were taken.
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def _capture(
     reads: list[int] = []
 
     def of_tensors(some: Tensors, kept: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        value, reads[:] = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
+        value, reads[:] = loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
         return value
 
     inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *beside.tensors()])
@@ -170,7 +170,7 @@ def capture_score(
     from torch._functorch.aot_autograd import aot_export_module
 
     def of_tensors(_: Tensors, kept: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _loss(model, score, batch, autocast, [], [], kept, inputs)[0]
+        return loss_of(model, score, batch, autocast, [], [], kept, inputs)[0]
 
     holder = _Scores([], _plain([*model.parameters(), *model.buffers()]), of_tensors)
     inputs = _plain([*nested.tensors_of(batch), *beside.tensors()])
@@ -199,7 +199,7 @@ def _plain(tensors: Iterable[torch.Tensor]) -> Tensors:
     return [tensor.detach().clone(memory_format=plain) for tensor in tensors]
 
 
-def _loss(
+def loss_of(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
     trained: list[int], some: Sequence[torch.Tensor], kept: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -229,6 +229,19 @@ def _with_gradient(
     autocast: Callable[[], Any],
 ) -> list[int]:  # fmt: skip
     """Those of `trained` that the loss depends on, for torch has no graph with others in it."""
+    with faked(trained, model, batch) as (some, kept, inputs):
+        value, _ = loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
+        gradients = torch.autograd.grad(value, some, allow_unused=True)
+    pairs = zip(trained, gradients, strict=True)
+    return [place for place, gradient in pairs if gradient is not None]
+
+
+@contextlib.contextmanager
+def faked(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tuple[Tensors, ...]]:
+    """Shapes and types in the place of all tensors that a step reads, in which it can be run.
+
+    The parameters of `trained`; other parameters and buffers; the batch's and those beside it.
+    """
     parameters, buffers = list(model.parameters()), list(model.buffers())
     others = [p for place, p in enumerate(parameters) if place not in set(trained)]
     mode = _fake()
@@ -238,12 +251,7 @@ def _with_gradient(
 
     with traceable(model), mode:
         some = [tensor.requires_grad_() for tensor in of(parameters[place] for place in trained)]
-        kept = of([*others, *buffers])
-        inputs = of([*nested.tensors_of(batch), *beside.tensors()])
-        value, _ = _loss(model, loss, batch, autocast, trained, some, kept, inputs)
-        gradients = torch.autograd.grad(value, some, allow_unused=True)
-    pairs = zip(trained, gradients, strict=True)
-    return [place for place, gradient in pairs if gradient is not None]
+        yield some, of([*others, *buffers]), of([*nested.tensors_of(batch), *beside.tensors()])
 
 
 def _fake() -> Any:

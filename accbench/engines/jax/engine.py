@@ -6,6 +6,7 @@ clipping, the optimizer) is in the same function. Parameters and all else that a
 live in JAX's arrays; the torch module has them whenever it is read.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -291,15 +292,39 @@ class Engine(engines.Engine):
         batch: engines.Batch, arguments: tuple[Any, ...],
     ) -> "_Step":  # fmt: skip
         begun = time.perf_counter()
-        captured, function = self._function(model, spec, optimizer, batch)
+        function, reads = self._kept_function(model, spec, optimizer, batch, arguments)
         run = function.lower(*arguments).compile()
         self._stats += engines.CompileStats(1, time.perf_counter() - begun)
-        return _Step(run, [number * self.task.accumulate for number in captured.reads])
+        return _Step(run, [number * self.task.accumulate for number in reads])
+
+    def _kept_function(
+        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
+        batch: engines.Batch, arguments: tuple[Any, ...],
+    ) -> tuple[Any, list[int]]:  # fmt: skip
+        """As `_function`, from the cache's folder where it is there."""
+        from accbench.engines.jax import fingerprint, kept_steps
+
+        key = None
+        if not self._cache.startswith("off"):
+            part = nested.chunks(batch, self.task.accumulate)[0]
+            # What capture refuses it refuses in its own words.
+            with contextlib.suppress(Exception):
+                digest, reads = fingerprint.of_step(model, spec.loss, part, self._autocast)
+                plan = self._plan(model, optimizer, batch)
+                workers = self.topology.world_size, self.task.device
+                key = kept_steps.key_of(digest, plan, workers, arguments=arguments)
+        if key is None:
+            return self._function(model, spec, optimizer, batch)
+        steps = kept_steps.KeptSteps(Path(self._cache) / "steps")
+        function = steps.get(
+            key, arguments, lambda: self._function(model, spec, optimizer, batch)[0]
+        )
+        return function, reads
 
     def _function(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
-    ) -> tuple[Any, Any]:
-        """(what was captured, the jitted step)."""
+    ) -> tuple[Any, list[int]]:
+        """The jitted step, and how many tensors a forward pass reads of each of `beside`."""
         from accbench.engines.jax import capture, lowering, step
 
         # A part of the batch is what the model sees.
@@ -307,7 +332,15 @@ class Engine(engines.Engine):
         captured = capture.capture(
             model, spec.loss, part, self._autocast, lowering.decompositions()
         )
-        plan = step.Plan(
+        built = step.build(captured, self._plan(model, optimizer, batch), self._workers.mean)
+        return self._workers.function(built), captured.reads
+
+    def _plan(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: engines.Batch
+    ) -> Any:
+        from accbench.engines.jax import step
+
+        return step.Plan(
             optimizer=self.task.optimizer,
             groups=[_settings(group) for group in optimizer.param_groups],
             group_of=_groups_of(model, optimizer),
@@ -320,7 +353,6 @@ class Engine(engines.Engine):
             scaling=_scaling(self.scaler),
             rules=self._rules(),
         )
-        return captured, self._workers.function(step.build(captured, plan, self._workers.mean))
 
     def _rules(self) -> Any:
         from accbench.engines.jax import lowering

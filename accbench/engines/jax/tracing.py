@@ -37,7 +37,7 @@ class AbsentGpus(engine.Engine):
         """The step, as JAX has it before it is compiled."""
         self._mirror.take_over()
         arguments = self._arguments(optimizer, batch)
-        _, function = self._function(model, spec, optimizer, batch)
+        function, _ = self._function(model, spec, optimizer, batch)
         return function.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 

@@ -73,6 +73,12 @@ def operations() -> list[str]:
     return sorted(_rows)
 
 
+def is_own() -> bool:
+    """Whether all rows are of this package."""
+    _load()
+    return all(row.function.__module__.startswith("accbench.") for row in _rows.values())
+
+
 @cache
 def _load() -> None:
     """Import our modules of rows, then those of others, so that theirs replace ours."""

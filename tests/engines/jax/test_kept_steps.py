@@ -1,0 +1,119 @@
+"""A step kept on disk is another start's only where that does the very same."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from accbench.recording import records
+from tests.conftest import TINY, of_kind, run
+
+pytest.importorskip("jax")
+
+FLAGS = (*TINY, "--engine=jax", "--device=cpu", "--data=synthetic", "--log_interval=1")
+
+
+def losses_of(folder: Path, cache: Path, *flags: str) -> list[float]:
+    done = run(*FLAGS, f"--jax.cache_dir={cache}", f"--output_dir={folder}", *flags)
+    assert done.returncode == 0, done.stderr
+    return [window.loss for window in of_kind(folder, records.WindowRecord)]
+
+
+def test_another_start_takes_the_step_from_its_file(tmp_path):
+    cache = tmp_path / "cache"
+    losses = losses_of(tmp_path / "first", cache)
+    (kept,) = cache.rglob("*.jaxexport")
+    own = kept.read_bytes()
+    other_losses = losses_of(tmp_path / "other", cache, "--label_smoothing=0.5")
+    (other,) = set(cache.rglob("*.jaxexport")) - {kept}
+    assert other_losses != losses
+    kept.write_bytes(other.read_bytes())
+    assert losses_of(tmp_path / "taken", cache) == other_losses
+    # One that is damaged is made again.
+    kept.write_bytes(own[:-100] + bytes(100))
+    assert losses_of(tmp_path / "damaged", cache) == losses
+    content = kept.read_bytes()
+    assert hashlib.sha256(content[32:]).digest() == content[:32]
+    assert set(cache.rglob("*.jaxexport")) == {kept, other}
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class Net(nn.Module):
+    """A small net, done in one of many ways."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.way = way
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, eps=1e-3 if way == "eps" else 1e-5)
+        self.drop = nn.Dropout(0.3 if way == "rate" else 0.2)
+        self.constant = torch.full((4,), 2.0 if way == "constant" else 1.0)
+        if way == "frozen":
+            self.second.weight.requires_grad_(False)
+        if way == "tied":
+            self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blind = [torch.no_grad() if self.way == way else contextlib.nullcontext()
+                 for way in ("blind first", "blind second")]  # fmt: skip
+        with blind[0]:
+            a = self.first(x).relu()
+        with blind[1]:
+            b = self.first(x).relu()
+        x = a * 2 + b * 3 + self.constant
+        if self.way == "detached":
+            x = x.detach() + x
+        x = x.tanh().relu() if self.way == "order" else x.relu().tanh()
+        if self.way == "function":
+            x = Scaled.apply(x)
+        if self.way == "hook":
+            x.register_hook(lambda gradient: gradient * 2)
+        if self.way == "checkpoint":
+            return checkpoint(self.drop, self.norm(self.second(x)), use_reentrant=False)
+        if self.way == "in place":
+            self.norm.running_mean.add_(1)
+        return self.drop(self.norm(self.second(x)))
+
+
+WAYS = ("eps", "rate", "constant", "frozen", "tied", "blind first", "blind second", "detached",
+        "order", "in place")  # fmt: skip
+
+
+def digest_of(net: nn.Module, scale: float = 1.0, autocast: bool = False, rows: int = 3) -> str:
+    from accbench.engines.jax import fingerprint
+
+    def cast():
+        return torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False)
+
+    batch = torch.zeros(rows, 4)
+    return fingerprint.of_step(net, lambda n, x: n(x).float().mean() * scale, batch, cast)[0]
+
+
+def test_steps_that_differ_have_other_digests():
+    found = {way: digest_of(Net(way)) for way in ("", *WAYS)}
+    found |= {"loss": digest_of(Net(), scale=0.5), "cast": digest_of(Net(), autocast=True)}
+    found |= {"batch": digest_of(Net(), rows=5), "evaluating": digest_of(Net().eval())}
+    assert len(set(found.values())) == len(found)
+    assert digest_of(Net()) == found[""]  # whatever its weights are
+
+
+@pytest.mark.parametrize("way", ["function", "hook", "checkpoint"])
+def test_python_in_the_backward_pass_has_no_digest(way):
+    from accbench.engines.jax import fingerprint
+
+    with pytest.raises(fingerprint.UnknownError):
+        digest_of(Net(way))
+    assert digest_of(Net())  # and nothing of that is left
