@@ -18,10 +18,17 @@ class _Reached(Exception):
     """What autocast calls: an operation, its arguments, and those with a name."""
 
 
+Spellings = Mapping[Any, Callable[..., torch.Tensor]]
+
+
 @contextmanager
-def autocast(dtype: torch.dtype) -> Iterator[None]:
-    """`torch.autocast("cuda", dtype)` for tensors of the CPU, casts alone."""
-    rules = CudaRules(composes=False)
+def autocast(dtype: torch.dtype, spelled: Spellings | None = None) -> Iterator[None]:
+    """`torch.autocast("cuda", dtype)` for tensors of the CPU, casts alone.
+
+    Args:
+        spelled: operation -> what is called in its place, with its arguments as they are cast.
+    """
+    rules = CudaRules(spelled or {})
     with rules.in_force(), rules.autocast(dtype):
         yield
 
@@ -35,15 +42,18 @@ class CudaRules:
     only, for the autocast of a kind of device that torch has nothing for.
 
     Args:
-        composes: also take operations apart as torch does on CUDA.
+        composed_by: operation -> what is called in its place, behind autocast; by default what
+            takes operations apart as torch does on CUDA.
     """
 
     _KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
     _DEVICE_TYPE = "privateuseone"
     KEYS = DispatchKeySet(_KEY)
 
-    def __init__(self, composes: bool = True) -> None:
-        self.composed_by: Mapping[Any, Callable[..., torch.Tensor]] = _OWN if composes else {}
+    def __init__(self, composed_by: Spellings | None = None) -> None:
+        self.composed_by: Spellings = _OWN if composed_by is None else composed_by
+        own = {operation.name() for operation in self.composed_by}
+        self._names = _with_rules() | own | (_ALSO if composed_by is None else set())
         self.asking = False
         """Whether what is called is no part of the step."""
         self.cast_weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -56,7 +66,7 @@ class CudaRules:
         others, aten = (torch.library.Library(ns, "IMPL", self._KEY.name) for ns in ("_", "aten"))
         try:
             others.fallback(torch.library.fallthrough_kernel)
-            for name in _with_rules() | (_ALSO if self.composed_by else set()):
+            for name in self._names:
                 aten.impl(name, partial(self._call, _operation(name)))
             torch.set_autocast_enabled(self._DEVICE_TYPE, True)
             with torch._C._IncludeDispatchKeyGuard(self._KEY):
@@ -183,7 +193,7 @@ def _attention(
     )[0]
 
 
-_OWN: Mapping[Any, Callable[..., torch.Tensor]] = {
+_OWN: Spellings = {
     _aten.dropout.default: _dropout,
     _aten.softmax.int: partial(_softmax, _aten._softmax, _aten.softmax.int),
     _aten.log_softmax.int: partial(_softmax, _aten._log_softmax, _aten.log_softmax.int),

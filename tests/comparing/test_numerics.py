@@ -74,10 +74,12 @@ def _look_at(passes, setting, engine):
 @pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("lean")])
 def test_what_xla_is_given_on_a_gpu_trains_the_same_in_16_bits(tmp_path, setting):
-    start_setting(tmp_path, setting, [0], ["xla:lean"], tmp_path)
-    found = judge(tmp_path, setting, 0, "xla:lean")
-    assert found.verdict == "trains the same", found
-    assert found.num_sharp_steps == found.num_steps >= 4
+    engines = ["xla:lean", *(["jax:lean"] if HAS_JAX else [])]
+    start_setting(tmp_path, setting, [0], engines, tmp_path)
+    for engine in engines:
+        found = judge(tmp_path, setting, 0, engine)
+        assert found.verdict == "trains the same", (engine, found)
+        assert found.num_sharp_steps == found.num_steps >= 4
 
 
 @pytest.mark.parametrize(

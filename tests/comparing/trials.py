@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 STEPS = 20
 FLOORS = ("ddp", "ddp:no-channels_last")
 # These need a process of their own: torch_xla has to be there before anything is differentiated.
-APART = ("xla", "xla:lean", "inductor", "jax")
+APART = ("xla", "xla:lean", "inductor", "jax", "jax:lean")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _task(name: str, seed: int, engine: str, folder: Path, topology: Any) -> Any
 
     setting = SETTINGS[name]
     kind, _, option = engine.partition(":")
-    variant = {"no-channels_last": ["--ddp.no-channels_last"], "lean": ["--xla.lean=on"]}
+    variant = {"no-channels_last": ["--ddp.no-channels_last"], "lean": [f"--{kind}.lean=on"]}
     task = resolving.resolve(
         config.parse(
             [*setting.flags, f"--seed={seed}", f"--nproc_per_node={setting.num_workers}",

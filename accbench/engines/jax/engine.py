@@ -64,6 +64,9 @@ class Engine(engines.Engine):
         output pixels and more, channels last. auto: on a CPU."""
         pools_by_place: Literal["on", "off"] = "on"
         """Compute the gradients of max-pooling as a sum over the places of a window."""
+        lean: Literal["auto", "on", "off"] = "auto"
+        """In 16 bits, have BatchNorm with its ReLU, and attention, as functions of accbench's own
+        which move fewer bytes, with CUDA's casts. auto: on CUDA."""
         evaluation: Literal["auto", "compiled", "eager"] = "auto"
         """Evaluate by compiled functions on the device, or by torch on the host. auto: compiled,
         but for a CPU, where torch's operations are as fast and ready."""
@@ -205,15 +208,26 @@ class Engine(engines.Engine):
     def autocast(self) -> AbstractContextManager[Any]:
         # What torch computes by itself, an evaluation for one, is to have the newest weights.
         self._bring_back()
-        return self._autocast()
+        return self._hosts_autocast()
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _hosts_autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
-        if self.task.device == "cuda":  # torch's rules there are not those for a CPU
-            return cuda_rules.autocast(self.autocast_dtype)
         # The graph's backward pass is traced apart, and must not find casts of the forward's.
         return torch.autocast("cpu", self.autocast_dtype, cache_enabled=False)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """In a capture: that of the device which is to compute."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        lean = self.options.lean == "on" or (
+            self.options.lean == "auto" and self.task.device == "cuda"
+        )
+        if self.task.device == "cuda" or lean:  # torch's rules there are not those for a CPU
+            from accbench.engines.jax import lean as spelled
+
+            return cuda_rules.autocast(self.autocast_dtype, spelled.SPELLINGS if lean else None)
+        return self._hosts_autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
         raise RequestError(_WHOLE_STEPS)

@@ -83,7 +83,7 @@ class _Notes(TorchDispatchMode):
             numbers[node] = len(numbers)
         while waiting:
             node = waiting.pop()
-            if isinstance(node, BackwardCFunction):
+            if isinstance(node, BackwardCFunction) and not _is_own(node):
                 raise UnknownError(node.name())
             self._note(numbers[node], node.name())
             variable = getattr(node, "variable", None)
@@ -119,6 +119,11 @@ class _Notes(TorchDispatchMode):
 
     def _note(self, *facts: Any) -> None:
         self.digest.update(f"{facts!r}\n".encode())
+
+
+def _is_own(node: Any) -> bool:
+    """Of accbench, whose text the step's name depends on anyway."""
+    return type(node)._forward_cls.__module__.startswith("accbench.")
 
 
 @contextlib.contextmanager

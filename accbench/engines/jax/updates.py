@@ -56,8 +56,16 @@ RULES = {"adamw": adamw, "sgd": sgd}
 
 
 def nonfinite(gradients: list[Array]) -> Array:
-    """Whether there is a NaN or an infinity in any of them; bool, ()."""
-    return ~jnp.stack([jnp.isfinite(gradient).all() for gradient in gradients]).all()
+    """Whether there is a NaN or an infinity in any of them; bool, ().
+
+    Looked for in all gradients of equal rows at once: a GPU launches a kernel or two for each.
+    """
+    by_row: dict[Any, list[Array]] = {}
+    for gradient in gradients:
+        rows = gradient if gradient.ndim else gradient[None]
+        by_row.setdefault((rows.dtype, rows.shape[1:]), []).append(rows)
+    good = [jnp.isfinite(jnp.concatenate(alike)).all() for alike in by_row.values()]
+    return ~jnp.stack(good).all()
 
 
 def clipped(gradients: list[Array], max_norm: float) -> list[Array]:

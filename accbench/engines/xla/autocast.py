@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from accbench.engines.xla import half_ops
+from accbench.engines import half_ops
 
 _KEY = "AutocastXLA"  # which Python's enum of keys lacks
 _RULES = "AutocastCUDA"

@@ -103,7 +103,10 @@ def gradient_of_largest(
             ends.append((begin, w.size[axis] - end, stride - 1))
         none = (0, 0, 0)
         total += lax.pad(share, jnp.zeros((), grads.dtype), [none] * before + ends + [none] * after)
-    return total.astype(x.dtype)
+    if x.dtype == total.dtype:
+        return total
+    # Or XLA, which takes pairs of casts away, writes it in float32 for those that read it so.
+    return lax.optimization_barrier(total.astype(x.dtype))
 
 
 def _max_pool(rank: int) -> Any:

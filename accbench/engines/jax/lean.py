@@ -1,0 +1,57 @@
+"""Operations in 16 bits as a GPU is to have them: `accbench.engines.half_ops` in torch's places."""
+
+from typing import Any
+
+import torch
+
+from accbench.engines import half_ops
+from accbench.engines.cuda_rules import Spellings
+
+_aten = torch.ops.aten
+
+
+def _trains(given: torch.Tensor) -> bool:
+    return given.requires_grad and torch.is_grad_enabled() and given.dtype in half_ops.TYPES
+
+
+def _batch_norm(
+    batch: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
+    momentum: float, eps: float, cudnn: bool,
+) -> torch.Tensor:  # fmt: skip
+    if training and weight is not None and bias is not None and _trains(batch):
+        return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps, correction=1)
+    return torch.batch_norm(batch, weight, bias, mean, var, training, momentum, eps, cudnn)
+
+
+def _relu(given: torch.Tensor) -> torch.Tensor:
+    return half_ops.relu(given) if _trains(given) else torch.relu(given)
+
+
+def _relu_in_place(given: torch.Tensor) -> torch.Tensor:
+    if not _trains(given) or given.grad_fn is None or given._is_view():
+        return torch.relu_(given)
+    out = half_ops.relu(given)
+    # Without the history, or a gradient of zeros would be carried through all of it.
+    return given.detach_().copy_(out)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    plain = mask is None and not dropout_p and not is_causal and not enable_gqa
+    if plain and _trains(query) and key.dtype is value.dtype is query.dtype:
+        wanted = query.shape[-1] ** -0.5 if scale is None else scale
+        return half_ops.attention(query, key, value, wanted)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+SPELLINGS: Spellings = {
+    _aten.batch_norm.default: _batch_norm,
+    _aten.relu.default: _relu,
+    _aten.relu_.default: _relu_in_place,
+    _aten.scaled_dot_product_attention.default: _attention,
+}
