@@ -21,6 +21,11 @@ _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 0.0}
 _ORIGIN = "_accbench_batch_norm"
 
 
+def are_for(given: torch.Tensor) -> bool:
+    """Whether a step goes back through what is computed of this, in 16 bits."""
+    return given.requires_grad and torch.is_grad_enabled() and given.dtype in TYPES
+
+
 def batch_norm(
     batch: torch.Tensor, weight_C: torch.Tensor, bias_C: torch.Tensor,
     running_mean_C: torch.Tensor | None, running_var_C: torch.Tensor | None,
@@ -55,6 +60,15 @@ def relu(given: torch.Tensor) -> torch.Tensor:
     if origin is not None and given._version == at_version:  # not written to since
         return _apply(_BatchNorm, *origin, True)
     return _apply(_Relu, given)
+
+
+def relu_in_place(given: torch.Tensor) -> torch.Tensor:
+    """`torch.relu_`; as `relu` where that can be."""
+    if given.grad_fn is None or given._is_view():
+        return torch.relu_(given)
+    out = relu(given)
+    # Without the history, or a gradient of zeros would be carried through all of it.
+    return given.detach_().copy_(out)
 
 
 def max_pool2d(

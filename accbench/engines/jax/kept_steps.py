@@ -68,12 +68,11 @@ class KeptSteps:
                 file.write(content)
                 file.close()
                 Path(file.name).replace(path)
-                by_age = sorted(self.folder.glob("*.jaxexport"), key=lambda p: p.stat().st_mtime)
-                for old in by_age[:-_MOST]:
-                    old.unlink()
-            except BaseException:
-                Path(file.name).unlink()
-                raise
+            finally:
+                Path(file.name).unlink(missing_ok=True)  # if it has not become the step's
+        by_age = sorted(self.folder.glob("*.jaxexport"), key=lambda p: p.stat().st_mtime)
+        for old in by_age[:-_MOST]:
+            old.unlink(missing_ok=True)
 
 
 def _jitted(exported: Any) -> Any:

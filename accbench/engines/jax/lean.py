@@ -10,29 +10,21 @@ from accbench.engines.cuda_rules import Spellings
 _aten = torch.ops.aten
 
 
-def _trains(given: torch.Tensor) -> bool:
-    return given.requires_grad and torch.is_grad_enabled() and given.dtype in half_ops.TYPES
-
-
 def _batch_norm(
     batch: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
     momentum: float, eps: float, cudnn: bool,
 ) -> torch.Tensor:  # fmt: skip
-    if training and weight is not None and bias is not None and _trains(batch):
+    if training and weight is not None and bias is not None and half_ops.are_for(batch):
         return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps, correction=1)
     return torch.batch_norm(batch, weight, bias, mean, var, training, momentum, eps, cudnn)
 
 
 def _relu(given: torch.Tensor) -> torch.Tensor:
-    return half_ops.relu(given) if _trains(given) else torch.relu(given)
+    return half_ops.relu(given) if half_ops.are_for(given) else torch.relu(given)
 
 
 def _relu_in_place(given: torch.Tensor) -> torch.Tensor:
-    if not _trains(given) or given.grad_fn is None or given._is_view():
-        return torch.relu_(given)
-    out = half_ops.relu(given)
-    # Without the history, or a gradient of zeros would be carried through all of it.
-    return given.detach_().copy_(out)
+    return half_ops.relu_in_place(given) if half_ops.are_for(given) else torch.relu_(given)
 
 
 def _attention(
@@ -41,7 +33,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     plain = mask is None and not dropout_p and not is_causal and not enable_gqa
-    if plain and _trains(query) and key.dtype is value.dtype is query.dtype:
+    if plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
         wanted = query.shape[-1] ** -0.5 if scale is None else scale
         return half_ops.attention(query, key, value, wanted)
     return torch.nn.functional.scaled_dot_product_attention(

@@ -130,8 +130,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lean(given: torch.Tensor) -> bool:
-    trains = given.requires_grad and torch.is_grad_enabled()
-    return _Spelling.lean and trains and given.dtype in half_ops.TYPES
+    return _Spelling.lean and half_ops.are_for(given)
 
 
 def _batch_norm(
@@ -151,11 +150,7 @@ def _relu(given: torch.Tensor) -> torch.Tensor:
 
 
 def _relu_in_place(given: torch.Tensor) -> torch.Tensor:
-    if not _lean(given) or given.grad_fn is None or given._is_view():
-        return torch.relu_(given)
-    out = half_ops.relu(given)
-    # Without the history, or a gradient of zeros would be carried through all of it.
-    return given.detach_().copy_(out)
+    return half_ops.relu_in_place(given) if _lean(given) else torch.relu_(given)
 
 
 def _max_pool2d(
