@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 @quiet_when_closed
 def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = ()) -> int:
     """Train a model, one worker a device; the same as launch_single_task.py."""
-    from accbench.launchers.run import run
+    from accbench.uncollected import uncollected
+
+    with uncollected():
+        from accbench.launchers.run import run
 
     return run(argv, prog, worker)
 

@@ -14,6 +14,7 @@ import pytest
 
 from accbench.data import mock_images
 from accbench.recording import records
+from tests.forked import Forker
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +36,9 @@ TINY = (
     "--log_interval=2",
 )
 
+
+# The launchers of `run`.
+FORKER = Forker()
 
 # What Python and torch start once, in the tests' own process, and keep until it ends.
 HELPERS = (
@@ -73,7 +77,9 @@ def _children() -> set[psutil.Process]:
     for child in psutil.Process().children():
         try:
             line = " ".join(child.cmdline())
-            if not any(helper in line for helper in HELPERS):
+            if "tests.forked" in line:
+                found |= set(child.children(recursive=True))
+            elif not any(helper in line for helper in HELPERS):
                 found |= {child, *child.children(recursive=True)}
         except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile
             continue
@@ -109,8 +115,11 @@ def command(*arguments: object, script: str = "launch_single_task.py") -> list[s
 
 def run(*arguments: object, script: str = "launch_single_task.py"):
     """Run a script of the repository to its end; output as text."""
+    whole = command(*arguments, script=script)
+    if FORKER.can_run(whole[1:]):
+        return FORKER.run(whole[1:], HANG_S)
     return subprocess.run(
-        command(*arguments, script=script),
+        whole,
         cwd=ROOT,
         capture_output=True,
         text=True,

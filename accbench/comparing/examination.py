@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import models, plugins
+from accbench import models
 from accbench.comparing import distances, dropout, reference, roundings
 from accbench.comparing.own_dropout import own_dropout
 from accbench.comparing.reference import Reference
@@ -20,18 +20,12 @@ from accbench.engines.state import NotLoadableError, TrainingState
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import process_group
+from accbench.training.opening import engine_of
 from accbench.training.process_group import Topology
 from accbench.training.train_loop import train_step
 
 # A loss scale with which every float16 gradient overflows.
 _OVERFLOWING_SCALE = 2.0**100
-
-
-def engine_of(task: TaskConfig, topology: Topology) -> Engine:
-    engine: Engine = plugins.load("engines", task.engine)(
-        task, task.options.get(task.engine), topology
-    )
-    return engine
 
 
 def _in_a_line(error: Exception) -> str:

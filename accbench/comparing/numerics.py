@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accbench.comparing import dropout, reference, roundings, script_pass, update_rules
-from accbench.comparing.examination import Examination, engine_of
+from accbench.comparing.examination import Examination
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
 from accbench.engines.state import NotLoadableError
@@ -26,6 +26,7 @@ from accbench.launchers.run import run
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import worker
+from accbench.training.opening import first_engine_of
 from accbench.training.process_group import Topology
 
 
@@ -40,7 +41,7 @@ def check(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: 
     """
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
-    engine = engine_of(task, topology)
+    engine = first_engine_of(task, topology)
     against = Reference(reference_dir, update_rules.of_task(task), topology.rank)
     losses = against.facts.losses
     made_for = (against.facts.batch_size, len(losses), len(losses[0]))

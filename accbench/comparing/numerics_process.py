@@ -10,6 +10,9 @@ if __name__ == "__main__":
     # its name that torch imports.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.append(sys.path.pop(0))
-    from accbench.comparing import numerics
+    from accbench.uncollected import uncollected
+
+    with uncollected():
+        from accbench.comparing import numerics
 
     sys.exit(numerics.main(sys.argv[1:], STARTED))

@@ -27,6 +27,7 @@ from accbench.recording.logger import RunLogger
 from accbench.training import process_group, script
 from accbench.training.accelerated_run import Run, Watch
 from accbench.training.current import Worker
+from accbench.training.opening import first_engine_of
 from accbench.training.process_group import Topology
 
 
@@ -176,7 +177,7 @@ class _Teacher(Watch):
 
 def _check(task: TaskConfig, topology: Topology, reference_dir: Path, logger: RunLogger) -> None:
     folder = script_reference.folder(reference_dir)
-    engine = script.engine_of(task, topology)
+    engine = first_engine_of(task, topology)
     first = Step.read(folder, 0, topology.rank)
     shapes = [tuple(shape) for shape in first.dropout_shapes]
     pupil: Callable[[Run], Watch]

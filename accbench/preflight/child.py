@@ -3,16 +3,18 @@
 import sys
 
 
-def main() -> None:
-    """Become the module."""
-    import runpy
+def main() -> int:
+    """Become the module, whose `main` takes arguments and returns the exit status."""
+    import importlib
 
     from accbench.stop_signals import die_with_parent
+    from accbench.uncollected import uncollected
 
     parent, module = int(sys.argv[1]), sys.argv[2]
     die_with_parent(parent)
-    sys.argv = [module, *sys.argv[3:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    with uncollected():
+        main = importlib.import_module(module).main
+    return int(main(sys.argv[3:]))
 
 
 if __name__ == "__main__":
@@ -20,4 +22,4 @@ if __name__ == "__main__":
     # its name that torch imports.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.append(sys.path.pop(0))
-    main()
+    sys.exit(main())

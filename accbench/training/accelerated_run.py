@@ -26,7 +26,7 @@ from accbench.training import (
 )  # fmt: skip
 from accbench.training.accelerated_loader import Loader
 from accbench.training.current import Worker
-from accbench.training.script import engine_of
+from accbench.training.opening import engine_of
 from accbench.training.step_timer import StepTimer
 
 

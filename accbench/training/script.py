@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from accbench import plugins
 from accbench.config import TaskConfig
-from accbench.engines import Engine
 from accbench.errors import RequestError, RunEnded, ScriptExitError
 from accbench.training import current
 from accbench.training.current import Worker
+from accbench.training.opening import first_engine_of
 from accbench.training.process_group import Topology
 
 
@@ -36,7 +35,7 @@ def run_in(worker: Worker) -> None:
     task = worker.task
     assert task.script is not None
     # Before the script's first backward pass, by which autograd learns what devices there are.
-    worker.engine = worker.engine or engine_of(task, worker.topology)
+    worker.engine = worker.engine or first_engine_of(task, worker.topology)
     # Or ranks and engines would begin with other weights, and in another order, unless the
     # script sees to that.
     torch.manual_seed(task.seed)
@@ -61,14 +60,6 @@ def run_in(worker: Worker) -> None:
                 "loader), by which it would train here"
             )
         worker.run.close()
-
-
-def engine_of(task: TaskConfig, topology: Topology) -> Engine:
-    """The task's engine, opened."""
-    engine: Engine = plugins.load("engines", task.engine)(
-        task, task.options.get(task.engine), topology
-    )
-    return engine
 
 
 def _let_go(worker: Worker) -> None:

@@ -38,6 +38,7 @@ from accbench.recording.terminal import TrainingDisplay, log
 from accbench.stop_signals import die_with_parent
 from accbench.training import checkpoints, process_group, resume, script, slurm_variables
 from accbench.training.epochs import Epochs
+from accbench.training.opening import first_engine_of
 from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
 
@@ -136,9 +137,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         return
     logger = RunLogger(task.run_dir, topology.rank)
     source_name, location = config.data_name(task.data)
-    engine: Engine = plugins.load("engines", task.engine)(
-        task, task.options.get(task.engine), topology
-    )
+    engine = first_engine_of(task, topology)
     source = plugins.load("data", source_name)(
         location, task, task.options.get(source_name), topology
     )

@@ -8,7 +8,10 @@ STARTED = time.perf_counter()  # before the imports, which a first step waits fo
 
 def main() -> int:
     """Train as the process's flags say; returns the exit status."""
-    from accbench.training import worker
+    from accbench.uncollected import uncollected
+
+    with uncollected():
+        from accbench.training import worker
 
     return worker.main(started=STARTED)
 

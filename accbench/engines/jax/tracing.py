@@ -17,6 +17,7 @@ from accbench.engines import tracing
 from accbench.engines.jax import engine
 from accbench.pjrt import xla_flags
 from accbench.training.process_group import Topology
+from accbench.uncollected import uncollected
 
 NEEDS = ("jax", "jax")
 """A module, and the extra that has it."""
@@ -69,7 +70,8 @@ def _trace(task: TaskConfig, folder: Path) -> None:
     started = time.perf_counter()
     world_size = task.nproc_per_node
     here = Topology(world_size=world_size, local_world_size=world_size)
-    absent = AbsentGpus(task, task.options.get("jax", engine.Engine.Options()), here)
+    with uncollected():
+        absent = AbsentGpus(task, task.options.get("jax", engine.Engine.Options()), here)
     source = tracing.source_of(task)
     spec, net = tracing.model_of(task, source.num_classes)
     model = absent.prepared(net)

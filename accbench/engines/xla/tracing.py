@@ -25,6 +25,7 @@ from accbench.engines.xla import engine, module_scopes
 from accbench.pjrt import xla_flags
 from accbench.training import train_loop
 from accbench.training.process_group import Topology
+from accbench.uncollected import uncollected
 
 NEEDS = ("torch_xla", "xla-cuda12")
 """A module, and the extra that has it."""
@@ -85,7 +86,8 @@ def _trace(task: TaskConfig, folder: Path, rank: int) -> None:
     started = time.perf_counter()
     world_size = task.nproc_per_node
     here = Topology(rank, rank, world_size, world_size)
-    absent = AbsentGpu(task, task.options.get("xla", engine.Engine.Options()), here)
+    with uncollected():
+        absent = AbsentGpu(task, task.options.get("xla", engine.Engine.Options()), here)
     source = tracing.source_of(task)
     spec, net = tracing.model_of(task, source.num_classes)
     model = absent.prepared(net)

@@ -1,0 +1,23 @@
+"""A task's engine in a worker's process."""
+
+from accbench import plugins
+from accbench.config import TaskConfig
+from accbench.engines import Engine
+from accbench.training.process_group import Topology
+from accbench.uncollected import uncollected
+
+
+def engine_of(task: TaskConfig, topology: Topology) -> Engine:
+    """The task's engine, opened."""
+    engine: Engine = plugins.load("engines", task.engine)(
+        task, task.options.get(task.engine), topology
+    )
+    return engine
+
+
+def first_engine_of(task: TaskConfig, topology: Topology) -> Engine:
+    """`engine_of`, in a process that is a worker's alone."""
+    with uncollected():
+        import torch._dynamo  # noqa: F401  # or the first optimizer does
+
+        return engine_of(task, topology)

@@ -1,0 +1,172 @@
+"""Commands of the tests forked from a Python that has imported what launchers import.
+
+    python -m tests.forked DESCRIPTOR   (what `Forker` starts)
+
+A launcher spends its first second of processor time on importing torch, and the tests start
+hundreds. `accbench compare` starts its launchers in the same way. What a launcher starts is
+fresh in either case; what a test sends signals to is a process of its own (`under_way`).
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).parent.parent
+# What they import, and so what a forked one has at hand.
+_IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
+             "accbench.launchers.run", "accbench.report.publish")  # fmt: skip
+# Read when Python or a library starts, which a forked process does not.
+_READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_", "TORCH_", "LANG",
+                  "LC_", "HOME")  # fmt: skip
+_MOST_BYTES = 1 << 20
+
+
+class Forker:
+    """A prepared Python, started when first needed; ends with the tests' own process."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._at_start: dict[str, str] = {}
+
+    def can_run(self, arguments: list[str]) -> bool:
+        """Whether this would be the same in a forked process."""
+        if self._socket is None:
+            self._at_start = _read_at_start()
+        arguments = _without_flags(arguments)
+        launches = arguments[:1] == ["launch_single_task.py"] or arguments[:2] == ["-m", "accbench"]
+        return launches and hasattr(os, "pidfd_open") and _read_at_start() == self._at_start
+
+    def run(self, arguments: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """`python ARGUMENTS` in the repository's folder to its end; output as text.
+
+        Raises:
+            TimeoutError: it has not ended by then.
+        """
+        if self._socket is None:
+            self._process, self._socket = _start()
+        with contextlib.ExitStack() as stack:
+            out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            request = json.dumps([_without_flags(arguments), dict(os.environ)]).encode()
+            descriptors = [file.fileno() for file in (out, err, theirs)]
+            socket.send_fds(self._socket, [request], descriptors)
+            theirs.close()
+            ours.settimeout(timeout_s)
+            status = ours.recv(16)  # nothing, if it was killed
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(
+                [sys.executable, *arguments], int(status), out.read(), err.read()
+            )
+
+
+def _without_flags(arguments: list[str]) -> list[str]:
+    return arguments[1:] if arguments[0] == "-B" else arguments
+
+
+def _read_at_start() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}
+
+
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
+            cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    return process, ours
+
+
+def _serve(requests: socket.socket) -> None:
+    """Until the tests' own process closes its end, as it does when it dies."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
+        if not request:
+            return
+        if os.fork() == 0:
+            requests.close()
+            _run_and_tell(*json.loads(request), *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _run_and_tell(
+    arguments: list[str], environment: dict[str, str], out: int, err: int, told: int
+) -> NoReturn:
+    """Wait for the command, which has no child that it did not start itself."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        os.close(told)
+        _become(arguments, environment, out, err)
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, told], [], [])[0]:  # the tests have given it up
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become(arguments: list[str], environment: dict[str, str], out: int, err: int) -> NoReturn:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    os.environ.clear()
+    os.environ.update(environment)
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    status = 1
+    try:
+        if is_module:
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            status = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    # As at the end of any Python: threads, atexit, buffers. An exit in the midst of `_serve`'s
+    # stack would go through its frames, which are the prepared process's.
+    finally:
+        _finish(status)
+
+
+def _finish(status: int) -> NoReturn:
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    import importlib
+
+    from accbench.uncollected import uncollected
+
+    with uncollected():
+        for module in _IMPORTED:
+            importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    _serve(socket.socket(fileno=int(sys.argv[1])))
