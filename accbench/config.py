@@ -230,10 +230,10 @@ def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConf
         content = flag_values.read(Path(given.config))
         try:
             from_file = flag_values.as_flags(content, flags_class)
-            parse_flags(flags_class, from_file, prog)
+            # Of the flags it is known by now that they are right.
+            given = parse_flags(flags_class, [*from_file, *argv], prog)
         except RequestError as error:
             raise RequestError(f"{given.config}: {error}") from None
-        given = parse_flags(flags_class, [*from_file, *argv], prog)
     return given
 
 

@@ -96,8 +96,9 @@ def images(tmp_path_factory) -> Path:
 
 # Files that take minutes, longest first: begun last, one of them would keep a core to itself.
 LONGEST = (
-    "test_numerics", "test_resume", "test_rounds", "test_recipes", "test_xla_runs", "test_faults",
-    "test_notebook", "test_command", "test_policies", "test_export",
+    "test_numerics", "test_resume", "test_elastic", "test_launcher", "test_rounds", "test_faults",
+    "test_command", "test_policies", "test_recipes", "test_notebook", "test_doctor", "test_steps",
+    "test_graphs", "test_operations", "test_any_model", "test_accelerate", "test_export",
 )  # fmt: skip
 
 

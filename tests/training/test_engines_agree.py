@@ -18,7 +18,7 @@ NUM_STEPS = 10
 # Adam divides by the gradient's size, so rounding in gradients that are nearly
 # zero is blown up to the size of a step; small steps keep ten of them comparable.
 FLAGS = (
-    "--model=resnet18", "--image_size=64", "--batch_size=4", "--amp_level=O0", "--workers=1",
+    "--model=resnet18", "--image_size=64", "--batch_size=4", "--amp_level=O0", "--workers=0",
     "--threads=1", f"--max_steps={NUM_STEPS}", "--lr=1e-5", "--seed=3",
 )  # fmt: skip
 

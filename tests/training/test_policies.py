@@ -172,7 +172,7 @@ def test_out_of_memory(tmp_path):
     assert "no checkpoint in" in halved.stdout
     assert end_of(tmp_path / "halved").num_samples == 6 * 2 * 2
     parts = run(*flags, f"--output_dir={tmp_path / 'parts'}", "--on_oom=halve", "--batch_size=10",
-                "--accumulate=2")  # fmt: skip
+                "--accumulate=2", "--nproc_per_node=1")  # fmt: skip
     assert parts.returncode == 0, parts.stderr
     values = json.loads((tmp_path / "parts" / "config.json").read_text())
     assert (values["batch_size"], values["accumulate"]) == (2, 1)  # 5 are not cut in two

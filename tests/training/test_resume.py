@@ -50,8 +50,7 @@ def evaluations(run_dir) -> list[records.EvalRecord]:
 
 SETTINGS = {
     "ddp-2": ("--engine=ddp", "--nproc_per_node=2"),
-    "sgd-2": ("--engine=ddp", "--nproc_per_node=2", "--optimizer=sgd", "--nesterov"),
-    "xla-1": ("--engine=xla", "--nproc_per_node=1"),
+    "xla-1": ("--engine=xla", "--nproc_per_node=1", "--optimizer=sgd", "--nesterov"),
     "xla-2": ("--engine=xla", "--nproc_per_node=2"),
 }
 
@@ -74,9 +73,10 @@ def test_killed_and_started_again(images, undisturbed, tmp_path, monkeypatch, na
     order.write_text("21")
     monkeypatch.setenv("KILLED_ONCE", str(order))
     run_dir = tmp_path / "run"
+    # Loading in the same process and in others makes no difference.
     result = run(*LEARNING, *SETTINGS[name], f"--data=imagefolder:{images}",
-                 f"--output_dir={run_dir}", "--max_restarts=1", "--workers=1",
-                 "--xla.replay=off")  # fmt: skip
+                 f"--output_dir={run_dir}", "--max_restarts=1",
+                 f"--workers={int(name == 'ddp-2')}", "--xla.replay=off")  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert not order.exists()
     assert "was killed by SIGKILL" in result.stderr
@@ -94,11 +94,11 @@ def test_killed_and_started_again(images, undisturbed, tmp_path, monkeypatch, na
 
 def test_restarts_come_to_an_end(tmp_path):
     result = run(*TINY, "--data=synthetic", "--model=tests.nets:raises_on_rank1",
-                 "--max_restarts=2", "--nproc_per_node=2",
+                 "--max_restarts=1", "--nproc_per_node=2",
                  f"--output_dir={tmp_path / 'run'}")  # fmt: skip
     assert result.returncode == 1
-    assert result.stderr.count("ValueError: planted fault; logs in") == 3
-    assert result.stdout.count("no checkpoint in") == 2
+    assert result.stderr.count("ValueError: planted fault; logs in") == 2
+    assert result.stdout.count("no checkpoint in") == 1
     end = end_of(tmp_path / "run")
     assert end.status == "error"
     assert end.num_steps == 2  # not those of the tries before
@@ -199,7 +199,7 @@ def test_other_engine_other_number_of_workers(images, undisturbed, tmp_path):
                  "--keep_checkpoints=9")  # fmt: skip
     assert result.returncode == 0, result.stderr
     whole, at_10 = losses(first), checkpoints.folder_of(first, 10)
-    for engine, num_workers in (("xla", 2), ("inductor", 2), ("xla", 1)):
+    for engine, num_workers in (("xla", 2), ("inductor", 1)):
         run_dir = tmp_path / f"{engine}-{num_workers}"
         result = run(*LEARNING, *model, f"--engine={engine}", f"--nproc_per_node={num_workers}",
                      f"--output_dir={run_dir}", f"--resume={at_10}")  # fmt: skip
