@@ -27,7 +27,7 @@ _GRACE_S = 15
 # Keeps Python (3.11 and later) from looking for modules in the current folder first, where a file
 # of a user's hides the module of its name that multiprocessing imports.
 _SAFE_PATH, _SET_HERE = "PYTHONSAFEPATH", "for the fork server"
-_PRELOADED = ["accbench.comparing.run", "accbench.launchers.local", "accbench.comparing.numerics"]
+_PRELOADED = ["accbench.comparing.prepared"]
 
 
 def run_to_its_end(
