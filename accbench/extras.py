@@ -1,9 +1,9 @@
 """What to type where an optional package is missing; accbench itself is on no package index."""
 
-import importlib.util
 import shlex
 import sys
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 _CLONE = Path(__file__).parents[1]
@@ -67,7 +67,9 @@ def without_paths(text: str) -> str:
 
 def _pip(*arguments: str) -> str:
     pip = [sys.executable, "-m", "pip", "install"]
-    if importlib.util.find_spec("pip") is None:  # an environment made by uv
+    # Not by importlib.util.find_spec: setuptools' finder, asked for pip, takes the process for pip
+    # and then fails to import setuptools.
+    if PathFinder.find_spec("pip") is None:  # an environment made by uv
         pip = ["uv", "pip", "install", "--python", sys.executable]
     return shlex.join([*pip, *arguments])
 

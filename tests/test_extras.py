@@ -2,8 +2,10 @@
 
 import importlib.util
 import shlex
+import subprocess
 import sys
 from importlib import metadata
+from importlib.machinery import PathFinder
 
 import pytest
 
@@ -32,6 +34,11 @@ def test_clone_is_installed_with_the_extra(capsys, monkeypatch, module, flags, e
     assert cli.run(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     check_command(line, extra)
+
+
+def test_setuptools_is_imported_after_a_command_was_told():
+    code = "from accbench import extras; extras.install_command('xla'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture
@@ -82,13 +89,12 @@ def test_gpu_without_the_plugin(tmp_path, monkeypatch):
     assert how_else == "--device cpu to train on the CPU"
 
 
+@pytest.mark.usefixtures("without_torch_xla")
 def test_uv_installs_where_there_is_no_pip(capsys, monkeypatch):
     # Stands in for an environment that uv made.
-    found = importlib.util.find_spec
+    found = PathFinder.find_spec
     monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name in ("pip", "torch_xla") else found(name),
+        PathFinder, "find_spec", lambda name, *rest: None if name == "pip" else found(name, *rest)
     )
     assert cli.run(["--compiler-opt"]) == 2
     assert f"uv pip install --python {sys.executable} -e" in capsys.readouterr().err
