@@ -97,6 +97,11 @@ class Engine(abc.ABC):
 
     # In the worker.
 
+    @classmethod
+    def for_loops(cls) -> type["Engine"]:
+        """What runs loops of a user's own; it is made with this engine's options."""
+        return cls
+
     @property
     @abc.abstractmethod
     def device_name(self) -> str:

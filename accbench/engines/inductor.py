@@ -91,6 +91,20 @@ class Engine(ddp.Engine):
     def _compiled(self, model: nn.Module) -> nn.Module:
         from torch._dynamo import trace_rules
         from torch._dynamo.external_utils import wrap_inline
+
+        backend = self._backend()
+        # In place: the module keeps its class and its parameters' names.
+        dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
+        nn.Module.compile(model, backend=backend, dynamic=dynamic)
+        if trace_rules.check(model.forward):
+            # A class of torch's own, nn.Sequential for one: dynamo passes over its frames, and
+            # would compile nothing. torch.compile(model) adds a frame there, too.
+            call = wrap_inline(model._call_impl)
+            model._compiled_call_impl = torch.compile(call, backend=backend, dynamic=dynamic)
+        return model
+
+    def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
+        """What compiles a graph that dynamo has found; counts graphs, and how often they run."""
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -104,24 +118,20 @@ class Engine(ddp.Engine):
                 return compile_fx_inner(*args, **kwargs)
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            self.num_compiles += 1
-            compiled: Any = compile_fx(graph, inputs, inner_compile=in_turn, config_patches=patches)
+            return self._counted(
+                compile_fx(graph, inputs, inner_compile=in_turn, config_patches=patches)
+            )
 
-            def counted(*args: Any) -> Any:
-                self.num_executions += 1
-                return compiled(*args)
+        return backend
 
-            return counted
+    def _counted(self, compiled: Any) -> Callable[..., Any]:
+        self.num_compiles += 1
 
-        # In place: the module keeps its class and its parameters' names.
-        dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
-        nn.Module.compile(model, backend=backend, dynamic=dynamic)
-        if trace_rules.check(model.forward):
-            # A class of torch's own, nn.Sequential for one: dynamo passes over its frames, and
-            # would compile nothing. torch.compile(model) adds a frame there, too.
-            call = wrap_inline(model._call_impl)
-            model._compiled_call_impl = torch.compile(call, backend=backend, dynamic=dynamic)
-        return model
+        def counted(*args: Any) -> Any:
+            self.num_executions += 1
+            return compiled(*args)
+
+        return counted
 
     @contextlib.contextmanager
     def _compiling_alone(self) -> Iterator[None]:

@@ -9,10 +9,10 @@ from accbench.uncollected import uncollected
 
 def engine_of(task: TaskConfig, topology: Topology) -> Engine:
     """The task's engine, opened."""
-    engine: Engine = plugins.load("engines", task.engine)(
-        task, task.options.get(task.engine), topology
-    )
-    return engine
+    kind: type[Engine] = plugins.load("engines", task.engine)
+    if task.script is not None:
+        kind = kind.for_loops()
+    return kind(task, task.options.get(task.engine), topology)
 
 
 def first_engine_of(task: TaskConfig, topology: Topology) -> Engine:

@@ -188,6 +188,34 @@ class Cases:
         self.both("evaluation", evaluate=DataLoader(data, 3))
         self.both("state from before", early=self.early)
         self.overflow()
+        self.dropout()
+
+    def dropout(self):
+        """Right in rate and scale, another in every step, and the same from the same seed."""
+        kept = []
+        for attempt in range(2):
+            torch.manual_seed(3)
+            net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Dropout(0.25))
+            with torch.no_grad():
+                net[0].weight.copy_(torch.eye(4))
+            run = accbench.accelerate(
+                net, torch.optim.SGD(net.parameters(), lr=0.0), [torch.ones(5000, 4)] * 2,
+                engine=self.engine, amp_level="O0", threads=1, tensorboard="off",
+                output_dir=str(self.out / f"dropout-{attempt}"),
+            )  # fmt: skip
+            for inputs in run.loaders[0]:
+                output = net(inputs)
+                run.backward(output.sum())
+                run.optimizer.step()
+                kept.append(run.to_host(output))
+            run.close()
+            torch._dynamo.reset()
+        values = torch.cat(kept).unique()
+        torch.testing.assert_close(values, torch.tensor([0, 1 / 0.75]))
+        assert not torch.equal(kept[0], kept[1])
+        assert torch.equal(kept[0], kept[2])
+        rate = (torch.cat(kept[:2]) == 0).double().mean().item()
+        self.found["dropout"] = [0.0, 0.0 if abs(rate - 0.25) < 0.01 else rate]
 
     def overflow(self):
         """A step whose float16 gradients are infinite changes nothing, the next one does."""

@@ -1,5 +1,6 @@
 """Loops of a user's own through every engine: `accbench.accelerate` and `--script`."""
 
+import importlib.util
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from tests.conftest import HANG_S, ROOT, end_of, of_kind, run
 OWN_SCRIPT = ROOT / "tests/scripts/own_script.py"
 TINY_RUN = ("--amp_level=O0", "--threads=1", "--tensorboard=off", "--warmup_steps=2")
 ENGINES = ["ddp", "inductor", pytest.param("xla", marks=pytest.mark.xla)]
+if importlib.util.find_spec("jax"):
+    ENGINES.append("jax")
 
 
 def python(*arguments, cwd=ROOT, **environment):
@@ -46,10 +49,10 @@ def own_loops(request, tmp_path_factory):
 
 
 def test_loops_train_as_by_plain_torch(own_loops):
-    """Optimizers, schedulers made before and after, tied weights, accumulation, clipping, and
-    evaluation in between; by ddp to the last bit."""
+    """Optimizers, schedulers made before and after, tied weights, accumulation, clipping, dropout,
+    and evaluation in between; by ddp to the last bit."""
     engine, found, _ = own_loops
-    assert len(found) == 19
+    assert len(found) == 20
     limit = 0 if engine == "ddp" else 1e-5
     assert {case: d for case, d in found.items() if not max(d) <= limit} == {}
 
@@ -117,7 +120,7 @@ def test_the_documented_change_is_that_of_the_examples(example):
             assert line in shown.splitlines(), line
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "inductor"])
 def test_two_workers_are_one_with_the_double_batch(engine, tmp_path):
     """Gradients are averaged, before they are clipped; samples are shared out."""
     found = []
@@ -210,8 +213,12 @@ def test_a_script_that_fails_says_so_in_its_record(how, status, told, tmp_path):
         (["--script=missing.py"], "--script missing.py: there is no such file"),
         ([f"--script={OWN_SCRIPT}", "--lr=0.1"], "--lr is not for a script"),
         ([f"--script={OWN_SCRIPT}", "--script_args='"], "--script_args"),
+        pytest.param(
+            [f"--script={OWN_SCRIPT}", "--engine=jax", "--device=cuda"], "on a CPU alone",
+            marks=pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="needs jax"),
+        ),
     ],
-)
+)  # fmt: skip
 def test_flags_that_a_script_cannot_have(flags, told, tmp_path):
     result = launched(*flags, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 2

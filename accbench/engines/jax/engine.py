@@ -9,7 +9,6 @@ live in JAX's arrays; the torch module has them whenever it is read.
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,19 +18,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accbench import engines, extras, folders
+from accbench import engines, extras
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import beside, cuda_rules, optimizers
 from accbench.engines.ddp import peak_resident_bytes
+from accbench.engines.jax import starting
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance, terminal
 from accbench.training.process_group import Topology
 
-_PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
 _PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 # One compiled step a signature of batches; more are forgotten, the oldest first.
 _MOST_STEPS = 64
@@ -72,6 +71,8 @@ class Engine(engines.Engine):
         but for a CPU, where torch's operations are as fast and ready."""
         flags: str = ""
         """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
+        find_unused_parameters: bool = False
+        """In loops of your own, of several workers: as --ddp.find_unused_parameters."""
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -83,8 +84,8 @@ class Engine(engines.Engine):
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
         if importlib.util.find_spec("jax") is None:
             return f"--engine jax needs {extras.not_installed('jax', 'jax')}"
-        if task.script is not None:
-            return _WHOLE_STEPS
+        if task.script is not None and task.device != "cpu":
+            return _ON_CPU_ALONE
         try:
             xla_flags.parse(task.options.get("jax", cls.Options()).flags)
         except RequestError as error:
@@ -98,8 +99,14 @@ class Engine(engines.Engine):
         return None
 
     @classmethod
+    def for_loops(cls) -> type[engines.Engine]:
+        from accbench.engines.jax import loops
+
+        return loops.Engine
+
+    @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
-        env = {"JAX_PLATFORMS": _PLATFORMS[task.device]}
+        env = {"JAX_PLATFORMS": starting.PLATFORMS[task.device]}
         if task.device == "cpu" and task.threads:
             # XLA sizes its thread pool by this name or by the machine's cores.
             env["NPROC"] = str(task.threads)
@@ -107,17 +114,9 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
-        flags = xla_flags.merged(task.device, options.flags)
-        if flags:  # XLA reads them once, when a device is first used
-            os.environ["XLA_FLAGS"] = flags
+        starting.configure(task.device, options.flags)
         import jax
 
-        if "JAX_PLATFORMS" not in os.environ:
-            jax.config.update("jax_platforms", _PLATFORMS[task.device])
-        if "JAX_ENABLE_X64" not in os.environ:
-            # Or int64 would be int32, and models that compute with large numbers, BERT's masking
-            # for one, others without anyone being told.
-            jax.config.update("jax_enable_x64", True)
         from accbench.engines.jax import arrays
 
         self._cache = self._start_cache()
@@ -150,16 +149,7 @@ class Engine(engines.Engine):
         return found
 
     def _start_cache(self) -> str:
-        import jax
-
-        if self.options.compile_cache == "off":
-            return "off: --jax.compile_cache off"
-        folder = Path(self.options.cache_dir or folders.of_user_cache("jax"))
-        folder = folder / f"{jax.__version__}-{self.task.device}"
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        return str(folder)
+        return starting.keep_compiled(self.task.device, self.options)
 
     @property
     def compile_cache(self) -> str:
@@ -188,9 +178,6 @@ class Engine(engines.Engine):
             model, optimizer, self.scaler, mirror.keys_of(self.task), self._workers
         )
         return optimizer
-
-    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        raise RequestError(_WHOLE_STEPS)
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         from accbench.engines.jax import arrays
@@ -230,10 +217,10 @@ class Engine(engines.Engine):
         return self._hosts_autocast()
 
     def backward(self, loss: torch.Tensor) -> None:
-        raise RequestError(_WHOLE_STEPS)
+        raise NotImplementedError("run_step takes whole steps; see for_loops")
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        raise RequestError(_WHOLE_STEPS)
+        raise NotImplementedError("run_step takes whole steps; see for_loops")
 
     def run_step(
         self, step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,
@@ -286,7 +273,8 @@ class Engine(engines.Engine):
         if self._evaluation is None:
             from accbench.engines.jax import evaluation
 
-            self._evaluation = evaluation.Evaluation(self._autocast, self._rules())
+            rules = starting.rules(self.task.device, self.options)
+            self._evaluation = evaluation.Evaluation(self._autocast, rules)
         self._mirror.take_over()
         is_averaged = isinstance(model, optimizers.Averaged)
         key = optimizers.AVERAGE if is_averaged else "parameters"
@@ -365,22 +353,8 @@ class Engine(engines.Engine):
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
             scaling=_scaling(self.scaler),
-            rules=self._rules(),
+            rules=starting.rules(self.task.device, self.options),
         )
-
-    def _rules(self) -> Any:
-        from accbench.engines.jax import lowering
-
-        return lowering.Rules(
-            channels_last=self._is_on(self.options.channels_last),
-            products_for_1x1=self._is_on(self.options.products_for_1x1),
-            products_for_small_images=self._is_on(self.options.products_for_small_images),
-            weights_by_image=self._is_on(self.options.weights_by_image),
-            pools_by_place=self.options.pools_by_place == "on",
-        )
-
-    def _is_on(self, option: str) -> bool:
-        return option == "on" or (option == "auto" and self.task.device == "cpu")
 
     def wait(self) -> None:
         if self._mirror is not None:
@@ -474,9 +448,9 @@ class _Step:
     """How far it moves each position of `beside`."""
 
 
-_WHOLE_STEPS = (
-    "engine jax takes whole steps of accbench's own loop, and runs neither scripts nor "
-    "accbench.accelerate; use --engine ddp, inductor or xla for those"
+_ON_CPU_ALONE = (
+    "engine jax runs scripts and accbench.accelerate on a CPU alone, and elsewhere whole steps of "
+    "accbench's own loop; use --engine inductor or xla, or --device cpu"
 )
 
 

@@ -104,12 +104,17 @@ def _has_no_traceback(record: logging.LogRecord) -> bool:
     return record.exc_info is None
 
 
+def own_device() -> jax.Device:
+    """This process's; the first to ask starts JAX."""
+    with _without_tracebacks():
+        return jax.local_devices()[0]
+
+
 class Workers:
     """Arrays that all workers share, arrays of each one's own, and functions over both."""
 
     def __init__(self, topology: Topology) -> None:
-        with _without_tracebacks():
-            self.device: jax.Device = jax.local_devices()[0]
+        self.device = own_device()
         self._mesh = None
         if topology.world_size > 1:
             self._mesh = Mesh(np.array(jax.devices()), (_AXIS,))

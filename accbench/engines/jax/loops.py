@@ -1,0 +1,159 @@
+"""Loops of a user's own through JAX: forward and backward pass, each a compiled function.
+
+A loop that somebody wrote cannot be one function, as a step of accbench's own is: the loss, the
+optimizer and all else in it are torch's. `torch.compile` finds the model's graphs, AOTAutograd
+parts each into a forward and a backward pass, and the table of `lowering` turns these into JAX.
+On a CPU both sides read and write the same memory.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from accbench import engines
+from accbench.config import TaskConfig
+from accbench.engines import inductor
+from accbench.engines.jax import starting
+from accbench.training.process_group import Topology
+
+
+class Engine(inductor.Engine):
+    """Graphs of torch.compile through JAX, under DistributedDataParallel; the rest as in ddp."""
+
+    compiler = "xla"
+
+    def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
+        """
+        Args:
+            options: the engine jax's.
+        """
+        super().__init__(
+            task,
+            # Of strides JAX knows nothing, and graphs look at those of what they are given.
+            inductor.Engine.Options(
+                channels_last=False, find_unused_parameters=options.find_unused_parameters
+            ),
+            topology,
+        )
+        starting.configure(task.device, options.flags)
+        self._cache = starting.keep_compiled(task.device, options)
+        from accbench.engines.jax import workers
+
+        self._jax_device = workers.own_device()
+        self._rules = starting.rules(task.device, options)
+        self._backward_s = 0.0
+        self._in_dynamo = False
+
+    @property
+    def compile_cache(self) -> str:
+        return self._cache
+
+    @contextlib.contextmanager
+    def _compiling_alone(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if Path(self._cache).is_absolute():
+                stack.enter_context(super()._compiling_alone())
+            yield
+
+    def _backend(self) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        from accbench.engines.jax import lowering
+
+        def forward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return make_boxed_func(self._function(graph, inputs))
+
+        def backward(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            begun = time.perf_counter()
+            function = make_boxed_func(self._function(graph, inputs))
+            if not self._in_dynamo:  # which counts its own time
+                self._backward_s += time.perf_counter() - begun
+            return function
+
+        to_functions = aot_autograd(
+            fw_compiler=forward, bw_compiler=backward, inference_compiler=forward,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=lowering.decompositions(),
+        )  # fmt: skip
+
+        def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            self._in_dynamo = True
+            try:
+                # The other attentions are operations with random states and paddings of their own.
+                with sdpa_kernel(SDPBackend.MATH):
+                    return self._counted(to_functions(graph, inputs))
+            finally:
+                self._in_dynamo = False
+
+        return backend
+
+    def compile_stats(self) -> engines.CompileStats:
+        return super().compile_stats() + engines.CompileStats(compile_s=self._backward_s)
+
+    def _function(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        """The graph, compiled: torch's tensors to torch's tensors."""
+        import jax
+
+        from accbench.engines.jax import arrays, lowering
+
+        (output,) = graph.graph.find_nodes(op="output")
+        outputs = list(output.args[0])
+        # What a forward pass hands on to the backward pass as it is, weights for the most part,
+        # would be copied.
+        places = {n: place for place, n in enumerate(graph.graph.find_nodes(op="placeholder"))}
+        handed_on = [places.get(node) for node in outputs]
+        output.args = ([node for node in outputs if node not in places],)
+        draws = any(_draws(node) for node in graph.graph.nodes)
+
+        def run(given: list[Any], numbers: Any) -> list[Any]:
+            key = jax.random.wrap_key_data(numbers) if draws else None
+            whole = [array.reshape(shape) for array, shape in zip(given, shapes, strict=True)]
+            return lowering.run_graph(graph, whole, key, self._rules)
+
+        # Without axes of length 1: dlpack tells nothing of their strides, and JAX may take them
+        # for another order of axes than the one that this is compiled for.
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        squeezed = [
+            jax.ShapeDtypeStruct([n for n in t.shape if n != 1], lowering.jax_dtype(t.dtype))
+            for t in inputs
+        ]
+        with self._compiling_alone():
+            numbers = jax.ShapeDtypeStruct((2,), "uint32")
+            compiled = jax.jit(run).lower(squeezed, numbers).compile()
+
+        def function(*tensors: torch.Tensor) -> list[Any]:
+            lent = [arrays.lent(tensor.squeeze(), self._jax_device) for tensor in tensors]
+            computed = iter(compiled(lent, _random(draws)))
+            return [
+                _tensor_of(next(computed)) if place is None else tensors[place]
+                for place in handed_on
+            ]
+
+        return function
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _random(draws: bool) -> Any:
+    """(2,) uint32, the data of a key: torch's next numbers, where there is something to draw."""
+    import numpy as np
+
+    if not draws:
+        return np.zeros(2, np.uint32)
+    return torch.randint(2**32, (2,)).numpy().astype(np.uint32)
+
+
+def _tensor_of(array: Any) -> torch.Tensor | None:
+    from accbench.engines.jax import arrays
+
+    return None if array is None else arrays.tensor_of(array)

@@ -1,0 +1,62 @@
+"""The engine's options as JAX and the lowering of graphs take them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from accbench import folders
+from accbench.pjrt import xla_flags
+
+PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
+"""JAX's platforms of a device of ours: its own, and the host's, by which arrays come and go."""
+
+
+def configure(device: str, flags: str) -> None:
+    """Platforms, XLA's flags and the width of numbers; what the environment says of them counts.
+
+    Called before JAX is first used in the process.
+
+    Args:
+        flags: a person's own of XLA's.
+    """
+    merged = xla_flags.merged(device, flags)
+    if merged:  # XLA reads them once, when a device is first used
+        os.environ["XLA_FLAGS"] = merged
+    import jax
+
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", PLATFORMS[device])
+    if "JAX_ENABLE_X64" not in os.environ:
+        # Or int64 would be int32, and models that compute with large numbers, BERT's masking
+        # for one, others without anyone being told.
+        jax.config.update("jax_enable_x64", True)
+
+
+def keep_compiled(device: str, options: Any) -> str:
+    """Have JAX keep what it compiles, if the options say so: the folder, or `off: ` and why."""
+    import jax
+
+    if options.compile_cache == "off":
+        return "off: --jax.compile_cache off"
+    folder = Path(options.cache_dir or folders.of_user_cache("jax"))
+    folder = folder / f"{jax.__version__}-{device}"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return str(folder)
+
+
+def rules(device: str, options: Any) -> Any:
+    """How graphs are lowered: `auto` is on where it pays."""
+    from accbench.engines.jax import lowering
+
+    def is_on(option: str) -> bool:
+        return option == "on" or (option == "auto" and device == "cpu")
+
+    return lowering.Rules(
+        channels_last=is_on(options.channels_last),
+        products_for_1x1=is_on(options.products_for_1x1),
+        products_for_small_images=is_on(options.products_for_small_images),
+        weights_by_image=is_on(options.weights_by_image),
+        pools_by_place=options.pools_by_place == "on",
+    )
