@@ -27,6 +27,20 @@ def tiny(num_classes: int) -> nn.Module:
     )
 
 
+def wide(num_classes: int) -> nn.Module:
+    """Likewise, most of it in large parameters."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, stride=2, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+        nn.Linear(128, num_classes),
+    )
+
+
 def leaves_the_compiler(num_classes: int) -> nn.Module:
     """Has a pooling that torch_xla 2.8.1 knows no XLA operation for."""
     net = tiny(num_classes)

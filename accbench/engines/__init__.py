@@ -256,6 +256,9 @@ class Engine(abc.ABC):
             return None
         return float(self.scaler.get_scale())
 
+    def gather_state(self) -> None:  # noqa: B027
+        """All ranks call it before one of them alone reads the training state."""
+
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """All that training changes, on the host; `net` is what `prepare` was given."""
         return state.read(net, optimizer, self.scaler)

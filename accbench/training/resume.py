@@ -110,6 +110,7 @@ class Keeper:
         began = time.perf_counter()
         rng = self.engine.rng_state()
         by_name = {name: gather_tensor(state) for name, state in rng.items()}
+        self.engine.gather_state()
         if self.writer is not None:
             state = self.engine.training_state(self.net, self.optimizer)
             facts = Facts(

@@ -46,10 +46,19 @@ def main(out: str, flags: list[str]) -> None:
         "losses": [loss.cpu().item() for loss in losses],
         "state": {k.removeprefix("module."): t.cpu() for k, t in model.state_dict().items()},
         "applied_steps": engine.applied_steps(optimizer),
+        "device_bytes": of_jax(task.engine),
     }
     torch.save(result, Path(out) / f"rank{topology.rank}.pt")
     engine.close()
     process_group.close()
+
+
+def of_jax(engine: str) -> int:
+    """Bytes of JAX's arrays on this worker's device."""
+    if engine != "jax":
+        return 0
+    arrays = importlib.import_module("jax").live_arrays()
+    return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
 
 def break_reduction() -> None:
@@ -57,7 +66,10 @@ def break_reduction() -> None:
     dist.all_reduce = lambda tensor, *_, **__: None
     ddp.DistributedDataParallel = lambda module, **_: module
     if "--engine=jax" in sys.argv:
-        importlib.import_module("jax").lax.pmean = lambda tree, _axis: tree
+        lax = importlib.import_module("jax").lax
+        lax.pmean = lambda tree, _axis: tree
+        scatter = lax.psum_scatter
+        lax.psum_scatter = lambda array, *how, **rest: 2 * scatter(array, *how, **rest)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,9 @@ class Engine(engines.Engine):
         but for a CPU, where torch's operations are as fast and ready."""
         flags: str = ""
         """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
+        shard: bool = False
+        """Part parameters, and what the optimizer keeps of each, between the workers: less memory
+        on each, and gradients are reduced and parameters gathered in every step."""
         find_unused_parameters: bool = False
         """In loops of your own, of several workers: as --ddp.find_unused_parameters."""
 
@@ -138,7 +141,7 @@ class Engine(engines.Engine):
         from accbench.engines.jax import workers
 
         workers.meet(self.topology, self.task.device, self.task.timeout_s)
-        found = workers.Workers(self.topology)
+        found = workers.Workers(self.topology, self.options.shard)
         got = found.device.platform
         wanted = {"cuda": "gpu"}.get(self.task.device, self.task.device)
         if got != wanted:
@@ -279,7 +282,7 @@ class Engine(engines.Engine):
         is_averaged = isinstance(model, optimizers.Averaged)
         key = optimizers.AVERAGE if is_averaged else "parameters"
         weights = (
-            [self._workers.here(array) for array in self._mirror.state[key]],
+            self._mirror.whole(key),
             [self._workers.here(array, is_own=True) for array in self._mirror.own["buffers"]],
         )
         net = model.net if is_averaged else model
@@ -334,8 +337,8 @@ class Engine(engines.Engine):
         captured = capture.capture(
             model, spec.loss, part, self._autocast, lowering.decompositions()
         )
-        built = step.build(captured, self._plan(model, optimizer, batch), self._workers.mean)
-        return self._workers.function(built), captured.reads
+        built = step.build(captured, self._plan(model, optimizer, batch), self._workers)
+        return self._workers.function(built, self._mirror.state), captured.reads
 
     def _plan(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: engines.Batch
@@ -353,6 +356,7 @@ class Engine(engines.Engine):
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
             scaling=_scaling(self.scaler),
+            axes=[self._workers.axis_of(parameter.shape) for parameter in model.parameters()],
             rules=starting.rules(self.task.device, self.options),
         )
 
@@ -363,6 +367,9 @@ class Engine(engines.Engine):
     def _bring_back(self) -> None:
         if self._mirror is not None:
             self._mirror.bring_back()
+
+    def gather_state(self) -> None:
+        self._bring_back()
 
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         self._bring_back()
@@ -409,10 +416,14 @@ class Engine(engines.Engine):
         return int(self._workers.device.memory_stats()["peak_bytes_in_use"])
 
     def averaged_probe(self, value: float) -> list[float]:
-        gradient = self.jax.numpy.full((2,), value, self.jax.numpy.float32)
+        # Long enough to be reduced in parts, where large gradients are.
+        length = 1024 * self.topology.world_size if self.options.shard else 2
+        gradient = self.jax.numpy.full((length,), value, self.jax.numpy.float32)
+        axis = self._workers.axis_of(gradient.shape)
 
         def average(state: Any, own: Any, given: Any, own_given: Any) -> tuple[Any, Any, Any]:
-            return self._workers.mean(own_given), own, given
+            (part,) = self._workers.mean_parts(own_given, [axis])
+            return [self._workers.whole(part, axis)], own, given
 
         with self._greetings_to_log():
             averaged, _, _ = self._workers.function(average)(

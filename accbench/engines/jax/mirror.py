@@ -15,6 +15,7 @@ from torch import nn
 from accbench.engines import optimizers
 from accbench.engines.jax import arrays
 from accbench.engines.jax.workers import Workers
+from accbench.training import process_group
 
 _BUFFERS, _SCALE, _TRACKER, _COUNTS = "buffers", "scale", "tracker", "counts"
 _Mark = tuple[int, int, int]
@@ -41,6 +42,7 @@ class Mirror:
         """The worker's own."""
         self._marks: dict[str, list[_Mark | None]] = {}
         self._is_ahead = False
+        self._gathered: dict[str, tuple[Any, list[jax.Array]]] = {}
 
     def _tensors(self) -> dict[str, list[torch.Tensor]]:
         """Torch's, by the names of the arrays."""
@@ -77,18 +79,27 @@ class Mirror:
     ) -> None:
         holder = self.own if key == _BUFFERS else self.state
         held = holder.setdefault(key, [None for _ in tensors])
-        place_on = self._workers.own if key == _BUFFERS else self._workers.shared
         for place, tensor in enumerate(tensors):
-            if found[place] != marks[place]:
-                held[place] = place_on(arrays.owned(tensor, self._workers.device))
+            if found[place] == marks[place]:
+                continue
+            if key == _BUFFERS:
+                held[place] = self._workers.own(arrays.owned(tensor, self._workers.device))
+                continue
+            axis = self._workers.axis_of(tensor.shape)
+            part = arrays.owned(self._workers.part(tensor, axis), self._workers.device)
+            held[place] = self._workers.shared(part, axis)
 
     def moved(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """A step has made these of the arrays, which are gone."""
         self.state, self.own, self._is_ahead = state, own, True
+        self._gathered.clear()
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Have torch's tensors hold what the arrays do; waits for the device."""
+        """Have torch's tensors hold what the arrays do; waits for the device.
+
+        All workers call it, where arrays are parted between them.
+        """
         if not self._is_ahead:
             return
         self.take_over()  # or what was written to torch's would be lost
@@ -103,9 +114,27 @@ class Mirror:
             return list(arrays.tensor_of(self._workers.here(self.state[key])))
         if key in (_SCALE, _TRACKER):
             return [arrays.tensor_of(self._workers.here(self.state[key]))]
-        holder = self.own if key == _BUFFERS else self.state
-        here = [self._workers.here(array, key == _BUFFERS) for array in holder[key]]
-        return [arrays.tensor_of(array) for array in here]
+        if key == _BUFFERS:
+            return [arrays.tensor_of(self._workers.here(a, is_own=True)) for a in self.own[key]]
+        return [self._whole(array) for array in self.state[key]]
+
+    def _whole(self, array: jax.Array) -> torch.Tensor:
+        """Of an array that may be parted between the workers, who all call this."""
+        part = arrays.tensor_of(self._workers.here(array))
+        axis = self._workers.axis_of(array.shape)
+        return part if axis is None else torch.cat(process_group.gather_tensor(part), axis)
+
+    def whole(self, key: str) -> list[jax.Array]:
+        """All of the arrays of `state[key]`, on the device; all workers call it."""
+        held = self.state[key]
+        if self._gathered.get(key, (None,))[0] is not held:
+            device = self._workers.device
+            self._gathered[key] = held, [
+                self._workers.here(array) if self._workers.axis_of(array.shape) is None
+                else arrays.owned(self._whole(array), device)
+                for array in held
+            ]  # fmt: skip
+        return self._gathered[key][1]
 
     def scale(self) -> float:
         """The loss scale; waits for the device."""

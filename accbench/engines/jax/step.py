@@ -11,6 +11,7 @@ from accbench.engines import optimizers
 from accbench.engines.jax import updates
 from accbench.engines.jax.capture import Captured
 from accbench.engines.jax.lowering import Rules, run_graph
+from accbench.engines.jax.workers import Axis, Workers
 
 Tree = Any
 
@@ -36,11 +37,13 @@ class Plan:
     """Leave out steps whose gradients are not finite, and what they made of buffers."""
     scaling: dict[str, Any] | None
     """Of the loss scale: growth, backoff, interval; None where there is none."""
+    axes: list[Axis]
+    """Parameter, by its place among the model's -> how it is parted between the workers."""
     rules: Rules
     """How the graph is lowered."""
 
 
-def build(captured: Captured, plan: Plan, mean: Callable[[Tree], Tree]) -> Callable[..., Any]:
+def build(captured: Captured, plan: Plan, workers: Workers) -> Callable[..., Any]:
     """The function of a step.
 
     It takes, and gives back first, `state`: parameters (in the model's order), what the optimizer
@@ -48,25 +51,28 @@ def build(captured: Captured, plan: Plan, mean: Callable[[Tree], Tree]) -> Calla
     scale and tracker where the loss is scaled; and `own`: the model's buffers. Then `rates` (lr
     and kept, (groups,) float32), and `given`: inputs (the batch's and those beside it) and random
     ((2,) uint32: seed, number of the step). The loss comes last, float32 ().
-
-    Args:
-        mean: of gradients over the workers.
     """
+    axes = [plan.axes[place] for place in captured.trained]
+
+    def sums(of_parts: Any) -> Any:
+        return workers.sums(of_parts, axes)
 
     def step(state: Tree, own: Tree, rates: Tree, given: Tree) -> tuple[Tree, Tree, Any]:
         scale = state["scale"] if plan.scaling else jnp.float32(1)
-        loss, gradients, buffers = _gradients(captured, plan, state, own, given, scale)
-        gradients = mean(gradients)
+        pairs = zip(state["parameters"], plan.axes, strict=True)
+        parameters = [workers.whole(array, axis) for array, axis in pairs]
+        loss, gradients, buffers = _gradients(captured, plan, parameters, own, given, scale)
+        gradients = workers.mean_parts(gradients, axes)
         overflow = jnp.bool_(False)
         if plan.scaling:
             gradients = [g * (1 / scale).astype(g.dtype) for g in gradients]
         if plan.scaling or plan.skips:
-            overflow = updates.nonfinite(gradients)
+            overflow = workers.any_of(updates.nonfinite(gradients), axes)
         if plan.clip_norm is not None:
-            gradients = updates.clipped(gradients, plan.clip_norm)
+            gradients = updates.clipped(gradients, plan.clip_norm, sums)
         if plan.skips:
-            pairs = zip(own["buffers"], buffers, strict=True)
-            buffers = [jnp.where(overflow, before, after) for before, after in pairs]
+            changes = zip(own["buffers"], buffers, strict=True)
+            buffers = [jnp.where(overflow, before, after) for before, after in changes]
         state = _updated(captured, plan, state, rates, gradients, overflow)
         if plan.scaling:
             state["scale"], state["tracker"] = updates.next_scale(
@@ -78,7 +84,7 @@ def build(captured: Captured, plan: Plan, mean: Callable[[Tree], Tree]) -> Calla
 
 
 def _gradients(
-    captured: Captured, plan: Plan, state: Tree, own: Tree, given: Tree, scale: Any
+    captured: Captured, plan: Plan, parameters: list[Any], own: Tree, given: Tree, scale: Any
 ) -> tuple[Any, list[Any], list[Any]]:
     """(loss, gradients of the scaled loss, buffers) of the batch, part after part."""
     seed, number = given["random"]
@@ -86,7 +92,7 @@ def _gradients(
 
     def of_part(buffers: list[Any], part: list[Any], key: Any) -> tuple[Any, list[Any], list[Any]]:
         factor = scale / plan.num_parts
-        inputs = captured.inputs(state["parameters"], buffers, factor, *part)
+        inputs = captured.inputs(parameters, buffers, factor, *part)
         values = run_graph(captured.graph, inputs, key, plan.rules)
         changed, loss, gradients = captured.outputs(values)
         buffers = list(buffers)
@@ -105,7 +111,7 @@ def _gradients(
         added = [a + b for a, b in zip(gradients, more, strict=True)]
         return (sums + loss, added, buffers), None
 
-    zeros = [jnp.zeros_like(state["parameters"][place]) for place in captured.trained]
+    zeros = [jnp.zeros_like(parameters[place]) for place in captured.trained]
     begin = jnp.float32(0), zeros, own["buffers"]
     carried, _ = jax.lax.scan(one, begin, (parts, jnp.arange(plan.num_parts)))
     return carried

@@ -32,7 +32,7 @@ class AbsentGpus(engine.Engine):
     def _meet(self) -> Any:
         from accbench.engines.jax import workers
 
-        return workers.Absent(self.topology)
+        return workers.Absent(self.topology, self.options.shard)
 
     def lowered(self, model: Any, spec: Any, optimizer: Any, batch: Any) -> Any:
         """The step, as JAX has it before it is compiled."""

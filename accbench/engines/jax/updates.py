@@ -5,6 +5,7 @@ Formulas and their order are those of `torch.optim._single_tensor_adamw` and
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,10 +69,17 @@ def nonfinite(gradients: list[Array]) -> Array:
     return ~jnp.stack(good).all()
 
 
-def clipped(gradients: list[Array], max_norm: float) -> list[Array]:
-    """Gradients whose norm, of all together, is `max_norm` at most."""
-    norms = [jnp.sqrt(jnp.sum(jnp.square(g.astype(jnp.float32)))) for g in gradients]
-    norm = jnp.sqrt(jnp.sum(jnp.square(jnp.stack(norms))))
+def clipped(
+    gradients: list[Array], max_norm: float, whole: Callable[[Array], Array]
+) -> list[Array]:
+    """Gradients whose norm, of all together, is `max_norm` at most.
+
+    Args:
+        whole: from their sums of squares, (n,) float32, where each may be a part, to whole ones'.
+    """
+    squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients])
+    norms = jnp.sqrt(whole(squares))
+    norm = jnp.sqrt(jnp.sum(jnp.square(norms)))
     factor = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
     return [(gradient * factor).astype(gradient.dtype) for gradient in gradients]
 

@@ -1,14 +1,21 @@
-"""One device a worker, and what goes on between them: all data parallel."""
+"""One device a worker, and what goes on between them: all data parallel.
+
+Each worker has all of the state, or (`--jax.shard`) of large arrays a part, which is ZeRO's and
+FSDP's way: a step gathers the parameters, and each worker gets the mean of its part of a gradient.
+"""
 
 import atexit
 import contextlib
 import logging
+import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,6 +23,11 @@ from accbench.training import process_group
 from accbench.training.process_group import Topology
 
 _AXIS = "workers"
+# Smaller arrays are whole on every worker: a collective costs more than they do.
+_LEAST_PARTED = 1024
+
+Axis = int | None
+"""Along which an array is parted between the workers; None where each has all of it."""
 
 
 def meet(topology: Topology, device: str, timeout_s: float) -> None:
@@ -111,17 +123,38 @@ def own_device() -> jax.Device:
 
 
 class Workers:
-    """Arrays that all workers share, arrays of each one's own, and functions over both."""
+    """Arrays that all workers share, arrays of each one's own, and functions over both.
 
-    def __init__(self, topology: Topology) -> None:
+    Args:
+        shards: part large arrays of `state` between the workers.
+    """
+
+    def __init__(self, topology: Topology, shards: bool = False) -> None:
         self.device = own_device()
+        self._rank, self._shards = topology.rank, shards
         self._mesh = None
         if topology.world_size > 1:
             self._mesh = Mesh(np.array(jax.devices()), (_AXIS,))
 
-    def shared(self, tree: Any) -> Any:
-        """Arrays on this device, the same on all workers, as what functions take."""
-        return self._placed(tree, PartitionSpec(), lambda array: array)
+    def axis_of(self, shape: Sequence[int]) -> Axis:
+        """How an array of `state` of this shape is parted."""
+        if not self._shards or self._mesh is None or math.prod(shape) < _LEAST_PARTED:
+            return None
+        num = self._mesh.size
+        return next((axis for axis, length in enumerate(shape) if length % num == 0), None)
+
+    def part(self, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """Of a tensor that all workers have, what this one keeps."""
+        if axis is None:
+            return tensor
+        assert self._mesh is not None
+        return tensor.chunk(self._mesh.size, axis)[self._rank]
+
+    def shared(self, tree: Any, axis: Axis = None) -> Any:
+        """Arrays on this device, the same on all workers or parts of them, as functions take."""
+        if axis is None:
+            return self._placed(tree, PartitionSpec(), lambda array: array)
+        return self._placed(tree, _spec(axis), lambda array: array)
 
     def own(self, tree: Any) -> Any:
         """Arrays on this device, each worker's own, as what functions take."""
@@ -131,11 +164,10 @@ class Workers:
         mesh = self._mesh
         if mesh is None:
             return tree
-        num = mesh.size if spec else 1
 
         def placed(array: Any) -> Any:
             part = jax.device_put(form(array), self.device)
-            shape = (num, *part.shape[1:]) if spec else part.shape
+            shape = _whole_shape(part.shape, spec, mesh.size)
             sharding = NamedSharding(mesh, spec)
             return jax.make_array_from_single_device_arrays(shape, sharding, [part])
 
@@ -152,11 +184,45 @@ class Workers:
         """Inside of functions: the mean over the workers."""
         return tree if self._mesh is None else lax.pmean(tree, _AXIS)
 
-    def function(self, step: Callable[..., Any]) -> Any:
-        """`step(shared, own, shared, own) -> (shared, own, own)`, jitted; reuses the first two."""
+    def whole(self, array: Any, axis: Axis) -> Any:
+        """Inside of functions: all of an array of `state`."""
+        return array if axis is None else lax.all_gather(array, _AXIS, axis=axis, tiled=True)
+
+    def mean_parts(self, arrays: list[Any], axes: Sequence[Axis]) -> list[Any]:
+        """Inside of functions: of the mean over the workers, the parts that this one keeps."""
+        if self._mesh is None or not any(axis is not None for axis in axes):
+            return list(self.mean(arrays))
+        num = self._mesh.size
+        means = iter(self.mean([a for a, axis in zip(arrays, axes, strict=True) if axis is None]))
+        return [
+            next(means) if axis is None
+            else lax.psum_scatter(array, _AXIS, scatter_dimension=axis, tiled=True) / num
+            for array, axis in zip(arrays, axes, strict=True)
+        ]  # fmt: skip
+
+    def sums(self, of_parts: Any, axes: Sequence[Axis]) -> Any:
+        """Inside of functions: (n,) sums over whole arrays, from sums over this worker's parts."""
+        is_parted = np.array([axis is not None for axis in axes])
+        if not is_parted.any():
+            return of_parts
+        return jnp.where(is_parted, lax.psum(of_parts, _AXIS), of_parts)
+
+    def any_of(self, of_parts: Any, axes: Sequence[Axis]) -> Any:
+        """Inside of functions: whether it is so for any worker's parts; bool, ()."""
+        if all(axis is None for axis in axes):
+            return of_parts
+        return lax.pmax(of_parts.astype(jnp.int32), _AXIS) > 0
+
+    def function(self, step: Callable[..., Any], state: Any = None) -> Any:
+        """`step(shared, own, shared, own) -> (shared, own, own)`, jitted; reuses the first two.
+
+        Args:
+            state: the first argument, where some of it is parted; the result is parted alike.
+        """
         if self._mesh is None:
             return jax.jit(step, donate_argnums=(0, 1))
         common, own = PartitionSpec(), PartitionSpec(_AXIS)
+        parted = common if state is None else jax.tree.map(lambda a: a.sharding.spec, state)
 
         def of_worker(state: Any, own_state: Any, given: Any, own_given: Any) -> Any:
             own_state, own_given = jax.tree.map(lambda a: a[0], (own_state, own_given))
@@ -164,18 +230,28 @@ class Workers:
             return state, *jax.tree.map(lambda a: a[None], of_own)
 
         mapped = jax.shard_map(
-            of_worker, mesh=self._mesh, in_specs=(common, own, common, own),
-            out_specs=(common, own, own), check_vma=False,
+            of_worker, mesh=self._mesh, in_specs=(parted, own, common, own),
+            out_specs=(parted, own, own), check_vma=False,
         )  # fmt: skip
         return jax.jit(mapped, donate_argnums=(0, 1))
+
+
+def _spec(axis: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * axis, _AXIS)
+
+
+def _whole_shape(part: Sequence[int], spec: PartitionSpec, num: int) -> tuple[int, ...]:
+    """Of an array, from the shape of a part of it."""
+    parted = dict(enumerate(spec))
+    return tuple(n * num if parted.get(axis) == _AXIS else n for axis, n in enumerate(part))
 
 
 class Absent(Workers):
     """Workers that are not here, seen from none of them: arrays are shapes and types alone."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, shards: bool = False) -> None:
         found = jax.devices()[: topology.world_size]
-        self.device = found[0]
+        self.device, self._rank, self._shards = found[0], 0, shards
         self._mesh = Mesh(np.array(found), (_AXIS,)) if topology.world_size > 1 else None
 
     def _placed(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
@@ -184,7 +260,8 @@ class Absent(Workers):
             return tree
 
         def placed(array: Any) -> Any:
-            shape = (mesh.size, *array.shape) if spec else array.shape
+            part = jax.eval_shape(form, array)
+            shape = _whole_shape(part.shape, spec, mesh.size)
             return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree.map(placed, tree)

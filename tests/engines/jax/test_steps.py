@@ -93,24 +93,38 @@ def torchrun(*arguments: object):
     )  # fmt: skip
 
 
-def test_two_workers_average_as_ddp_does(tmp_path):
-    results = {}
-    for engine in ("ddp", "jax"):
-        (tmp_path / engine).mkdir()
-        done = torchrun(tmp_path / engine, *FLAGS, f"--engine={engine}")
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory) -> dict:
+    """Engine, or jax with its state in parts -> what either rank came to."""
+    out, found = tmp_path_factory.mktemp("two"), {}
+    for name, engine in (("ddp", "ddp"), ("jax", "jax"), ("parted", "jax")):
+        (out / name).mkdir()
+        flags = [*FLAGS, "--model=tests.nets:wide", f"--engine={engine}", "--clip_norm=0.5"]
+        done = torchrun(out / name, *flags, *(["--jax.shard"] if name == "parted" else []))
         assert done.returncode == 0, done.stderr
-        results[engine] = [
-            torch.load(tmp_path / engine / f"rank{r}.pt", weights_only=True) for r in range(2)
-        ]
-    for own, expected in zip(results["jax"], results["ddp"], strict=True):
+        found[name] = [torch.load(out / name / f"rank{r}.pt", weights_only=True) for r in range(2)]
+    return found
+
+
+def test_two_workers_average_as_ddp_does(of_two):
+    for own, expected in zip(of_two["jax"], of_two["ddp"], strict=True):
         assert own["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert own["applied_steps"] == 6
         for name, tensor in expected["state"].items():
             assert torch.allclose(own["state"][name].float(), tensor.float(), atol=1e-4), name
-    first, second = (rank["state"] for rank in results["jax"])
+    first, second = (rank["state"] for rank in of_two["jax"])
     for name in first:
         of_batches = ".running_" in name
         assert torch.equal(first[name], second[name]) != of_batches, name
+
+
+def test_parted_between_workers_the_state_is_the_same_and_half_as_large(of_two):
+    for parted, whole in zip(of_two["parted"], of_two["jax"], strict=True):
+        assert parted["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+        assert parted["applied_steps"] == 6
+        for name, tensor in whole["state"].items():
+            assert torch.allclose(parted["state"][name].float(), tensor.float(), atol=1e-6), name
+        assert parted["device_bytes"] < 0.55 * whole["device_bytes"]
 
 
 def test_evaluation_compiled_is_torchs(images, tmp_path):
@@ -132,8 +146,9 @@ def test_evaluation_compiled_is_torchs(images, tmp_path):
     assert compiled.num_compiles == eager.num_compiles + 1
 
 
-def test_a_reduction_that_does_nothing_is_refused(tmp_path):
-    done = torchrun(tmp_path, "--break_reduction", *FLAGS, "--engine=jax")
+@pytest.mark.parametrize("state", ["no-shard", "shard"])
+def test_a_reduction_that_does_nothing_is_refused(state, tmp_path):
+    done = torchrun(tmp_path, "--break_reduction", *FLAGS, "--engine=jax", f"--jax.{state}")
     assert done.returncode != 0
     assert "gradients are not averaged over the 2 ranks (in_graph)" in done.stderr
     assert not list(tmp_path.iterdir())
