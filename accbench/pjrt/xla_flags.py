@@ -34,6 +34,10 @@ GPU_FLAGS = (
         "start when the backward pass is over",
     ),
     Flag(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes", str(2**20),
+        "likewise those of parameters in parts (--jax.shard)",
+    ),
+    Flag(
         "xla_gpu_autotune_level", "4",
         "times convolution and matrix algorithms on initialised buffers and checks their "
         "results; costs compile time once, and the compile cache keeps it",

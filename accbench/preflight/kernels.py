@@ -16,6 +16,8 @@ from accbench.preflight.hlo import Instruction, Program, Shape
 CONVOLUTION, PRODUCT, TRITON = "convolution", "matrix product", "Triton"
 LOOP, REDUCTION, COPY, TRANSPOSE = "loop fusion", "reduction fusion", "copy", "transpose"
 COLLECTIVE, LIBRARY, OTHER, DONE = "all-reduce", "library call", "other", "done"
+GATHER = "all-gather"
+BETWEEN_GPUS = (COLLECTIVE, GATHER)
 _FUSIONS = {"kLoop": LOOP, "kInput": REDUCTION, "kCustom": TRITON, "kOutput": LOOP}
 # These run nothing on the device.
 _FREE = {
@@ -98,9 +100,13 @@ def _kernel(program: Program, one: Instruction, operands: list[Instruction]) -> 
         return _library_call(one, operands, moved)
     if one.opcode.endswith("-done"):
         return Kernel(one.name, DONE, 0, waits_for=one.operands)
-    if any(one.opcode.startswith(name) for name in _COLLECTIVES):
-        # Twice where it is asynchronous: what goes in and what comes out.
-        return Kernel(one.name, COLLECTIVE, sum(operand.num_bytes for operand in operands))
+    opcodes = [one.opcode]
+    if one.opcode == "async-start":
+        opcodes = [inner.opcode for inner in program.called(one, "calls")]
+    if any(opcode.startswith(_COLLECTIVES) for opcode in opcodes):
+        kind = GATHER if opcodes[-1].startswith("all-gather") else COLLECTIVE
+        # Its type has them twice where it is asynchronous: what goes in and what comes out.
+        return Kernel(one.name, kind, sum(operand.num_bytes for operand in operands))
     if one.opcode in ("copy", "copy-start"):
         return Kernel(one.name, COPY, moved)
     if one.opcode == "dot":

@@ -21,7 +21,7 @@ _NUM_DEAREST = 20
 
 def bound_s(kernel: Kernel, gpu: Gpu) -> float:
     """The least time: its bytes at full bandwidth, or its products at full rate."""
-    if kernel.kind == kernels.COLLECTIVE:
+    if kernel.kind in kernels.BETWEEN_GPUS:
         return 0.0  # beside the others, over links that are not described
     return kernel.repeats * max(
         kernel.num_bytes / gpu.bytes_per_s, kernel.flops / gpu.flops_per_s(kernel.factors)
@@ -127,7 +127,10 @@ def _large_tensors(found: Sequence[Kernel], parameter_sizes: set[int]) -> list[d
 
 
 def of_reduction(found: Sequence[Kernel], gpu: Gpu) -> dict[str, Any] | None:
-    """All-reduces: how much of them can run beside the backward pass; None without any."""
+    """All-reduces and reduce-scatters: how much of them can run beside the backward pass.
+
+    And all-gathers, of parameters in parts. None without any reduction.
+    """
     starts = [
         (index, kernel) for index, kernel in enumerate(found) if kernel.kind == kernels.COLLECTIVE
     ]
@@ -141,7 +144,7 @@ def of_reduction(found: Sequence[Kernel], gpu: Gpu) -> dict[str, Any] | None:
              if i > index and other.kind == kernels.DONE and kernel.name in other.waits_for),
             index,
         )  # fmt: skip
-        beside = [other for other in found[index:end] if other.kind != kernels.COLLECTIVE]
+        beside = [other for other in found[index:end] if other.kind not in kernels.BETWEEN_GPUS]
         products_beside = sum(other.is_product for other in beside)
         reduces.append(
             {
@@ -153,10 +156,13 @@ def of_reduction(found: Sequence[Kernel], gpu: Gpu) -> dict[str, Any] | None:
                 "beside_s": sum(bound_s(other, gpu) for other in beside),
             }
         )
+    gathers = [kernel for kernel in found if kernel.kind == kernels.GATHER]
     total = sum(row["bytes"] for row in reduces)
     early = sum(row["bytes"] for row in reduces if row["before_last_product"])
     return {
         "all_reduces": reduces,
+        "all_gathers": len(gathers),
+        "gathered_bytes": sum(kernel.num_bytes for kernel in gathers),
         "bytes": total,
         "started_before_last_product": early / total if total else 0.0,
     }

@@ -315,6 +315,11 @@ def _reduction(result: Result) -> Section | None:
         "cannot hide behind the backward pass.",
         "Beside: what the program runs between the start and the end of an all-reduce.",
     ]
+    if reduction.get("all_gathers"):
+        lines.append(
+            f"{_many(reduction['all_gathers'], 'all-gather')} of parameters in parts, a GPU's "
+            f"{number(reduction['gathered_bytes'] / 1e6)} MB."
+        )
     if len(found) > _MOST_ROWS:
         lines.append(f"The first {_MOST_ROWS} are shown.")
     titles = ("all-reduce", "MB", "before the last product", "products beside", "ms beside")

@@ -186,6 +186,18 @@ def test_jaxs_step_compiles_for_eight_gpus() -> None:
     assert found["eager"] is not None
 
 
+@pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+def test_a_state_in_parts_takes_an_eighth_of_each_gpu() -> None:
+    flags = ("--model=tests.nets:wide", "--image_size=64", "--batch_size=64")
+    found = result_of("--engine=jax", "--jax.shard", *flags, "--gpu=h100", "--nproc_per_node=8")
+    num_bytes, reduction = 4 * found["model"]["num_parameters"], found["reduction"]
+    images = 64 * 3 * 64 * 64 * 4
+    assert found["memory"]["arguments_bytes"] < images + 3 * 0.2 * num_bytes
+    assert reduction["bytes"] == pytest.approx(num_bytes, rel=0.01)
+    assert 0.9 * num_bytes < 8 * reduction["gathered_bytes"] < num_bytes
+    assert any("scatter" in row["name"] for row in reduction["all_reduces"])
+
+
 def small_gpu(folder: Path, memory_bytes: int) -> Path:
     text = gpu._FOLDER.joinpath("h100.yaml").read_text()
     path = folder / "small.yaml"
