@@ -2,13 +2,20 @@
 
     python -m tests.forked DESCRIPTOR   (what `Forker` starts)
 
-A launcher spends its first second of processor time on importing torch, and the tests start
-hundreds. `accbench compare` starts its launchers in the same way. What a launcher starts is
-fresh in either case; what a test sends signals to is a process of its own (`under_way`).
+A launcher spends its first second of processor time on importing torch, a worker its first two,
+and the tests start hundreds. `accbench compare` starts its launchers in the same way. A worker of
+a launcher that was forked is forked from it, if its environment asks for nothing that a process
+reads when it starts; in all else it is the process that the launcher would have started.
+
+What a test sends signals to starts as anyone's (`under_way`), and so do its workers, those of
+comparisons, of several nodes, of Dask and of Slurm.
 """
 
+import atexit
 import contextlib
+import gc
 import json
+import logging
 import os
 import runpy
 import select
@@ -17,14 +24,20 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parent.parent
 # What they import, and so what a forked one has at hand.
 _IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
-             "accbench.launchers.run", "accbench.report.publish")  # fmt: skip
+             "accbench.launchers.run", "accbench.report.publish", "accbench.training.worker",
+             "torch._dynamo", "torch.distributed.nn.functional", "torchvision.models")  # fmt: skip
+_WORKER = str(ROOT / "main.py")
+# Of these a worker sets itself what it needs, or they change nothing but its speed.
+_SET_FOR_WORKERS = {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "TORCH_WARM_POOL"}
 # Read when Python or a library starts, which a forked process does not.
 _READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_", "TORCH_", "LANG",
                   "LC_", "HOME")  # fmt: skip
@@ -74,8 +87,8 @@ def _without_flags(arguments: list[str]) -> list[str]:
     return arguments[1:] if arguments[0] == "-B" else arguments
 
 
-def _read_at_start() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}
+def _read_at_start(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -124,8 +137,19 @@ def _become(arguments: list[str], environment: dict[str, str], out: int, err: in
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
+    _take(environment)
+    _fork_workers()
+    _run(arguments)
+
+
+def _take(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # found before, by the one of then
+
+
+def _run(arguments: list[str]) -> NoReturn:
+    """As `python ARGUMENTS` would, to the process's end."""
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
     status = 1
@@ -148,10 +172,57 @@ def _become(arguments: list[str], environment: dict[str, str], out: int, err: in
         _finish(status)
 
 
-def _finish(status: int) -> NoReturn:
-    import atexit
-    import threading
+def _fork_workers() -> None:
+    """Have torch elastic fork workers from this process."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        told = {name: value for name, value in env.items() if name not in _SET_FOR_WORKERS}
+        here = {n: v for n, v in _read_at_start().items() if n not in _SET_FOR_WORKERS}
+        if args[1:3] == ("-u", _WORKER) and _read_at_start(told) == here:
+            return _Forked(args, env=env, start_new_session=True)
+        return fresh(handler, args, env)
+
+    fresh = subprocess_handler.SubprocessHandler._popen
+    subprocess_handler.SubprocessHandler._popen = start  # type: ignore[assignment]
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """A worker, forked instead of started."""
+
+    def __init__(self, args: tuple[str, ...], env: dict[str, str], start_new_session: bool) -> None:
+        self._environment = env
+        super().__init__(args, env=env, start_new_session=start_new_session)
+
+    def _execute_child(self, args: tuple[str, ...], *_: Any) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(list(args[2:]), self._environment)
+        self.pid, self._child_created = pid, True
+
+
+def _become_worker(arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """What is the launcher's own goes, as it would if another program took its place."""
+    gc.freeze()  # or what the launcher has open is closed, by numbers that are others' by then
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.NOTSET)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # -u
+    _take(environment)
+    _run(arguments)
+
+
+def _finish(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
