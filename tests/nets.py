@@ -2,17 +2,20 @@
 
 import atexit
 import ctypes
+import dataclasses
 import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accbench.models import Spec
+from accbench.models import Classifier, Spec
+from accbench.models.arcface import ArcFace, FaceNet
 
 
 def tiny(num_classes: int) -> nn.Module:
@@ -39,6 +42,24 @@ def wide(num_classes: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(128, num_classes),
     )
+
+
+def shallow_vit(num_classes: int) -> nn.Module:
+    """vit_ti_16 with two layers of its twelve, for images of 32 pixels."""
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(32, 16, 2, 3, 192, 4 * 192, num_classes=num_classes)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShallowFace(ArcFace):
+    """arcface_r18 with a unit a stage."""
+
+    name: str = "tests.nets:ShallowFace"
+    build_net: Callable[..., nn.Module] = nn.Identity
+
+    def build(self, num_classes: int) -> nn.Module:
+        return Classifier(FaceNet((1, 1, 1, 1), self.image_size, num_classes), num_classes)
 
 
 def leaves_the_compiler(num_classes: int) -> nn.Module:

@@ -18,7 +18,7 @@ NUM_STEPS = 10
 # Adam divides by the gradient's size, so rounding in gradients that are nearly
 # zero is blown up to the size of a step; small steps keep ten of them comparable.
 FLAGS = (
-    "--model=resnet18", "--image_size=64", "--batch_size=4", "--amp_level=O0", "--workers=0",
+    "--model=resnet10", "--image_size=64", "--batch_size=4", "--amp_level=O0", "--workers=0",
     "--threads=1", f"--max_steps={NUM_STEPS}", "--lr=1e-5", "--seed=3",
 )  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_losses_of_the_engines_agree(results):
 def test_parameters_are_identical_on_both_ranks(results, engine):
     first, second = (rank["state"] for rank in results[engine])
     names = results["plain"]["parameters"].keys()
-    assert len(names) == 62
+    assert len(names) == 38
     for name in names:
         assert torch.equal(first[name], second[name]), name
 

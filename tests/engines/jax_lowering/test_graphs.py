@@ -1,6 +1,5 @@
 """Graphs run by the table: what is refused and how it is told, random numbers, rules."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -215,10 +214,9 @@ def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None
     assert not against_torch.check(function, args, {}, jit=True, rules=rules)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("spatial", "kernel", "stride", "padding", "dilation"),
-    [
+    ("number", "spatial", "kernel", "stride", "padding", "dilation"),
+    [(number, *sizes) for number, sizes in enumerate([
         # up to nine output pixels
         ((2, 2), (3, 3), 1, 1, 1), ((1, 1), (3, 3), 1, 1, 1), ((4, 3), (3, 3), 2, 1, 1),
         ((3, 3), (3, 3), 1, 1, 1), ((1, 2), (7, 5), 1, (3, 2), 1), ((3, 3), (2, 2), 1, 1, 3),
@@ -226,12 +224,13 @@ def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None
         # 128 and more
         ((12, 11), (3, 3), 1, 1, 1), ((33, 32), (7, 7), 2, 3, 1), ((17, 16), (3, 2), 1, 0, 2),
         ((140,), (5,), 1, 2, 1), ((6, 6, 6), (2, 3, 1), 1, (1, 1, 0), 1),
-    ],
+    ])],
 )  # fmt: skip
 def test_convolutions_as_products_are_torchs(
-    spatial: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, dtype: torch.dtype
+    number: int, spatial: Any, kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> None:
     torch.manual_seed(0)
+    dtype = (torch.float32, torch.bfloat16)[number % 2]  # in turn: both take the same way
     rank = len(spatial)
     function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
     x = torch.randn(3, 4, *spatial).to(dtype).requires_grad_()
@@ -245,6 +244,7 @@ def test_convolutions_as_products_are_torchs(
     assert not against_torch.check(function, args, {}, rules=rules, convolutions=left)
 
 
+_DTYPES = (torch.float32, torch.bfloat16)  # in turn
 _POOLS = [
     ((9, 8), 3, 2, 1, False), ((9, 8), 3, 2, 1, True), ((7, 6), (2, 3), (3, 1), (1, 0), False),
     ((5, 6), 2, 2, 0, True), ((8, 8), 2, 3, 0, False), ((5, 6, 4), (2, 3, 1), 2, (1, 1, 0), True),
@@ -254,8 +254,8 @@ _POOLS = [
 @pytest.mark.parametrize(
     ("spatial", "kernel", "stride", "padding", "ceil_mode", "dtype", "channels_last"),
     [
-        *((*pool, *how) for pool in _POOLS for how in itertools.product(
-            [torch.float32, torch.bfloat16], [False, True])),
+        *((*pool, _DTYPES[(number + channels_last) % 2], channels_last)
+          for number, pool in enumerate(_POOLS) for channels_last in (False, True)),
         ((2, 4), (1, 257), 1, (0, 128), False, torch.float32, True),  # too many for that
     ],
 )  # fmt: skip
