@@ -110,6 +110,32 @@ SETTINGS = {
     },
 }  # fmt: skip
 
+# Of every kind that people train, ten steps: benchmarks/named_models.py.
+NAMED = {
+    "resnet18": ("resnet18", 64), "resnet50": ("resnet50", 64), "vit_ti_16": ("vit_ti_16", 64),
+    "convnext_tiny": ("torchvision:convnext_tiny", 64),
+    "mobilenet_v3_small": ("torchvision:mobilenet_v3_small", 64),
+    "gpt2_tiny": ("gpt2_tiny", 16), "bert_tiny": ("bert_tiny", 16),
+}  # fmt: skip
+
+
+def named(model: str, dtype: str, num_workers: int) -> str:
+    """The name of a setting, which is among `SETTINGS` from here on."""
+    name = f"{model} {dtype} {num_workers}"
+    full_name, px = NAMED[model]
+    amp = "O0" if dtype == "float32" else dtype
+    flags = flags_of(full_name, px, 8, amp, steps=10)
+    if model in SEQUENCES:
+        flags = (*flags, f"--seq_len={SEQUENCES[model]}", "--synthetic.num_classes=64")
+    SETTINGS[name] = Setting(flags, num_workers)
+    return name
+
+
+for _model in NAMED:
+    for _dtype in ("float32", "bfloat16"):
+        for _num in (1, 2):
+            named(_model, _dtype, _num)
+
 
 def folder_of(base: Path, setting: str, seed: int, engine: str) -> Path:
     name = setting.replace(" ", "-").replace(",", "")
