@@ -112,9 +112,9 @@ SETTINGS = {
 
 # Of every kind that people train, ten steps: benchmarks/named_models.py.
 NAMED = {
-    "resnet18": ("resnet18", 64), "resnet50": ("resnet50", 64), "vit_ti_16": ("vit_ti_16", 64),
+    "resnet18": ("resnet18", 96), "resnet50": ("resnet50", 96), "vit_ti_16": ("vit_ti_16", 64),
     "convnext_tiny": ("torchvision:convnext_tiny", 64),
-    "mobilenet_v3_small": ("torchvision:mobilenet_v3_small", 64),
+    "mobilenet_v3_small": ("torchvision:mobilenet_v3_small", 96),
     "gpt2_tiny": ("gpt2_tiny", 16), "bert_tiny": ("bert_tiny", 16),
 }  # fmt: skip
 
