@@ -32,10 +32,10 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    plain = mask is None and not dropout_p and not is_causal and not enable_gqa
+    plain = mask is None and dropout_p < 1 and not enable_gqa
     if plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
         wanted = query.shape[-1] ** -0.5 if scale is None else scale
-        return half_ops.attention(query, key, value, wanted)
+        return half_ops.attention(query, key, value, wanted, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

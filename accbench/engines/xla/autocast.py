@@ -173,10 +173,10 @@ def _attention(
         tensor.to(dtype) if tensor.dtype in (torch.float32, *half_ops.TYPES) else tensor
         for tensor in (query, key, value)
     )
-    plain = mask is None and not dropout_p and not is_causal and not enable_gqa
+    plain = mask is None and dropout_p < 1 and not enable_gqa
     if plain and _lean(query) and key.dtype is value.dtype is query.dtype:
         wanted = query.shape[-1] ** -0.5 if scale is None else scale
-        return half_ops.attention(query, key, value, wanted)
+        return half_ops.attention(query, key, value, wanted, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
