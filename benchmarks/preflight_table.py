@@ -3,7 +3,7 @@
     python benchmarks/preflight_table.py [FOLDER]
 
 Compiles ResNet-50 for three GPUs, one and eight of each, in both 16-bit types, by engine xla, and
-for an H100 by engine jax, where a ViT and GPT-2 small (blocks of 1,024 tokens) go through both; each
+for an H100 by engine jax, where a ViT and GPT-2 small (1,024 tokens a sample) go through both; each
 takes half a minute on two cores.
 Prints Markdown. With FOLDER the results are kept there, and what is there already is not compiled
 again.
