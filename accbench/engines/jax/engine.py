@@ -356,6 +356,8 @@ class Engine(engines.Engine):
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
             scaling=_scaling(self.scaler),
+            # Where there is a loss scale, updates wait for the search for overflows.
+            waits=self.topology.world_size > 1 and self.task.device != "cpu" and not self.scaler,
             axes=[self._workers.axis_of(parameter.shape) for parameter in model.parameters()],
             rules=starting.rules(self.task.device, self.options),
         )

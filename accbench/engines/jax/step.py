@@ -39,6 +39,8 @@ class Plan:
     """Of the loss scale: growth, backoff, interval; None where there is none."""
     axes: list[Axis]
     """Parameter, by its place among the model's -> how it is parted between the workers."""
+    waits: bool
+    """Begin no update before all gradients are reduced."""
     rules: Rules
     """How the graph is lowered."""
 
@@ -63,6 +65,8 @@ def build(captured: Captured, plan: Plan, workers: Workers) -> Callable[..., Any
         parameters = [workers.whole(array, axis) for array, axis in pairs]
         loss, gradients, buffers = _gradients(captured, plan, parameters, own, given, scale)
         gradients = workers.mean_parts(gradients, axes)
+        if plan.waits:
+            gradients = updates.all_there(gradients)
         overflow = jnp.bool_(False)
         if plan.scaling:
             gradients = [g * (1 / scale).astype(g.dtype) for g in gradients]

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Array = Any
 
@@ -67,6 +68,20 @@ def nonfinite(gradients: list[Array]) -> Array:
         by_row.setdefault((rows.dtype, rows.shape[1:]), []).append(rows)
     good = [jnp.isfinite(jnp.concatenate(alike)).all() for alike in by_row.values()]
     return ~jnp.stack(good).all()
+
+
+def all_there(gradients: list[Array]) -> list[Array]:
+    """The gradients, none of which is known before all are.
+
+    XLA else computes an update in one kernel with the cast of the old weight that the backward
+    pass has yet to read, and this then waits for the gradient's reduction.
+    """
+    first = jnp.stack(
+        [gradient[(0,) * gradient.ndim].astype(jnp.float32) for gradient in gradients]
+    )
+    bits = lax.bitcast_convert_type(first.sum(), jnp.uint32)
+    zero = (bits >> 31) >> 1  # in a way that XLA does not see through
+    return [gradient + zero.astype(gradient.dtype) for gradient in gradients]
 
 
 def clipped(
