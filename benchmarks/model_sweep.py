@@ -2,13 +2,14 @@
 
     python benchmarks/model_sweep.py FOLDER [--engines ddp,inductor,xla] [--kinds NAME,...]
         [--models NAME,...] [--random N --seed S] [--limit_s S] [--quick] [--table_only]
-        [--docs docs/models.md]
+        [--kept benchmarks/model_sweep.jsonl] [--docs docs/models.md]
 
 For each model: float64's reference and plain ddp in both layouts, then each engine in a process
 of its own with a time limit: a run of a few steps, and the numerics pass. With --quick there are
 the runs alone, and losses beside those of ddp. A result is a JSON file, and one that is there is
-not made again, unless it is a quick one and more is asked for. Prints a table, as Markdown; with
---docs puts it between that file's markers.
+not made again, unless it is a quick one and more is asked for. With --kept results are taken from
+that file as well, and put into it, so that a sweep goes on from one machine to the next. Prints a
+table, as Markdown; with --docs puts it between that file's markers.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--limit_s", type=float, default=600)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table_only", action="store_true")
+    parser.add_argument("--kept", type=Path)
     parser.add_argument("--docs", type=Path)
     flags = parser.parse_args()
     engines = flags.engines.split(",")
@@ -57,6 +59,8 @@ def main() -> None:
     if flags.models:
         models = {name: models[name] for name in flags.models.split(",")}
     base = flags.folder.absolute()
+    if flags.kept:
+        take(base, flags.kept)
     if not flags.table_only:
         _start_fork_server(engines)
         for name, its_flags in models.items():
@@ -64,12 +68,39 @@ def main() -> None:
                 base / name.replace(":", "-"), name, its_flags, flags.limit_s, flags.quick
             )
             trial.sweep(engines)
+            if flags.kept:
+                keep(base, flags.kept)
     text = table(base, engines)
     print(text)
     if flags.docs:
         before, _, rest = flags.docs.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
         flags.docs.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def take(base: Path, kept: Path) -> None:
+    """Results of a file that the folder has none of."""
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    for found in map(json.loads, lines):
+        folder = base / found["model"].replace(":", "-")
+        path = folder / f"{found['engine']}.json"
+        if path.exists() and not (json.loads(path.read_text())["quick"] and not found["quick"]):
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "flags.json").write_text(
+            json.dumps([f"--model={found['model']}", *found["flags"]])
+        )
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def keep(base: Path, kept: Path) -> None:
+    """All of the folder's results in one file, a line each, what others have put there too."""
+    take(base, kept)
+    found = [json.loads(path.read_text()) | {"engine": path.stem}
+             for path in sorted(base.glob("*/*.json")) if path.stem != "flags"]  # fmt: skip
+    part = kept.with_name(f".{kept.name}.part")
+    part.write_text("".join(json.dumps(one) + "\n" for one in found))
+    part.replace(kept)
 
 
 @dataclasses.dataclass(frozen=True)
