@@ -56,7 +56,7 @@ def test_recipe_begins(scans, tmp_path, recipe):
     kind = yaml.safe_load(recipe.read_text())["data"].partition(":")[0]
     done = run(f"--config={recipe}", f"--data={kind}:{scans}", "--max_steps=2", "--image_size=32",
                "--batch_size=4", "--workers=0", "--eval_interval=0", "--save_interval=0",
-               "--device=cpu", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+               "--threads=1", "--device=cpu", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert end_of(tmp_path / "run").num_steps == 2
     assert "[--compiler-opt]" in recipe.read_text()
@@ -74,7 +74,7 @@ def test_models_of_recipes_under_xla(scans, tmp_path, model):
         run_dir = tmp_path / engine
         done = run(f"--data=imagefolder:{scans}", f"--model=tests.nets:{model}",
                    f"--engine={engine}", "--image_size=32", "--batch_size=4", "--amp_level=O0",
-                   "--workers=0",
+                   "--workers=0", "--threads=1",
                    "--lr=1e-4", "--lr_schedule=cosine", "--clip_norm=1", "--decay=matrices",
                    "--max_steps=6", "--warmup_steps=3", "--log_interval=1", "--device=cpu",
                    "--eval_interval=0", f"--output_dir={run_dir}")  # fmt: skip
