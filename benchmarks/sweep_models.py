@@ -48,9 +48,10 @@ TIMM = {
     "rdnet_tiny": 64, "hgnetv2_b0": 64, "hiera_tiny_224": 64, "sequencer2d_s": 64,
     "inception_v4": 128, "xception41": 64, "skresnet18": 64, "selecsls42b": 64, "gernet_s": 64,
 }  # fmt: skip
-# name -> further flags; image sizes mean nothing to them.
+# name -> further flags.
 LANGUAGE: dict[str, tuple[str, ...]] = {
-    name: ("--seq_len=32",) for name in ("bert_tiny", "gpt2_tiny", "llama_tiny", "lstm", "convlstm")
+    **{name: ("--seq_len=32",) for name in ("bert_tiny", "gpt2_tiny", "llama_tiny", "lstm")},
+    "convlstm_tiny": ("--image_size=16",),
 }
 
 KINDS = ("torchvision", "segmentation", "detection", "timm", "language")

@@ -8,7 +8,7 @@ labels (N,) int64).
 import abc
 import dataclasses
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -19,14 +19,18 @@ from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.data.loader import naming_dead_workers
 from accbench.data.mixing import Mixing
-from accbench.data.samplers import DistributedSampler
+from accbench.data.samplers import (
+    DistributedSampler,
+    GroupedBatchSampler,
+    GroupedDistributedSampler,
+)
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
 
 Batch = Any
 """Tensors in any nesting of tuples, lists and mappings; see `accbench.data.nested`."""
 # (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)
-Sample = tuple[torch.Tensor, int, str | None]
+Sample = tuple[torch.Tensor, Any, str | None]
 PADDING_LABEL = -1
 # More than this is not a few damaged samples but a damaged data set.
 MAX_UNREADABLE_IN_A_ROW = 100
@@ -129,19 +133,23 @@ class ReadableSamples(Dataset[Sample]):
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def read(self, index: int) -> tuple[torch.Tensor, int]:
-        """(image (H, W, 3) uint8, label).
+    def read(self, index: int) -> tuple[torch.Tensor, Any]:
+        """(image (H, W, 3) uint8, label), the label being of whatever kind `collate` takes.
 
         Raises:
             UnreadableSampleError: named with its file or key, and where in it.
         """
+
+    def instead(self, index: int, offset: int) -> int:
+        """The sample that stands for one where the `offset` before could not be read."""
+        return (index + offset) % len(self)
 
     def __getitem__(self, index: int) -> Sample:
         problem = None
         tries = min(len(self), MAX_UNREADABLE_IN_A_ROW)
         for offset in range(tries):
             try:
-                image_HWC, label = self.read((index + offset) % len(self))
+                image_HWC, label = self.read(self.instead(index, offset))
             except UnreadableSampleError as error:
                 problem = problem or str(error)
             else:
@@ -160,6 +168,8 @@ class Loader:
         mixing: what mixes training batches, if anything does.
         collate: called with the samples that a short batch is padded to, or without; what it
             gives makes (a batch, its problems) of a list of samples, as `Collate` does.
+        group_ids: of every sample of the dataset; a batch is then of one group, and in training
+            that of all ranks.
     """
 
     resident = False
@@ -168,24 +178,30 @@ class Loader:
     def __init__(
         self, dataset: Dataset[Any], task: TaskConfig, topology: Topology, train: bool,
         chance: Any = None, mixing: Mixing | None = None, collate: Callable[..., Any] | None = None,
+        group_ids: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         assert task.batch_size is not None
         assert task.workers is not None
         size = len(dataset)  # type: ignore[arg-type]
         sampler: DistributedSampler | None = None
         keys: _Keys | None = None
+        batches: GroupedBatchSampler | None = None
         if train:
-            sampler = DistributedSampler(
-                dataset, topology.world_size, topology.rank, seed=task.seed, drop_last=False
-            )
+            sampler = _sampler(dataset, task, topology, group_ids)
             if len(sampler) < task.batch_size:
+                of_one = " of one group" if group_ids is not None else ""
                 raise RequestError(
-                    f"{size} samples make {len(sampler)} a worker, fewer than one batch; "
+                    f"{size} samples make {len(sampler)} a worker, fewer than one batch{of_one}; "
                     f"lower --batch_size {task.batch_size} or --nproc_per_node"
                 )
             dataset, keys = _InEpoch(dataset, chance), _Keys(sampler, size)
         else:  # strided like the sampler's shards, but nothing twice
-            dataset = Subset(dataset, range(topology.rank, size, topology.world_size))
+            own = range(topology.rank, size, topology.world_size)
+            dataset = Subset(dataset, own)
+            if group_ids is not None:
+                groups = [group_ids[index] for index in own]
+                in_order: Any = range(len(own))
+                batches = GroupedBatchSampler(in_order, groups, task.batch_size)
         self.num_bad_samples = 0
         self.problems: Callable[[str], None] = lambda problem: None
         self.check: Callable[[Batch], None] = lambda batch: None
@@ -196,8 +212,9 @@ class Loader:
         self._dataset, self._keys, self._collate = dataset, keys, collated
         self._loader = DataLoader(
             dataset,
-            batch_size=task.batch_size,
+            batch_size=1 if batches else task.batch_size,  # the former means: see `batches`
             sampler=keys,
+            batch_sampler=batches,
             drop_last=train,
             num_workers=task.workers,
             collate_fn=collated,
@@ -257,6 +274,17 @@ class Loader:
                 f"{self._max_bad_samples} a worker: mend the file or raise the limit"
             )
         self.problems(problem)
+
+
+def _sampler(
+    dataset: Dataset[Any], task: TaskConfig, topology: Topology, group_ids: Sequence[int] | None
+) -> DistributedSampler:
+    assert task.batch_size is not None
+    if group_ids is None:
+        return DistributedSampler(dataset, topology.world_size, topology.rank, seed=task.seed)
+    return GroupedDistributedSampler(
+        dataset, group_ids, task.batch_size, topology.world_size, topology.rank, seed=task.seed
+    )
 
 
 def images_of(batch: Batch, num_images: int) -> torch.Tensor | None:

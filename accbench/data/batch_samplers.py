@@ -213,14 +213,21 @@ def make_batch_data_sampler(
     """
     batches: Sampler[list[int]]
     if aspect_grouping:
-        bounds = [1.0] if aspect_grouping is True else sorted(aspect_grouping)
-        group_ids = [bisect.bisect_right(bounds, ratio) for ratio in _aspect_ratios(dataset)]
+        group_ids = groups_of_aspect_ratio(dataset, aspect_grouping)
         batches = GroupedBatchSampler(sampler, group_ids, images_per_batch)
     else:
         batches = BatchSampler(sampler, images_per_batch, drop_last=False)
     if num_iters is None:
         return batches
     return IterationBasedBatchSampler(batches, num_iters, start_iter)
+
+
+def groups_of_aspect_ratio(
+    dataset: _WithSizes, aspect_grouping: bool | Sequence[float]
+) -> list[int]:
+    """The group of each image: how many of the bounds its height / width has reached."""
+    bounds = [1.0] if isinstance(aspect_grouping, bool) else sorted(aspect_grouping)
+    return [bisect.bisect_right(bounds, ratio) for ratio in _aspect_ratios(dataset)]
 
 
 def _aspect_ratios(dataset: _WithSizes) -> Iterator[float]:

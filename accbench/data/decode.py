@@ -156,7 +156,44 @@ def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
     return part_HWC.flip(1) if view.mirrored else part_HWC
 
 
-def _scaled(encoded: bytes | memoryview, view: View, header: Header) -> torch.Tensor:
+def decode_within(
+    encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """All of an image within (height, width, 3) uint8, and the height and width that it has there.
+
+    As large as fits, at the top and left, black below or beside it.
+
+    Raises:
+        ImageError: as `decode_rgb`.
+    """
+    header = header_of(encoded)
+    scale = min(height / header.height, width / header.width)
+    inner_height = min(height, max(1, round(header.height * scale)))
+    inner_width = min(width, max(1, round(header.width * scale)))
+    part_HWC = decode_stretched(encoded, inner_height, inner_width, mirrored)
+    out_HWC = part_HWC.new_zeros(height, width, 3)
+    out_HWC[:inner_height, :inner_width] = part_HWC
+    return out_HWC, (inner_height, inner_width)
+
+
+def decode_stretched(
+    encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False
+) -> torch.Tensor:
+    """All of an image as (height, width, 3) uint8, whatever its own ratio.
+
+    Raises:
+        ImageError: as `decode_rgb`.
+    """
+    header = header_of(encoded)
+    whole = View(0, 0, header.height, header.width, min(height, width))
+    out_HWC = _scaled(encoded, whole, header, (height, width))
+    return out_HWC.flip(1) if mirrored else out_HWC
+
+
+def _scaled(
+    encoded: bytes | memoryview, view: View, header: Header, size: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """The part as (height, width, 3) of `size`, or else square."""
     # Full resolution is decoded only where the part needs it.
     spare = min(view.height, view.width) // view.size
     reduce = 1 << min(3, spare.bit_length() - 1) if spare else 1
@@ -170,6 +207,6 @@ def _scaled(encoded: bytes | memoryview, view: View, header: Header) -> torch.Te
     # the result would have to be transposed.
     part_1CHW = pixels_HWC[top:bottom, left:end].unsqueeze(0).permute(0, 3, 1, 2)
     scaled = functional.interpolate(
-        part_1CHW, size=(view.size, view.size), mode="bilinear", antialias=True
+        part_1CHW, size=size or (view.size, view.size), mode="bilinear", antialias=True
     )
     return scaled[0].permute(1, 2, 0)

@@ -33,6 +33,7 @@ __all__ = [
     "DistributedSampler",
     "DistributedWeightedRandomSampler",
     "GroupedBatchSampler",
+    "GroupedDistributedSampler",
     "IterationBasedBatchSampler",
     "RandomSampler",
     "SequentialSampler",
@@ -126,12 +127,16 @@ class _Sharded(Sampler[int]):
             remaining -= self._num_read(remaining, ranks, done)
         return max(0, self._num_samples(remaining, self.num_replicas) - self._start)
 
-    def __iter__(self) -> Iterator[int]:
-        order = self._order()
+    def _left(self, order: torch.Tensor) -> torch.Tensor:
+        """What earlier stages have not read, (n,) int64."""
         left = order
         for ranks, done in self._earlier:
             left = left[self._unread(len(left), ranks, done)]
-        own = self._shard(left, order)
+        return left
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        own = self._shard(self._left(order), order)
         self._given_out = self._start
         for begin in range(self._start, len(own), _CHUNK):
             # Not all as a list: ten million integers are 400 MB.
@@ -223,6 +228,55 @@ class DistributedSampler(_Sharded):
             return torch.arange(self._num_total())
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self._num_total(), generator=generator)
+
+
+class GroupedDistributedSampler(DistributedSampler):
+    """Such that a batch is of one group, and in each step that of all ranks.
+
+    Ranks that see the same shapes do not wait for each other, and there are as many batches for
+    each. maskrcnn-benchmark groups the samples of a rank, which gives neither.
+    What fills no batch of all ranks is left out of the epoch, each time other samples.
+
+    Args:
+        group_ids: the group of every sample of the dataset.
+        batch_size: samples of a rank's batch. A state goes on with the same one alone.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        group_ids: Sequence[int],
+        batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
+        self.group_ids, self.batch_size = [int(group) for group in group_ids], batch_size
+        numbers = torch.tensor(self.group_ids).numpy().tobytes()
+        self._groups_id = hashlib.sha256(numbers).hexdigest()[:16]
+
+    def _identity(self) -> dict[str, Any]:
+        grouped = {"batch_size": self.batch_size, "groups": self._groups_id}
+        return {**super()._identity(), **grouped}
+
+    def _left(self, order: torch.Tensor) -> torch.Tensor:
+        left = order
+        for ranks, done in self._earlier:
+            left = self._in_batches(left, ranks)[ranks * done :]
+        return self._in_batches(left, self.num_replicas)
+
+    def _in_batches(self, left: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Batches of all ranks, one behind the other, in the order of their first samples."""
+        batches = GroupedBatchSampler(
+            left.tolist(),  # type: ignore[arg-type]
+            self.group_ids, self.batch_size * ranks, drop_uneven=True,
+        )  # fmt: skip
+        return torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return max(0, len(self._left(self._order())) // self.num_replicas - self._start)
 
 
 class DistributedWeightedRandomSampler(_Sharded):

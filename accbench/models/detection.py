@@ -17,6 +17,8 @@ _NUM_KEYPOINTS = 17
 _NUM_OBJECTS = 4
 # Detectors whose anchors are made for one size.
 SIZES = {"ssd300_vgg16": 300, "ssdlite320_mobilenet_v3_large": 320}
+# What detectors learn besides boxes and classes.
+_WANTED = {"maskrcnn": "masks", "keypointrcnn": "keypoints"}
 
 
 class Detector(nn.Module):
@@ -134,8 +136,18 @@ class Detection(Spec):
         return images_NCHW, targets
 
     def problem(self, batch: Any, num_classes: int) -> str | None:
-        """Labels that the model has not, or boxes without an inside."""
+        """Labels that the model has not, boxes without an inside, or what it wants besides."""
         boxes_NM4, labels_NM = batch[1]["boxes"], batch[1]["labels"]
+        height, width = batch[0].shape[-2:]
+        size = SIZES.get(self._function)
+        if size and (height, width) != (size, size):
+            return (
+                f"--model {self.name} takes images of {size} x {size} pixels, not of {height} x "
+                f"{width}; the data source coco makes them so by --coco.shape square"
+            )
+        for family, wanted in _WANTED.items():
+            if self._function.startswith(family) and wanted not in batch[1]:
+                return f"--model {self.name} learns {wanted}, which the data has not"
         sides = boxes_NM4[..., 2:] - boxes_NM4[..., :2]
         if (sides[labels_NM != BACKGROUND] <= 0).any():
             return "there are boxes whose right is not right of their left, or bottom below top"

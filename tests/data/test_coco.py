@@ -1,0 +1,242 @@
+"""COCO's files to batches of images and boxes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from accbench import config, plugins, resolving
+from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
+from accbench.recording import records
+from accbench.training.process_group import Topology
+from tests.conftest import TINY, end_of, of_kind, run
+
+SIZE = 48
+WIDE, UPRIGHT = (SIZE, 64), (64, SIZE)
+# Category ids with gaps, as COCO's are, and not in order.
+CATEGORIES = [{"id": 7, "name": "red"}, {"id": 3, "name": "green"}]
+COLOURS = {7: (250, 0, 0), 3: (0, 250, 0)}
+LABELS = {7: 2, 3: 1}
+DETECTOR = "--model=torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
+
+
+def source(folder, *flags, topology=Topology()):  # noqa: B008
+    task = resolving.resolve(
+        config.parse(
+            [*TINY, DETECTOR, f"--image_size={SIZE}", f"--data=coco:{folder}", "--batch_size=2",
+             *flags]
+        )
+    )  # fmt: skip
+    return plugins.load("data", "coco")(str(folder), task, task.options["coco"], topology)
+
+
+def written(folder, split: str, sizes: list[tuple[int, int]], more=()) -> None:
+    """Images (height, width) with a box of a colour each, number k a quarter k % 4 of it."""
+    images, annotations = [], [*more]
+    (folder / split).mkdir(parents=True)
+    (folder / "annotations").mkdir(exist_ok=True)
+    for index, (height, width) in enumerate(sizes):
+        category = (7, 3)[index % 2]
+        left, top = width // 2 * (index % 2), height // 2 * (index // 2 % 2)
+        pixels = np.full((height, width, 3), 60 + 5 * index, np.uint8)  # no two alike
+        pixels[top : top + height // 2, left : left + width // 2] = COLOURS[category]
+        name = f"{index:03}.png"
+        Image.fromarray(pixels).save(folder / split / name)
+        # Ids count down: their order is that of samples, not the file's.
+        images.append(
+            {"id": 100 - index, "file_name": name, "height": height, "width": width}
+        )  # fmt: skip
+        annotations.append(
+            {"id": index, "image_id": 100 - index, "category_id": category, "iscrowd": 0,
+             "bbox": [left, top, width // 2, height // 2]}
+        )  # fmt: skip
+    content = {"images": images, "annotations": annotations, "categories": CATEGORIES}
+    path = folder / "annotations" / f"instances_{split}.json"
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def coco(tmp_path):
+    """Ten wide images, six upright ones; three and two to evaluate. Some are very long."""
+    wide, upright = [(60, 80), (48, 90)] * 5, [(90, 60), (80, 80)] * 3
+    written(tmp_path, "train2017", [*wide, *upright])
+    written(tmp_path, "val2017", [(60, 80), (80, 60), (60, 80), (80, 60), (60, 80)])
+    return tmp_path
+
+
+def shapes(loader) -> list[tuple[int, ...]]:
+    return [tuple(images.shape[2:]) for images, _ in loader]
+
+
+def test_boxes_are_where_the_image_shows_them(coco):
+    """Whatever its size, and mirrored or not."""
+    seen = []
+    loader = source(coco).train_loader()
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for images_NCHW, targets in loader:
+            assert images_NCHW.dtype == torch.uint8
+            assert images_NCHW.is_contiguous(memory_format=torch.channels_last)
+            assert targets["boxes"].shape == (2, 1, 4)
+            for image_CHW, box, label in zip(
+                images_NCHW, targets["boxes"][:, 0], targets["labels"][:, 0], strict=True
+            ):
+                channel = 0 if label == LABELS[7] else 1
+                others = image_CHW[[c for c in range(3) if c != channel]].amax(dim=0)
+                rows, columns = ((image_CHW[channel] > 200) & (others < 50)).nonzero(as_tuple=True)
+                found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+                torch.testing.assert_close(
+                    torch.tensor([float(edge) for edge in found]), box, atol=2, rtol=0
+                )
+                seen.append(round(float(box[0])))
+    assert len(set(seen)) > 2  # not all at the same place
+
+
+def test_a_batch_has_one_shape_and_that_of_other_ranks(coco):
+    """Upright images and others, of which what fills no batch of all ranks is left out."""
+    alone = shapes(source(coco).train_loader())
+    assert sorted(alone) == [WIDE] * 5 + [UPRIGHT] * 3
+    first, second = (
+        shapes(source(coco, topology=Topology(rank=rank, world_size=2)).train_loader())
+        for rank in range(2)
+    )
+    assert first == second
+    assert sorted(first) == [WIDE] * 2 + [UPRIGHT]
+
+
+def test_every_image_to_evaluate_comes_once(coco):
+    for ranks in (1, 2, 3):
+        num_images, found = 0, []
+        for rank in range(ranks):
+            loader = source(coco, topology=Topology(rank=rank, world_size=ranks)).eval_loader()
+            for images_NCHW, targets in loader:
+                assert len(images_NCHW) == 2  # filled up
+                found.append(tuple(images_NCHW.shape[2:]))
+                num_images += int((targets["labels"] != 0).any(dim=1).sum())
+        assert num_images == 5
+        assert set(found) == {WIDE, UPRIGHT}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_epochs_go_on_with_another_number_of_ranks(coco, seed):
+    """No image twice."""
+
+    def shown(made, num_batches: int | None = None) -> tuple[list[bytes], dict]:
+        loader, keys = made.train_loader(), []
+        for number, (images_NCHW, _) in enumerate(loader):
+            if number == num_batches:
+                break
+            keys += [image.numpy().tobytes() for image in images_NCHW]
+        return keys, loader.state_dict(num_batches or len(loader))
+
+    plain = ("--coco.augment=none", f"--seed={seed}")
+    before, state = shown(source(coco, *plain), 3)
+    after = []
+    for rank in range(2):
+        made = source(coco, *plain, topology=Topology(rank=rank, world_size=2))
+        loader = made.train_loader()
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        after += [image.numpy().tobytes() for images, _ in batches for image in images]
+    # Six of sixteen were seen; of ten left eight fill batches of two ranks, or fewer do.
+    assert len(before) == 6
+    assert 4 <= len(after) <= 8
+    assert len({*before, *after}) == len(before) + len(after)
+
+
+def test_another_batch_size_does_not_go_on_inside_an_epoch(coco):
+    state = source(coco).train_loader().state_dict(1)
+    with pytest.raises(ValueError, match="batch_size 2, but here it is 3"):
+        source(coco, "--batch_size=3").train_loader().load_state_dict(state)
+
+
+def test_square_images_are_stretched(coco):
+    made = source(coco, "--coco.shape=square", "--coco.augment=none")
+    (images_NCHW, targets), *_ = made.train_loader()
+    assert images_NCHW.shape == (2, 3, SIZE, SIZE)
+    sides = targets["boxes"][..., 2:] - targets["boxes"][..., :2]
+    torch.testing.assert_close(sides, torch.full((2, 1, 2), SIZE / 2))
+
+
+def test_what_counts_for_nothing_is_left_out(tmp_path):
+    """Crowds, boxes without an inside, and images that have nothing else."""
+    crowd = {"id": 90, "image_id": 100, "category_id": 3, "iscrowd": 1, "bbox": [0, 0, 60, 60]}
+    line = {"id": 91, "image_id": 99, "category_id": 3, "iscrowd": 0, "bbox": [5, 5, 0, 30]}
+    written(tmp_path, "train2017", [(60, 80)] * 3, (crowd, line))
+    path = tmp_path / "annotations" / "instances_train2017.json"
+    content = json.loads(path.read_text())
+    content["annotations"] = [one for one in content["annotations"] if one["image_id"] != 99] + [
+        line
+    ]
+    path.write_text(json.dumps(content))
+    images = source(tmp_path).train_set
+    assert images.names == ["002.png", "000.png"]
+    assert images.most_objects == 1
+
+
+def test_an_image_that_cannot_be_read_is_replaced_by_one_of_its_shape(coco):
+    (coco / "train2017" / "010.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises((BadSampleError, UnreadableSampleError), match=r"010\.png"):
+        list(source(coco).train_loader())
+    loader = source(coco, "--max_bad_samples=3").train_loader()
+    assert sorted(shapes(loader)) == [WIDE] * 5 + [UPRIGHT] * 3
+    assert loader.num_bad_samples == 1
+    Image.new("RGB", (30, 40)).save(coco / "train2017" / "010.png")
+    with pytest.raises(BadSampleError, match="30 x 40 pixels, and its annotations are for 60 x 90"):
+        list(source(coco).train_loader())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c.pop("categories"), "no file of COCO's: no 'categories'"),
+        (lambda c: c["annotations"][0].update(category_id=5), "annotation 0 is of category 5"),
+        (lambda c: c["annotations"][0].update(image_id=5), "annotation 0 is of image 5"),
+        (lambda c: c.update(annotations=[]), "has no image with a box"),
+        (lambda c: c["images"][0].update(file_name="../../secret"), "is not inside the folder"),
+        (lambda c: c.update(images=3), "no file of COCO's"),
+    ],
+)
+def test_files_of_another_form_are_refused_in_a_line(coco, change, said):
+    path = coco / "annotations" / "instances_train2017.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=said) as error:
+        source(coco)
+    assert "\n" not in str(error.value)
+    path.write_text("{")
+    with pytest.raises(RequestError, match="no file of COCO's"):
+        source(coco)
+    path.unlink()
+    with pytest.raises(RequestError, match=r"cannot read .*instances_train2017\.json: No such"):
+        source(coco)
+
+
+def test_a_detector_trains_on_it_and_is_evaluated(coco, tmp_path):
+    finished = run(
+        *TINY, DETECTOR, f"--image_size={SIZE}", f"--data=coco:{coco}",
+        "--batch_size=2", "--max_steps=8", "--eval_interval=1", "--lr=1e-4", f"--output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    end = end_of(tmp_path / "run")
+    assert end.status == "ok"
+    (evaluated,) = of_kind(tmp_path / "run", records.EvalRecord)
+    assert np.isfinite(evaluated.loss)
+
+
+def test_what_a_model_wants_besides_is_told(coco, tmp_path):
+    for model, size, said in (
+        ("maskrcnn_resnet50_fpn", SIZE, "learns masks, which the data has not"),
+        ("ssdlite320_mobilenet_v3_large", 320, "--coco.shape square"),
+    ):
+        finished = run(
+            *TINY, f"--model=torchvision:{model}", "--batch_size=2",
+            f"--image_size={size}", f"--data=coco:{coco}", "--max_steps=2",
+            f"--output_dir={tmp_path / model}",
+        )  # fmt: skip
+        assert finished.returncode != 0
+        assert said in finished.stderr
