@@ -219,7 +219,8 @@ def test_files_of_another_form_are_refused_in_a_line(coco, change, said):
 def test_a_detector_trains_on_it_and_is_evaluated(coco, tmp_path):
     finished = run(
         *TINY, DETECTOR, f"--image_size={SIZE}", f"--data=coco:{coco}",
-        "--batch_size=2", "--max_steps=8", "--eval_interval=1", "--lr=1e-4", f"--output_dir={tmp_path / 'run'}",
+        "--batch_size=2", "--max_steps=8", "--eval_interval=1", "--lr=1e-4",
+        f"--output_dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     end = end_of(tmp_path / "run")
