@@ -113,11 +113,20 @@ def beside_float64() -> dict:
         "attention, scaled": ([Attention(scale=0.3)], (2, 3, 7, 8)),
         "attention, causal": ([Attention(is_causal=True)], (2, 3, 7, 8)),
         "attention of three dimensions": ([Attention()], (3, 7, 8)),
+        # Whose bias has a gradient of many terms.
+        "linear": ([nn.Linear(6, 5)], (2048, 6)),
+        "linear of three dimensions": ([nn.Linear(6, 5), nn.Linear(5, 4)], (32, 64, 6)),
+        "linear without bias": ([nn.Linear(6, 5, bias=False)], (8, 6)),
+        "convolution": ([nn.Conv2d(6, 5, 3), nn.Conv2d(5, 4, 1)], (16, 6, 16, 16)),
+        "convolution of one dimension": ([nn.Conv1d(6, 5, 3)], (16, 6, 256)),
+        "sum over a batch": ([Moved()], (2048, 6)),
         "stem": ([nn.BatchNorm2d(6), relu(True), pool(3, 2, 1)], (4, 6, 12, 12)),
     }  # fmt: skip
     found = {}
     for name, (modules, shape) in cases.items():
-        for dtype in (torch.float16, torch.bfloat16):
+        # On a CPU XLA's convolutions add float16 up in float16.
+        types = (torch.bfloat16,) if "convolution" in name else (torch.float16, torch.bfloat16)
+        for dtype in types:
             found[f"{name}, {dtype}"] = worst(nn.Sequential(*modules), shape, dtype)
     return found
 
@@ -135,6 +144,17 @@ class Shifted(nn.Module):
     def forward(self, x):
         x += 0.25
         return x
+
+
+class Moved(nn.Module):
+    """By a vector, whose gradient is a sum over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return x * (x + self.by.to(x.dtype))
 
 
 class Twice(nn.Module):

@@ -56,6 +56,9 @@ class Engine(engines.Engine):
         layouts by itself elsewhere."""
         products_for_1x1: Literal["auto", "on", "off"] = "auto"
         """Compute 1 x 1 convolutions as products of matrices, channels last. auto: on a CPU."""
+        products_for_patches: Literal["auto", "on", "off"] = "auto"
+        """Likewise those whose windows lie side by side, as the patches of a vision transformer.
+        auto: on a CPU."""
         products_for_small_images: Literal["auto", "on", "off"] = "auto"
         """Likewise those with up to nine output pixels. auto: on a CPU."""
         weights_by_image: Literal["auto", "on", "off"] = "auto"

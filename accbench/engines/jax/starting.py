@@ -56,6 +56,7 @@ def rules(device: str, options: Any) -> Any:
     return lowering.Rules(
         channels_last=is_on(options.channels_last),
         products_for_1x1=is_on(options.products_for_1x1),
+        products_for_patches=is_on(options.products_for_patches),
         products_for_small_images=is_on(options.products_for_small_images),
         weights_by_image=is_on(options.weights_by_image),
         pools_by_place=options.pools_by_place == "on",

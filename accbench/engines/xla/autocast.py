@@ -5,7 +5,8 @@ max-pooling in float32, which moves twice the bytes; sums, exponentials, norms a
 bits, which eager computes in float32. And on GPUs its tensors have the key AutocastCUDA instead, so
 that the same model is another program there. Here AutocastXLA is in force on every device, and
 each of its rules leads to that of AutocastCUDA, or to none where that has none; what those two do
-not have well for XLA is in `half_ops`. A model's own `torch.autocast(x.device.type, enabled=False)`
+not have well for XLA is in `half_ops`. With them comes a sum in float32 of what is in 16 bits, in
+backward passes too. A model's own `torch.autocast(x.device.type, enabled=False)`
 is heeded, for the device's type is xla.
 """
 
@@ -79,9 +80,13 @@ def _replace_rules() -> None:
             operation = _operation(name)
             if operation is not None and operation not in _OWN:
                 led = _as_on_cuda(operation) if name in with_rule else None
+                if led is not None and _short(name) in _CONVOLUTIONS:
+                    led = _bias_apart(led)
                 library.impl(_short(name), led or torch.library.fallthrough_kernel, _KEY)
         for operation, function in _OWN.items():
             library.impl(_short(operation.name()), _outside(function), _KEY)
+        for operation, into in _SUMS.items():
+            library.impl(_short(operation.name()), _wide(operation, into), "XLA")
 
 
 def _in_force(key: str) -> Any:
@@ -112,6 +117,42 @@ def _as_on_cuda(operation: Any) -> Callable[..., Any]:
         finally:
             torch.set_autocast_enabled("cuda", False)
             torch.set_autocast_enabled("xla", True)
+
+    return kernel
+
+
+def _bias_apart(convolution: Callable[..., Any]) -> Callable[..., Any]:
+    """The bias added in a step of its own, as eager does it on CUDA. Its gradient is then one of
+    `_SUMS`, where torch_xla has one in 16 bits."""
+
+    def kernel(
+        given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *args: Any
+    ) -> torch.Tensor:
+        out: torch.Tensor = convolution(given, weight, None, *args)
+        if bias is None:
+            return out
+        num_dims = weight.dim() - 2
+        return out + bias.to(out.dtype).view(-1, *[1] * num_dims)
+
+    return kernel
+
+
+def _wide(operation: Any, into: Any) -> Callable[..., Any]:
+    """A sum of 16 bits in float32, as eager has it: XLA takes the type of what is summed, and on a
+    CPU rounds bfloat16 after each addition."""
+
+    def kernel(
+        given: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> torch.Tensor:
+        if dtype is None and given.dtype in half_ops.TYPES:
+            wide: torch.Tensor = operation(given, dims, keepdim, dtype=torch.float32)
+            return wide.to(given.dtype)
+        # torch_xla's own kernel, which is not registered any more: `into` calls it all the same.
+        counted = not (given.is_floating_point() or given.is_complex())
+        made = dtype or (torch.int64 if counted else given.dtype)
+        out = torch.empty(0, dtype=made, device=given.device)
+        result: torch.Tensor = into(given, dims, keepdim, dtype=dtype, out=out)
+        return result
 
     return kernel
 
@@ -174,7 +215,8 @@ def _attention(
         for tensor in (query, key, value)
     )
     plain = mask is None and dropout_p < 1 and not enable_gqa
-    if plain and _lean(query) and key.dtype is value.dtype is query.dtype:
+    # On a CPU too, where XLA would sum weights and their gradients in 16 bits.
+    if plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
         wanted = query.shape[-1] ** -0.5 if scale is None else scale
         return half_ops.attention(query, key, value, wanted, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -192,4 +234,16 @@ _OWN: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.relu_.default: _relu_in_place,
     torch.ops.aten.max_pool2d.default: _max_pool2d,
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
+}
+
+# Those that take (given, weight, bias, ...).
+_CONVOLUTIONS = (
+    "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding",
+    "convolution", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input",
+)  # fmt: skip
+
+# What adds many numbers up -> the form of it that writes into a tensor that is there.
+_SUMS = {
+    torch.ops.aten.sum.dim_IntList: torch.ops.aten.sum.IntList_out,
+    torch.ops.aten.mean.dim: torch.ops.aten.mean.out,
 }

@@ -206,6 +206,7 @@ def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None
     rules = lowering.Rules(
         channels_last=True,
         products_for_1x1=True,
+        products_for_patches=True,
         products_for_small_images=True,
         weights_by_image=True,
         pools_by_place=True,
@@ -224,6 +225,11 @@ def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None
         # 128 and more
         ((12, 11), (3, 3), 1, 1, 1), ((33, 32), (7, 7), 2, 3, 1), ((17, 16), (3, 2), 1, 0, 2),
         ((140,), (5,), 1, 2, 1), ((6, 6, 6), (2, 3, 1), 1, (1, 1, 0), 1),
+        # side by side, few and many, and what is left over at an end
+        ((64, 64), (32, 32), 32, 0, 1), ((33, 50), (2, 3), (2, 3), 0, 1), ((7, 5), (7, 5), 9, 0, 1),
+        ((12,), (4,), 4, 0, 1), ((5, 4, 6), (2, 2, 3), (2, 2, 3), 0, 1),
+        # kernels of too many places, few outputs and many
+        ((9, 9), (9, 9), 1, 1, 1), ((20, 20), (9, 9), 1, 0, 1),
     ])],
 )  # fmt: skip
 def test_convolutions_as_products_are_torchs(
@@ -237,10 +243,14 @@ def test_convolutions_as_products_are_torchs(
     w = torch.randn(5, 4, *kernel).to(dtype).requires_grad_()
     args = (x, w, None, stride, padding, dilation)
     rules = lowering.Rules(
-        channels_last=True, products_for_small_images=True, weights_by_image=True
-    )
+        channels_last=True, products_for_patches=True, products_for_small_images=True,
+        weights_by_image=True,
+    )  # fmt: skip
     few = function(*args)[0, 0].numel() <= 9
-    left = 0 if few else 2  # forward, and the gradient of the input
+    patches = set(kernel) == {stride} or tuple(kernel) == stride
+    left = 0 if few or patches else 2  # forward, and the gradient of the input
+    if len(w[0, 0].flatten()) > 64 and not patches:
+        left = 3  # that of the weight as well
     assert not against_torch.check(function, args, {}, rules=rules, convolutions=left)
 
 

@@ -15,6 +15,8 @@ class Rules:
     """Carry images as NHWC from a convolution on to the next, through all between them."""
     products_for_1x1: bool = False
     """Compute convolutions with 1 x 1 kernels as products of matrices. Needs channels_last."""
+    products_for_patches: bool = False
+    """Compute convolutions whose windows lie side by side as products. Needs channels_last."""
     products_for_small_images: bool = False
     """Compute convolutions with up to nine output pixels as products. Needs channels_last."""
     weights_by_image: bool = False

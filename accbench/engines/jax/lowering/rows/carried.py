@@ -39,10 +39,11 @@ def _convolve(
         rows = x.reshape(-1, x.shape[-1])
         product = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
         return product.reshape(*x.shape[:-1], w.shape[0])
-    if rules.products_for_small_images and groups == 1:
-        geometry = gemm_convolution.windows_of(x, w, stride, padding, _each(dilation, rank))
-        if gemm_convolution.is_small(geometry):
-            return gemm_convolution.convolve(x, w, geometry)
+    geometry = gemm_convolution.windows_of(x, w, stride, padding, _each(dilation, rank))
+    if rules.products_for_patches and groups == 1 and gemm_convolution.are_patches(geometry):
+        return gemm_convolution.convolve_patches(x, w, geometry)
+    if rules.products_for_small_images and groups == 1 and gemm_convolution.is_small(geometry):
+        return gemm_convolution.convolve(x, w, geometry)
     spatial = "DHW"[3 - rank :]
     kernel = jnp.moveaxis(w, (0, 1), (-1, -2))
     return lax.conv_general_dilated(
@@ -105,7 +106,9 @@ def convolution_backward(
     if output_mask[1]:
         sizes = (_each(size, x.ndim - 2) for size in (stride, padding, dilation))
         geometry = gemm_convolution.windows_of(x, w, *sizes)
-        if context.rules.weights_by_image and groups == 1 and gemm_convolution.is_large(geometry):
+        patches = context.rules.products_for_patches and gemm_convolution.are_patches(geometry)
+        by_image = context.rules.weights_by_image and gemm_convolution.is_large(geometry)
+        if by_image and groups == 1 and not patches:
             of_weight = gemm_convolution.weight_gradient(x, g, geometry).astype(w.dtype)
         else:
             (of_weight,) = jax.vjp(lambda w: _convolve(context.rules, x, w, *how), w)[1](g)

@@ -14,6 +14,8 @@ from jax import lax
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.rows.windows import Windows
 
+# Kernels of more places than that are left to XLA, for each place is a slice of the image.
+_MOST_PLACES = 64
 # Of output pixels, as measured (docs/measured.md): at most so many for all of a convolution, and at
 # least so many for its weight's gradient.
 _FEW, _MANY = 9, 128
@@ -33,12 +35,34 @@ def _num_pixels(windows: Windows) -> int:
 
 def is_small(windows: Windows) -> bool:
     """Whether `convolve` is the faster way."""
-    return 0 < _num_pixels(windows) <= _FEW
+    return 0 < _num_pixels(windows) <= _FEW and math.prod(windows.kernel) <= _MOST_PLACES
 
 
 def is_large(windows: Windows) -> bool:
     """Whether `weight_gradient` is the faster way."""
-    return _num_pixels(windows) >= _MANY and math.prod(windows.kernel) > 1
+    return _num_pixels(windows) >= _MANY and 1 < math.prod(windows.kernel) <= _MOST_PLACES
+
+
+def are_patches(windows: Windows) -> bool:
+    """Whether the windows lie side by side, so that each element is in one of them at most."""
+    plain = not any(windows.padding) and set(windows.dilation) == {1}
+    return plain and windows.kernel == windows.stride and _num_pixels(windows) > 0
+
+
+def convolve_patches(x: Any, w: Any, windows: Windows) -> Any:
+    """x (N, *spatial, C), w (out, C, *kernel) -> (N, *spatial, out): one product, nothing copied
+    twice, whatever the number of places."""
+    rank, channels, out = windows.rank, x.shape[-1], w.shape[0]
+    num = [windows.num(axis) for axis in range(rank)]
+    covered = [n * k for n, k in zip(num, windows.kernel, strict=True)]
+    x = lax.slice(x, [0] * x.ndim, [x.shape[0], *covered, channels])
+    apart = [size for pair in zip(num, windows.kernel, strict=True) for size in pair]
+    x = x.reshape(x.shape[0], *apart, channels)
+    in_windows, in_kernel = range(1, 2 * rank, 2), range(2, 2 * rank + 1, 2)
+    x = x.transpose(0, *in_windows, *in_kernel, 2 * rank + 1)
+    columns = x.reshape(x.shape[0], *num, -1)
+    rows = jnp.moveaxis(w, 1, -1).reshape(out, -1)
+    return lax.dot_general(columns, rows, (((columns.ndim - 1,), (1,)), ((), ())))
 
 
 def convolve(x: Any, w: Any, windows: Windows) -> Any:
