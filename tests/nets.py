@@ -530,6 +530,26 @@ def masks(num_classes: int) -> nn.Module:
     return _Masks(num_classes)
 
 
+class _Tabled(nn.Module):
+    """Makes a table when it first sees a size, in the place of a buffer."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, num_classes, 4, stride=4, bias=False)
+        self.norm = nn.BatchNorm2d(num_classes)
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.stem(images)).flatten(2)
+        if self.table.shape[0] != hidden.shape[2]:
+            self.table = torch.linspace(0.5, 2, hidden.shape[2]).to(hidden)
+        return (hidden * self.table).mean(2)
+
+
+def tabled(num_classes: int) -> nn.Module:
+    return _Tabled(num_classes)
+
+
 class _TiedDeep(nn.Module):
     """A weight in three places: by assignment, in a list of parameters, and registered again."""
 

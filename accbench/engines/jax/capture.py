@@ -55,6 +55,10 @@ class Captured:
         return list(values[:num]), values[loss], list(values[loss + 1 :])
 
 
+class ReshapedBufferError(RequestError):
+    """In a forward pass another tensor, of another shape, takes a buffer's place."""
+
+
 class _Loss(nn.Module):
     """The loss of a batch, in the form in which other tensors can be put into the model."""
 
@@ -67,6 +71,11 @@ class _Loss(nn.Module):
         loss = self.loss(self.model, batch)
         for name, buffer in self.model.named_buffers():
             if name in before and buffer is not before[name]:  # another tensor has its place
+                if buffer.shape != before[name].shape:
+                    raise ReshapedBufferError(
+                        f"--engine jax cannot have the shape of a buffer change in a step, as that "
+                        f"of {name} does; make it before training, or use another engine"
+                    )
                 with torch.no_grad():
                     before[name].copy_(buffer)
         return loss
@@ -124,6 +133,21 @@ def capture(
         raise
     except Exception as error:
         raise RequestError(_in_a_line(error)) from error
+
+
+def settle(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> None:  # fmt: skip
+    """A forward pass on the host that leaves nothing but tensors in the place of buffers: tables
+    that a model makes when it first sees a size."""
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng(devices=()), torch.no_grad(), autocast():
+        loss(model, batch)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before and buffer is before[name][0]:
+                buffer.copy_(before[name][1])
 
 
 def _capture(

@@ -233,14 +233,20 @@ class Engine(engines.Engine):
         optimizer: torch.optim.Optimizer, batch: engines.Batch,
     ) -> torch.Tensor:  # fmt: skip
         """The same step as `step` takes, as one function; `step` is not called."""
-        from accbench.engines.jax import arrays
+        from accbench.engines.jax import arrays, capture
 
         self._mirror.take_over()
         arguments = self._arguments(optimizer, batch)
         key = _signature(model, optimizer, batch)
         found = self._steps.get(key)
         if found is None:
-            found = self._compiled(model, spec, optimizer, batch, arguments)
+            try:
+                found = self._compiled(model, spec, optimizer, batch, arguments)
+            except capture.ReshapedBufferError:
+                self._settle(model, spec, batch)
+                arguments = self._arguments(optimizer, batch)
+                key = _signature(model, optimizer, batch)
+                found = self._compiled(model, spec, optimizer, batch, arguments)
             if len(self._steps) == _MOST_STEPS:
                 del self._steps[next(iter(self._steps))]
             self._steps[key] = found
@@ -251,6 +257,16 @@ class Engine(engines.Engine):
         for source, number in zip(beside.sources, found.reads, strict=True):
             source.position[0] += number
         return arrays.Pending.of(self._workers.here(loss, is_own=True))
+
+    def _settle(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
+        """Have the model make the buffers that it makes for batches of this size."""
+        from accbench.engines.jax import capture
+
+        self._bring_back()
+        part = nested.chunks(batch, self.task.accumulate)[0]
+        capture.settle(model, spec.loss, part, self._hosts_autocast)
+        self._mirror.renew_buffers(model)
+        self._mirror.take_over()
 
     def _arguments(self, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> tuple[Any, ...]:
         import numpy as np
@@ -477,6 +493,7 @@ def _signature(model: nn.Module, optimizer: torch.optim.Optimizer, batch: engine
         tuple((tuple(tensor.shape), tensor.dtype) for tensor in beside.tensors()),
         tuple(module.training for module in model.modules()),
         tuple(parameter.requires_grad for parameter in model.parameters()),
+        tuple(tuple(buffer.shape) for buffer in model.buffers()),
         tuple(repr(_settings(group)) for group in optimizer.param_groups),
     )
 

@@ -44,6 +44,12 @@ class Mirror:
         self._is_ahead = False
         self._gathered: dict[str, tuple[Any, list[jax.Array]]] = {}
 
+    def renew_buffers(self, net: nn.Module) -> None:
+        """After others have taken the place of some."""
+        self._net_buffers = list(net.buffers())
+        self.own[_BUFFERS] = [None for _ in self._net_buffers]
+        self._marks.pop(_BUFFERS, None)
+
     def _tensors(self) -> dict[str, list[torch.Tensor]]:
         """Torch's, by the names of the arrays."""
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
