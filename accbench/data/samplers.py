@@ -254,6 +254,7 @@ class GroupedDistributedSampler(DistributedSampler):
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
         self.group_ids, self.batch_size = [int(group) for group in group_ids], batch_size
+        self._group_sizes = torch.tensor(self.group_ids).unique(return_counts=True)[1].tolist()
         numbers = torch.tensor(self.group_ids).numpy().tobytes()
         self._groups_id = hashlib.sha256(numbers).hexdigest()[:16]
 
@@ -276,7 +277,12 @@ class GroupedDistributedSampler(DistributedSampler):
         return torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
 
     def __len__(self) -> int:
-        return max(0, len(self._left(self._order())) // self.num_replicas - self._start)
+        if self._earlier:
+            whole = len(self._left(self._order())) // self.num_replicas
+        else:  # the same in whatever order
+            of_all = self.batch_size * self.num_replicas
+            whole = sum(size // of_all for size in self._group_sizes) * self.batch_size
+        return max(0, whole - self._start)
 
 
 class DistributedWeightedRandomSampler(_Sharded):

@@ -96,7 +96,9 @@ def test_boxes_are_where_the_image_shows_them(coco):
 
 def test_a_batch_has_one_shape_and_that_of_other_ranks(coco):
     """Upright images and others, of which what fills no batch of all ranks is left out."""
-    alone = shapes(source(coco).train_loader())
+    loader = source(coco).train_loader()
+    alone = shapes(loader)
+    assert len(alone) == len(loader)
     assert sorted(alone) == [WIDE] * 5 + [UPRIGHT] * 3
     first, second = (
         shapes(source(coco, topology=Topology(rank=rank, world_size=2)).train_loader())
