@@ -396,15 +396,34 @@ class Engine(engines.Engine):
         batch: engines.Batch,
     ) -> torch.Tensor:
         self._num_run += 1
-        # Of the first step one only knows that operations have left the compiler.
-        if self._num_run == 2 and self.compile_stats().num_fallbacks:
-            from accbench.engines.xla.fallbacks import Finder
+        before = self.compile_stats().num_fallbacks if self._num_run == 1 else 0
+        loss = self._run_step(step, model, spec, optimizer, batch)
+        # Of a step one only knows that operations have left the compiler, not where.
+        if self._num_run == 1 and self.compile_stats().num_fallbacks > before:
+            self._left_compiler = self._find_fallbacks(model, spec, optimizer, batch)
+        return loss
 
-            with Finder() as finder:
-                loss = self._run_step(step, model, spec, optimizer, batch)
-            self._left_compiler = finder.lines()
-            return loss
-        return self._run_step(step, model, spec, optimizer, batch)
+    def _find_fallbacks(
+        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
+    ) -> list[str]:
+        """Goes forward and back once more, for nothing but that: what is looked at on its way can
+        come out wrong, for torch_xla then takes views for tensors of their own."""
+        from accbench.engines.xla.fallbacks import Finder
+
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        random = self.rng_state()
+        self.xla.sync()
+        with Finder() as finder:
+            with self.autocast():
+                loss = spec.loss(model, nested.chunks(batch, self.task.accumulate)[0])
+            self.backward(loss)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self.load_rng_state(random)
+        self.xla.sync()
+        return finder.lines()
 
     def left_compiler(self) -> list[str]:
         return self._left_compiler
