@@ -212,7 +212,7 @@ class Loader:
         self._dataset, self._keys, self._collate = dataset, keys, collated
         self._loader = DataLoader(
             dataset,
-            batch_size=1 if batches else task.batch_size,  # the former means: see `batches`
+            batch_size=task.batch_size if batches is None else 1,  # which leaves it to them
             sampler=keys,
             batch_sampler=batches,
             drop_last=train,

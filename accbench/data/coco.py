@@ -7,6 +7,7 @@ https://cocodataset.org/#format-data, "object detection".
 import dataclasses
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -57,6 +58,8 @@ class Source(data.Source):
             raise RequestError("--data coco needs its folder: --data coco:DIR")
         if not Path(location).is_dir():
             raise RequestError(f"--data: there is no folder {location}")
+        if not (Path(location) / "annotations").is_dir():
+            raise RequestError(f"--data: {location} has no folder annotations/, as COCO's has")
 
     def __init__(
         self, location: str, task: TaskConfig, options: Options | None, topology: Topology
@@ -90,7 +93,7 @@ class Source(data.Source):
     def _loader(self, images: "CocoImages", train: bool) -> data.Loader:
         return data.Loader(
             images, self.task, self.topology, train, chance=self.chance,
-            collate=_CollateWith(images.most_objects), group_ids=images.group_ids,
+            collate=partial(_Collate, images.most_objects), group_ids=images.group_ids,
         )  # fmt: skip
 
 
@@ -220,6 +223,8 @@ class _Parsed:
         for key in sorted(of_image):
             image = images[key]
             height, width = int(image["height"]), int(image["width"])
+            if min(height, width) < 1:
+                raise ValueError(f"image {key} has {width} x {height} pixels")
             boxes, labels = [], []
             for one in of_image[key]:
                 left, top, wide, high = map(float, one["bbox"])
@@ -245,24 +250,15 @@ def _inside(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CollateWith:
-    """Makes what collates: boxes are padded to `most_objects`."""
-
-    most_objects: int
-
-    def __call__(self, pad_to: int = 0) -> "_Collate":
-        return _Collate(pad_to, self.most_objects)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Collate:
-    """Samples to ((images, {"boxes", "labels"}), problems), see `Source`.
+    """Samples to ((images, {"boxes", "labels"}), problems), see `Source`; boxes are padded to
+    `most_objects`.
 
     With `pad_to`, a short batch is filled up with black images without an object.
     """
 
-    pad_to: int
     most_objects: int
+    pad_to: int = 0
 
     def __call__(self, samples: Sequence[data.Sample]) -> tuple[data.Batch, list[str]]:
         (images_NCHW, _), problems = data.Collate(self.pad_to)(

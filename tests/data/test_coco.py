@@ -109,7 +109,7 @@ def test_a_batch_has_one_shape_and_that_of_other_ranks(coco):
 
 
 def test_every_image_to_evaluate_comes_once(coco):
-    for ranks in (1, 2, 3):
+    for ranks in (1, 2, 3, 7):  # more than images, too
         num_images, found = 0, []
         for rank in range(ranks):
             loader = source(coco, topology=Topology(rank=rank, world_size=ranks)).eval_loader()
@@ -200,6 +200,7 @@ def test_an_image_that_cannot_be_read_is_replaced_by_one_of_its_shape(coco):
         (lambda c: c.update(annotations=[]), "has no image with a box"),
         (lambda c: c["images"][0].update(file_name="../../secret"), "is not inside the folder"),
         (lambda c: c.update(images=3), "no file of COCO's"),
+        (lambda c: c["images"][0].update(width=0), "image 100 has 0 x "),
     ],
 )
 def test_files_of_another_form_are_refused_in_a_line(coco, change, said):

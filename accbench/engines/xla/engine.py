@@ -24,7 +24,7 @@ from accbench import engines, extras, folders
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import optimizers, sharing
+from accbench.engines import beside, optimizers, sharing
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors
 from accbench.engines.xla import (
@@ -406,21 +406,24 @@ class Engine(engines.Engine):
     def _find_fallbacks(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
     ) -> list[str]:
-        """Goes forward and back once more, for nothing but that: what is looked at on its way can
-        come out wrong, for torch_xla then takes views for tensors of their own."""
+        """Goes forward and back once more, for nothing but that and with nothing of it left: a
+        step that is looked at can come out wrong, as that of timm's XCiT did."""
         from accbench.engines.xla.fallbacks import Finder
 
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        random = self.rng_state()
+        random, kept = self.rng_state(), [(m, dict(m._buffers)) for m in model.modules()]
+        copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+        for module, buffers in kept:  # which a copy back would make another program's
+            module._buffers.update(
+                {n: b if b is None else copies[id(b)] for n, b in buffers.items()}
+            )
         self.xla.sync()
-        with Finder() as finder:
+        with Finder() as finder, beside.replaced(beside.tensors()):
             with self.autocast():
                 loss = spec.loss(model, nested.chunks(batch, self.task.accumulate)[0])
             self.backward(loss)
         optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        for module, buffers in kept:
+            module._buffers.update(buffers)
         self.load_rng_state(random)
         self.xla.sync()
         return finder.lines()
