@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,8 @@ def main() -> None:
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--docs", type=Path)
     flags = parser.parse_args()
+    # As Ctrl-C does it, so that the cell that runs ends as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     engines = flags.engines.split(",")
     models = sweep_models.of_kinds(flags.kinds.split(","))
     if flags.random:
@@ -157,10 +160,13 @@ class Trial:
         arguments = (self.work, engine, flags, self.quick, log)
         process = context.Process(target=in_process, args=arguments)
         process.start()
-        process.join(self.limit_s)
-        if process.exitcode is None:
+        try:
+            process.join(self.limit_s)
+        finally:
+            slow = process.exitcode is None
             process.kill()
             process.join()
+        if slow:
             return f"{_TOO_SLOW} {self.limit_s:.0f} s", self.limit_s
         problem = None
         if process.exitcode:

@@ -407,7 +407,8 @@ class Engine(engines.Engine):
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
     ) -> list[str]:
         """Goes forward and back once more, for nothing but that and with nothing of it left: a
-        step that is looked at can come out wrong, as that of timm's XCiT did."""
+        step that is looked at can come out wrong, for under a dispatch mode torch_xla's slice of
+        what `repeat` gave is of what that was before."""
         from accbench.engines.xla.fallbacks import Finder
 
         random, kept = self.rng_state(), [(m, dict(m._buffers)) for m in model.modules()]
