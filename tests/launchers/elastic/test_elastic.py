@@ -98,18 +98,22 @@ def test_a_killed_worker_and_a_killed_node_are_taken_in_again(nodes: Nodes, tmp_
 
 def test_a_node_that_joins_is_taken_in(nodes: Nodes, tmp_path):
     run_dir = tmp_path / "run"
-    flags = (*SYNTHETIC, "--model=tests.nets:slow", f"--output_dir={run_dir}", "--max_steps=40")
-    flags = (*flags, "--save_steps=4", "--max_restarts=2", "--nnodes=1:2")
-    first = nodes.start(0, *flags)
+    flags = (*SLOW, f"--output_dir={run_dir}", "--save_steps=4", "--max_restarts=2")
+    first = nodes.start(0, *flags, "--nnodes=1:2")
     wait_until(lambda: list(run_dir.glob("checkpoints/step-*")))
-    joined = nodes.start(1, *flags)
+    joined = nodes.start(1, *flags, "--nnodes=1:2")
+    # However long it takes to join, there are steps to do together.
+    records_of = run_dir / "records.jsonl"
+    wait_until(lambda: '"window"' in records_of.read_text().partition('"kind": "resume"')[2])
+    joined.terminate()
     of_nodes = [ended(first), ended(joined)]
-    assert [status for status, _, _ in of_nodes] == [0, 0], of_nodes
+    assert [status for status, _, _ in of_nodes] == [75, 75], of_nodes
     assert [header.world_size for header in of_kind(run_dir, records.RunRecord)] == [1, 2]
     (resumed,) = of_kind(run_dir, records.ResumeRecord)
-    assert 4 <= resumed.step < 40
     end = end_of(run_dir)
-    assert (end.num_steps, end.num_samples) == (40, resumed.step * 4 + (40 - resumed.step) * 8)
+    assert 4 <= resumed.step < end.num_steps
+    assert end.status == "interrupted"
+    assert end.num_samples == resumed.step * 4 + (end.num_steps - resumed.step) * 8
 
 
 def test_over_ipv6_with_a_folder_that_the_second_node_lacks(tmp_path):
