@@ -11,12 +11,13 @@ BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O
 	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5 \
 	--save_interval=0
 
-.PHONY: help bench train test check dist prepare prepare-dev
+.PHONY: help bench train test soak check dist prepare prepare-dev
 
 help:
 	@echo "make bench   train the baseline and both XLA engines on mock images, and compare"
 	@echo "make train   train a small ResNet on scanned digits to its end, and show the curves"
 	@echo "make test    run the tests"
+	@echo "make soak    run the long ones, which make test leaves out"
 	@echo "make check   ruff and mypy"
 	@echo "make dist    a wheel and a source distribution in dist/"
 
@@ -42,7 +43,10 @@ train:
 	@echo "curves in $(TRAIN_DIR)/report.html"
 
 test: prepare-dev
-	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder
+
+soak: prepare-dev
+	$(PYTHON) -m pytest -m soak -n 2
 
 check: prepare-dev
 	$(PYTHON) -m ruff format --check .

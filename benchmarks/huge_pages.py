@@ -1,8 +1,8 @@
-"""What huge pages are worth to a worker on a CPU.
+"""What the launcher's setting of the C library's allocator is worth to a worker on a CPU.
 
-    python benchmarks/huge_pages.py [--engine xla] [FLAGS OF A RUN]
+    python benchmarks/huge_pages.py [--against TUNABLES] [--engine xla] [FLAGS OF A RUN]
 
-Runs in turn with the launcher's own setting of the C library's allocator and without it,
+Runs in turn with that setting and with another (none, or what is in TUNABLES as in GLIBC_TUNABLES),
 in fresh processes; prints the ratio of their samples/s, round by round: the median and
 its 95 % bootstrap interval.
 """
@@ -27,11 +27,11 @@ FLAGS = (
 )  # fmt: skip
 
 
-def samples_per_s(flags: list[str], folder: Path, huge_pages: bool) -> float:
+def samples_per_s(flags: list[str], folder: Path, tunables: str | None) -> float:
     # What is set already the launcher leaves alone.
     environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
-    if not huge_pages:
-        environment["GLIBC_TUNABLES"] = ""
+    if tunables is not None:
+        environment["GLIBC_TUNABLES"] = tunables
     subprocess.run(
         [sys.executable, str(ROOT / "launch_single_task.py"), *FLAGS, *flags,
          f"--output_dir={folder}"],
@@ -45,18 +45,19 @@ def samples_per_s(flags: list[str], folder: Path, huge_pages: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--against", default="")
     arguments, flags = parser.parse_known_args()
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.rounds):
             speeds = {}
-            for huge_pages in (True, False) if number % 2 else (False, True):
-                at = Path(folder) / f"{number}-{huge_pages}"
-                speeds[huge_pages] = samples_per_s(flags, at, huge_pages)
+            for ours in (True, False) if number % 2 else (False, True):
+                at = Path(folder) / f"{number}-{ours}"
+                speeds[ours] = samples_per_s(flags, at, None if ours else arguments.against)
             ratios.append(speeds[True] / speeds[False])
             print(f"{speeds[True]:.1f} samples/s with, {speeds[False]:.1f} without", flush=True)
     ratio, (low, high) = mean_with_interval(ratios)
-    print(f"huge pages: {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}, {len(ratios)} rounds")
+    print(f"the setting: {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}, {len(ratios)} rounds")
 
 
 if __name__ == "__main__":

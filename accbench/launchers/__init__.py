@@ -152,13 +152,17 @@ if not getattr(sys.flags, "safe_path", False):
 """
 
 
+# Huge pages; and, in bytes, what is asked for by itself and when the rest is given back: never.
+_MALLOC = ("hugetlb=1", f"mmap_threshold={2**32}", f"trim_threshold={2**34}")
+
+
 def common_env(task: TaskConfig) -> dict[str, str]:
     """What every worker's process should begin with, unless a person set it."""
     env = {"OMP_NUM_THREADS": str(task.threads)}
     if task.device == "cpu":
-        # Or the C library asks the kernel for each tensor's memory page by page, step
-        # after step, which can be felt (docs/measured.md).
-        env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        # Or the C library asks the kernel for each large tensor's memory, page by page, and gives
+        # it back, step after step, which can be felt (docs/measured.md).
+        env["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)
     return env
 
 

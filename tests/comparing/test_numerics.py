@@ -72,7 +72,10 @@ def _look_at(passes, setting, engine):
 
 @pytest.mark.xla
 @pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("lean")])
+@pytest.mark.parametrize(
+    "setting",
+    ["lean, transformer", pytest.param("lean, convolutions", marks=pytest.mark.soak)],
+)
 def test_what_xla_is_given_on_a_gpu_trains_the_same_in_16_bits(tmp_path, setting):
     engines = ["xla:lean", *(["jax:lean"] if HAS_JAX else [])]
     start_setting(tmp_path, setting, [0], engines, tmp_path)

@@ -34,7 +34,7 @@ def both(program: str, argument: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return answer["off"], answer["on"]
 
 
-@pytest.mark.parametrize("amp", ["O0", "float16"])
+@pytest.mark.parametrize("amp", [pytest.param("O0", marks=pytest.mark.soak), "float16"])
 def test_fifty_steps_are_bit_for_bit_the_traced_ones(amp: str) -> None:
     """Dropout, a changing learning rate and weight decay, short batches, evaluations in
     between, a frozen layer, a model and an optimizer loaded; in float16 overflows."""

@@ -272,7 +272,9 @@ def test_a_flag_that_xla_does_not_know_ends_its_process_and_is_one_line() -> Non
     assert "xla_gpu_no_such_flag" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL]
+)
 def test_whoever_ends_it_ends_the_compiler_too(number, tmp_path) -> None:
     process = start("--model=resnet50", "--batch_size=256", f"--keep={tmp_path / 'kept'}")
     child: list[psutil.Process] = []

@@ -63,7 +63,9 @@ def test_recipe_begins(scans, tmp_path, recipe):
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("model", ["shallow_vit", "ShallowFace"])
+@pytest.mark.parametrize(
+    "model", ["ShallowFace", pytest.param("shallow_vit", marks=pytest.mark.soak)]
+)
 def test_models_of_recipes_under_xla(scans, tmp_path, model):
     """The losses of ddp; a rate that changes with every step compiles nothing anew.
 

@@ -109,26 +109,28 @@ class _Scores(_Holder):
 def capture(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]], decompositions: Any,
+    whole_attention: bool = False,
 ) -> Captured:  # fmt: skip
     """The step of `loss(model, batch)`; `batch` and the model are on the host and only looked at.
 
     Args:
         autocast: entered around the forward pass.
         decompositions: of operations that the graph must not have, as torch's tables are.
+        whole_attention: keep attention without dropout as one operation.
 
     Raises:
         RequestError: it cannot be one graph; the message has the place in the model.
     """
     parameters = list(model.parameters())
     trained = [place for place, p in enumerate(parameters) if p.requires_grad]
-    arguments = model, loss, batch, autocast, decompositions
+    arguments = model, loss, batch, autocast, decompositions, whole_attention
     try:
         try:
             return _capture(trained, *arguments)
         except AssertionError as error:
             if _NO_GRADIENT not in str(error):
                 raise
-        return _capture(_with_gradient(trained, *arguments[:-1]), *arguments)
+        return _capture(_with_gradient(trained, *arguments[:4]), *arguments)
     except (RequestError, MemoryError):
         raise
     except Exception as error:
@@ -152,7 +154,7 @@ def settle(
 
 def _capture(
     trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
-    autocast: Callable[[], Any], decompositions: Any,
+    autocast: Callable[[], Any], decompositions: Any, whole_attention: bool,
 ) -> Captured:  # fmt: skip
     from torch._functorch.aot_autograd import aot_export_module
 
@@ -168,7 +170,7 @@ def _capture(
     some = _plain(parameters[place] for place in trained)
     holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
     # Tensors that a model has as plain attributes are constants of the graph.
-    with traceable(model), _fake():
+    with traceable(model, whole_attention), _fake():
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
@@ -199,7 +201,7 @@ def capture_score(
     holder = _Scores([], _plain([*model.parameters(), *model.buffers()]), of_tensors)
     inputs = _plain([*nested.tensors_of(batch), *beside.tensors()])
     try:
-        with torch.no_grad(), traceable(model), _fake():
+        with torch.no_grad(), traceable(model, whole_attention=False), _fake():
             graph, signature = aot_export_module(
                 holder, inputs, trace_joint=False, decompositions=decompositions
             )
@@ -273,7 +275,7 @@ def faked(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tuple[Te
     def of(tensors: Iterable[torch.Tensor]) -> list[Any]:
         return [mode.from_tensor(tensor) for tensor in _plain(tensors)]
 
-    with traceable(model), mode:
+    with traceable(model, whole_attention=False), mode:
         some = [tensor.requires_grad_() for tensor in of(parameters[place] for place in trained)]
         yield some, of([*others, *buffers]), of([*nested.tensors_of(batch), *beside.tensors()])
 

@@ -51,6 +51,9 @@ class Engine(engines.Engine):
         """Keep compiled steps on disk."""
         cache_dir: str | None = None
         """The cache's folder. Unset: accbench/jax in the user's cache folder."""
+        torch_kernels: Literal["on", "off"] = "on"
+        """On a CPU, have torch's own kernels (oneDNN, MKL) compute convolutions and products of
+        matrices, called from XLA's program, as on a GPU it calls cuDNN and cuBLAS."""
         channels_last: Literal["auto", "on", "off"] = "auto"
         """Carry images as NHWC from one convolution to the next. auto: on a CPU, for XLA chooses
         layouts by itself elsewhere."""
@@ -353,10 +356,12 @@ class Engine(engines.Engine):
 
         # A part of the batch is what the model sees.
         part = nested.chunks(batch, self.task.accumulate)[0]
+        plan = self._plan(model, optimizer, batch)
         captured = capture.capture(
-            model, spec.loss, part, self._autocast, lowering.decompositions()
-        )
-        built = step.build(captured, self._plan(model, optimizer, batch), self._workers)
+            model, spec.loss, part, self._autocast, lowering.decompositions(),
+            whole_attention=plan.rules.torch_kernels and starting.fast_in(self.autocast_dtype),
+        )  # fmt: skip
+        built = step.build(captured, plan, self._workers)
         return self._workers.function(built, self._mirror.state), captured.reads
 
     def _plan(

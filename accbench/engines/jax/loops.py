@@ -18,7 +18,7 @@ from torch import fx
 from accbench import engines
 from accbench.config import TaskConfig
 from accbench.engines import inductor
-from accbench.engines.jax import starting
+from accbench.engines.jax import starting, traceable
 from accbench.training.process_group import Topology
 
 
@@ -64,7 +64,6 @@ class Engine(inductor.Engine):
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.aot_autograd import make_boxed_func
         from torch._functorch.partitioners import min_cut_rematerialization_partition
-        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         from accbench.engines.jax import lowering
 
@@ -87,8 +86,11 @@ class Engine(inductor.Engine):
         def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             self._in_dynamo = True
             try:
-                # The other attentions are operations with random states and paddings of their own.
-                with sdpa_kernel(SDPBackend.MATH):
+                dtype = (
+                    torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+                )
+                whole = self._rules.torch_kernels and starting.fast_in(dtype)
+                with traceable.attention(whole):
                     return self._counted(to_functions(graph, inputs))
             finally:
                 self._in_dynamo = False

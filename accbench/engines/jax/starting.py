@@ -48,7 +48,14 @@ def keep_compiled(device: str, options: Any) -> str:
 
 def rules(device: str, options: Any) -> Any:
     """How graphs are lowered: `auto` is on where it pays."""
+    import torch
+
     from accbench.engines.jax import lowering
+    from accbench.engines.jax.lowering import torch_calls
+
+    torch_kernels = device == "cpu" and options.torch_kernels == "on"
+    if torch_kernels:
+        torch_calls.register()
 
     def is_on(option: str) -> bool:
         return option == "on" or (option == "auto" and device == "cpu")
@@ -59,5 +66,21 @@ def rules(device: str, options: Any) -> Any:
         products_for_patches=is_on(options.products_for_patches),
         products_for_small_images=is_on(options.products_for_small_images),
         weights_by_image=is_on(options.weights_by_image),
+        torch_kernels=torch_kernels,
+        torch_products_in_16_bits=torch_kernels and fast_in(torch.bfloat16),
         pools_by_place=options.pools_by_place == "on",
     )
+
+
+def fast_in(dtype: Any) -> bool:
+    """Whether torch's products, and so its attention, are ahead of XLA's on this CPU.
+
+    In 16 bits that takes tiles (AMX): XLA widens them to 32, and torch without tiles is slower than
+    that.
+
+    Args:
+        dtype: torch's; None is float32.
+    """
+    import torch
+
+    return dtype in (None, torch.float32) or torch.cpu._is_amx_tile_supported()

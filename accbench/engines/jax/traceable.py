@@ -12,16 +12,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @contextlib.contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
-    """The model is to be traced in this; it computes the same."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def traceable(model: nn.Module, whole_attention: bool) -> Iterator[None]:
+    """The model is to be traced in this; it computes the same.
 
+    Args:
+        whole_attention: attention without dropout is one operation, not products and a softmax.
+    """
     with (
         _exporting(), _without_reentrance(), _cumulative_batchnorms(model),
-        # The other attentions are operations with random states and paddings of their own.
-        sdpa_kernel(SDPBackend.MATH),
+        attention(whole_attention),
     ):  # fmt: skip
         yield
+
+
+def attention(whole: bool) -> contextlib.AbstractContextManager[None]:
+    """What torch makes of attention: for a CPU one operation, where that can be, or products."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # The others are operations with random states and paddings of their own.
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if whole else SDPBackend.MATH)
 
 
 @contextlib.contextmanager

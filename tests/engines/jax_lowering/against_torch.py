@@ -107,12 +107,15 @@ def in_float64(module: Wrapped) -> Results:
     return eager(other)
 
 
-def capture(module: torch.nn.Module, joint: bool) -> tuple[torch.fx.GraphModule, Any]:
+def capture(
+    module: torch.nn.Module, joint: bool, whole_attention: bool = False
+) -> tuple[torch.fx.GraphModule, Any]:
     """The flat graph of a module without inputs, of forward alone or with backward."""
     from accbench.engines.jax import lowering
 
     # torch leaves a variable of inductor's behind.
-    with mock.patch.dict(os.environ), sdpa_kernel(SDPBackend.MATH):
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][not whole_attention :]
+    with mock.patch.dict(os.environ), sdpa_kernel(backends):
         return aot_export_module(
             module,
             (),
@@ -123,19 +126,19 @@ def capture(module: torch.nn.Module, joint: bool) -> tuple[torch.fx.GraphModule,
 
 
 def through_jax(
-    module: Wrapped, jit: bool = False, rules: Any = None, convolutions: int | None = None
+    module: Wrapped, jit: bool = False, rules: Any = None, calls: dict[str, int] | None = None
 ) -> Results:
     """Outputs and gradients by the table.
 
     Args:
-        convolutions: how many JAX is to have left of them; None for any number.
+        calls: how often the lowered text is to have what; None for any number.
     """
     import jax
 
     from accbench.engines.jax import lowering
 
     joint = any(p.requires_grad for p in module.parameters())
-    graph_module, signature = capture(module, joint)
+    graph_module, signature = capture(module, joint, bool(rules and rules.torch_kernels))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     placeholders = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
@@ -145,9 +148,9 @@ def through_jax(
         return lowering.run_graph(graph_module, args, jax.random.key(0), rules)
 
     with jax.default_device(jax.devices("cpu")[0]):
-        if convolutions is not None:
+        if calls is not None:
             text = jax.jit(run).lower(*args).as_text()
-            assert text.count("stablehlo.convolution") == convolutions
+            assert {what: text.count(what) for what in calls} == calls
         found = (jax.jit(run) if jit else run)(*args)
     found = found[len(signature.buffers_to_mutate) :]
     num_outputs = len(signature.user_outputs)

@@ -251,7 +251,9 @@ def test_convolutions_as_products_are_torchs(
     left = 0 if few or patches else 2  # forward, and the gradient of the input
     if len(w[0, 0].flatten()) > 64 and not patches:
         left = 3  # that of the weight as well
-    assert not against_torch.check(function, args, {}, rules=rules, convolutions=left)
+    assert not against_torch.check(
+        function, args, {}, rules=rules, calls={"stablehlo.convolution": left}
+    )
 
 
 _DTYPES = (torch.float32, torch.bfloat16)  # in turn

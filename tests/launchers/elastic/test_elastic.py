@@ -40,7 +40,9 @@ def worker_of(run_dir: Path, rank: int) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize(("engine", "num_workers"), [("ddp", 2), ("xla", 1), ("jax", 1)])
+@pytest.mark.parametrize(("engine", "num_workers"), [
+    ("ddp", 2), ("jax", 1), pytest.param("xla", 1, marks=pytest.mark.soak),
+])  # fmt: skip
 def test_two_nodes_train_as_one_with_as_many_workers(nodes: Nodes, tmp_path, engine, num_workers):
     if engine == "jax":
         pytest.importorskip("jax")
@@ -96,6 +98,7 @@ def test_a_killed_worker_and_a_killed_node_are_taken_in_again(nodes: Nodes, tmp_
     assert end_of(run_dir).num_steps == 32
 
 
+@pytest.mark.soak
 def test_a_node_that_joins_is_taken_in(nodes: Nodes, tmp_path):
     run_dir = tmp_path / "run"
     flags = (*SLOW, f"--output_dir={run_dir}", "--save_steps=4", "--max_restarts=2")
@@ -139,6 +142,7 @@ def test_a_stop_signal_on_one_node_saves_and_stops_both(nodes: Nodes, tmp_path):
     assert list(run_dir.glob("checkpoints/step-*"))
 
 
+@pytest.mark.soak
 def test_a_comparison_runs_on_both_nodes(nodes: Nodes, tmp_path):
     folder = tmp_path / "comparison"
     flags = (*SYNTHETIC, "--engines=ddp,ddp", "--repeats=2", "--numerics_steps=0")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from accbench.engines.jax.lowering import torch_calls
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.layout import ChannelsLast, axis_of, channels_last, last, plain
@@ -17,6 +18,7 @@ from accbench.engines.jax.lowering.rows import (
     pooling,
     reductions,
     shapes,
+    torch_kernels,
 )
 from accbench.engines.jax.lowering.rows.windows import windows
 
@@ -70,6 +72,13 @@ def convolution(
     output_padding: Sizes,
     groups: int,
 ) -> Any:
+    if context.rules.torch_kernels and torch_calls.takes(input, weight):
+        n, c, *spatial = context.node.meta["val"].shape
+        y = torch_kernels.convolution(
+            last(input), plain(weight), bias, (n, *spatial, c),
+            (stride, padding, dilation, transposed, output_padding, groups),
+        )  # fmt: skip
+        return ChannelsLast(y)
     if transposed:
         return NotImplemented
     how = (stride, padding, dilation, groups)
@@ -95,15 +104,22 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    if transposed:
+    by_torch = context.rules.torch_kernels and torch_calls.takes(grad_output, input, weight)
+    if transposed and not by_torch:
         return NotImplemented
     g, x, w = last(grad_output), last(input), plain(weight)
     how = (stride, padding, dilation, groups)
     of_input = of_weight = of_bias = None
-    if output_mask[0]:
+    if by_torch:
+        of_input, of_weight = torch_kernels.convolution_backward(
+            g, x, w, (stride, padding, dilation, transposed, output_padding, groups),
+            output_mask[:2],
+        )  # fmt: skip
+        of_input = None if of_input is None else ChannelsLast(of_input)
+    elif output_mask[0]:
         pull = jax.vjp(lambda x: _convolve(context.rules, x, w, *how), x)[1]
         of_input = ChannelsLast(pull(g)[0])
-    if output_mask[1]:
+    if output_mask[1] and not by_torch:
         sizes = (_each(size, x.ndim - 2) for size in (stride, padding, dilation))
         geometry = gemm_convolution.windows_of(x, w, *sizes)
         patches = context.rules.products_for_patches and gemm_convolution.are_patches(geometry)

@@ -5,17 +5,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import opmath, result_type
+from accbench.engines.jax.lowering.rows import torch_kernels
 from accbench.engines.jax.lowering.table import lowering
 
 
-@lowering("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
+@lowering("aten.mv.default", "aten.dot.default", "aten.matmul.default")
 def product(self: Any, other: Any) -> Any:
     return jnp.matmul(self, other)
 
 
-# Their second operands have names of their own in torch's schemas.
-lowering("aten.matmul.default")(product)
+@lowering("aten.mm.default", "aten.bmm.default", context=True)
+def product_of_matrices(context: Context, self: Any, mat2: Any) -> Any:
+    if torch_kernels.multiplies(context, self, mat2):
+        return torch_kernels.product(context, self, mat2)
+    return jnp.matmul(self, mat2)
 
 
 def _with(self: Any, matrix: Any, alpha: Any, beta: Any) -> Any:
@@ -30,8 +35,10 @@ def _with(self: Any, matrix: Any, alpha: Any, beta: Any) -> Any:
     return (wide + (added if beta == 1 else added * jnp.asarray(beta, wide.dtype))).astype(dtype)
 
 
-@lowering("aten.addmm.default")
-def addmm(self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+@lowering("aten.addmm.default", context=True)
+def addmm(context: Context, self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+    if torch_kernels.multiplies(context, mat1, mat2) and self.ndim == 1 and alpha == beta == 1:
+        return torch_kernels.product(context, mat1, mat2, added=self)
     return _with(self, jnp.matmul(mat1, mat2), alpha, beta)
 
 

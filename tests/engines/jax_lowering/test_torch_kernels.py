@@ -1,0 +1,120 @@
+"""Torch's kernels called from XLA's programs: the rule `torch_kernels`."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+jax = pytest.importorskip("jax")
+
+from accbench.engines.jax import lowering  # noqa: E402
+from accbench.engines.jax.lowering import torch_calls  # noqa: E402
+
+from . import against_torch  # noqa: E402
+
+RULES = lowering.Rules(channels_last=True, torch_kernels=True, torch_products_in_16_bits=True)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _draw(dtype: torch.dtype, *sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+
+
+def _calls(times: int, **left: int) -> dict[str, int]:
+    """So many calls of torch's, and none of XLA's own but what is left."""
+    products = {"stablehlo.convolution": 0, "stablehlo.dot_general": 0}
+    return {f"@{torch_calls.TARGET}(": times, **products, **left}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("function", "image", "kernel", "has_bias", "how"),
+    [
+        (F.conv2d, (3, 4, 9, 8), (6, 4, 3, 3), True, (2, 1)),
+        (F.conv2d, (3, 4, 9, 8), (8, 1, 3, 3), False, (1, 1, 1, 4)),
+        (F.conv2d, (3, 1, 1, 8), (6, 1, 1, 1), True, ()),
+        (F.conv2d, (3, 4, 9, 8), (6, 4, 1, 1), True, (2,)),
+        (F.conv2d, (3, 4, 9, 8), (6, 4, 1, 1), False, ((1, 3), 0)),
+        (F.conv2d, (1, 40, 2, 2), (60, 40, 3, 3), True, (1, 1)),  # more kernel than image
+        (F.conv2d, (2, 4, 17, 16), (6, 4, 3, 2), True, (1, 0, 2)),
+        (F.conv1d, (3, 4, 9), (6, 4, 3), True, (2, 1)),
+        (F.conv3d, (2, 4, 5, 6, 7), (6, 4, 3, 2, 1), False, (1, 1, 2)),
+        (F.conv_transpose2d, (3, 4, 5, 6), (4, 6, 3, 3), True, (2, 1, 1)),
+    ],
+)
+def test_convolutions(
+    dtype: torch.dtype, function: Any, image: Any, kernel: Any, has_bias: bool, how: Any
+) -> None:
+    out = kernel[1] if function is F.conv_transpose2d else kernel[0]
+    x, w, b = _draw(dtype, image, kernel, (out,))
+    args = (x, w, b if has_bias else None, *how)
+    # Forward, and both gradients at once, but where they are products.
+    calls = _calls(3 if set(kernel[2:]) == {1} else 2)
+    assert not against_torch.check(function, args, {}, jit=True, rules=RULES, calls=calls)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("function", "left", "right"),
+    [
+        (torch.mm, (100, 64), (64, 96)),
+        (lambda a, b: torch.mm(a.t(), b.t()), (64, 100), (96, 64)),
+        (torch.bmm, (8, 50, 64), (8, 64, 60)),
+        (lambda a, b: torch.matmul(a, b.transpose(-1, -2)), (2, 4, 50, 64), (2, 4, 60, 64)),
+        (lambda a, b: torch.bmm(a.permute(0, 2, 1), b), (8, 64, 50), (8, 64, 60)),
+        # Of the same shape whichever two axes are swapped.
+        (lambda a, b: torch.bmm(a.transpose(0, 1), b), (64, 64, 64), (64, 64, 64)),
+    ],
+)
+def test_products(dtype: torch.dtype, function: Any, left: Any, right: Any) -> None:
+    args = _draw(dtype, left, right)
+    assert not against_torch.check(function, args, {}, jit=True, rules=RULES, calls=_calls(3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_products_have_their_bias_added(dtype: torch.dtype) -> None:
+    args = _draw(dtype, (100, 64), (96, 64), (96,))
+    assert not against_torch.check(F.linear, args, {}, jit=True, rules=RULES, calls=_calls(3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "rules"),
+    [
+        (torch.float32, 10, RULES),
+        (torch.bfloat16, 100, lowering.Rules(channels_last=True, torch_kernels=True)),
+    ],
+)
+def test_products_that_are_xlas(dtype: torch.dtype, rows: int, rules: Any) -> None:
+    args = _draw(dtype, (rows, 64), (64, rows))
+    calls = _calls(0, **{"stablehlo.dot_general": 3})
+    assert not against_torch.check(torch.mm, args, {}, jit=True, rules=rules, calls=calls)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", ["no", "causal", "float", "bool"])
+def test_attention(dtype: torch.dtype, masked: str) -> None:
+    query, key, value = _draw(dtype, (2, 33, 4, 16), (2, 4, 40, 16), (2, 4, 40, 16))
+    how = {
+        "no": {"scale": 0.3},
+        "causal": {"is_causal": True},
+        "float": {"attn_mask": torch.randn(2, 1, 33, 40).to(dtype)},
+        "bool": {"attn_mask": torch.rand(33, 40) > 0.3},
+    }[masked]
+
+    def attend(query: Any, key: Any, value: Any, **how: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, **how)
+
+    args = (query, key, value)
+    assert not against_torch.check(attend, args, how, jit=True, rules=RULES, calls=_calls(2))
+
+
+def test_what_fails_in_a_call_is_told() -> None:
+    @torch_calls.torch_call
+    def failing(read: list[torch.Tensor], write: list[torch.Tensor]) -> None:
+        raise ValueError("no such kernel")
+
+    x = jax.numpy.ones(3)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: no such kernel"):
+        jax.jit(lambda x: failing([x], x))(x)[0].block_until_ready()
