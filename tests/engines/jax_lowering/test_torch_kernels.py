@@ -10,11 +10,18 @@ jax = pytest.importorskip("jax")
 
 from accbench.engines.jax import lowering  # noqa: E402
 from accbench.engines.jax.lowering import torch_calls  # noqa: E402
+from accbench.engines.jax.lowering.rows import torch_kernels  # noqa: E402
 
 from . import against_torch  # noqa: E402
 
 RULES = lowering.Rules(channels_last=True, torch_kernels=True, torch_products_in_16_bits=True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are small enough for a test."""
+    monkeypatch.setattr(torch_kernels, "_FEW", 1)
 
 
 def _draw(dtype: torch.dtype, *sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -45,8 +52,9 @@ def _calls(times: int, **left: int) -> dict[str, int]:
     ],
 )
 def test_convolutions(
-    dtype: torch.dtype, function: Any, image: Any, kernel: Any, has_bias: bool, how: Any
-) -> None:
+    small_ones_too: None, dtype: torch.dtype, function: Any, image: Any, kernel: Any,
+    has_bias: bool, how: Any,
+) -> None:  # fmt: skip
     out = kernel[1] if function is F.conv_transpose2d else kernel[0]
     x, w, b = _draw(dtype, image, kernel, (out,))
     args = (x, w, b if has_bias else None, *how)
@@ -68,27 +76,32 @@ def test_convolutions(
         (lambda a, b: torch.bmm(a.transpose(0, 1), b), (64, 64, 64), (64, 64, 64)),
     ],
 )
-def test_products(dtype: torch.dtype, function: Any, left: Any, right: Any) -> None:
+def test_products(
+    small_ones_too: None, dtype: torch.dtype, function: Any, left: Any, right: Any
+) -> None:
     args = _draw(dtype, left, right)
     assert not against_torch.check(function, args, {}, jit=True, rules=RULES, calls=_calls(3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_of_products_have_their_bias_added(dtype: torch.dtype) -> None:
+def test_layers_of_products_have_their_bias_added(small_ones_too: None, dtype: torch.dtype) -> None:
     args = _draw(dtype, (100, 64), (96, 64), (96,))
     assert not against_torch.check(F.linear, args, {}, jit=True, rules=RULES, calls=_calls(3))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "rules"),
+    ("dtype", "rows", "times"),
     [
-        (torch.float32, 10, RULES),
-        (torch.bfloat16, 100, lowering.Rules(channels_last=True, torch_kernels=True)),
+        (torch.float32, 512, 3), (torch.float32, 511, 0),  # 2^27 multiplications, and fewer
+        (torch.bfloat16, 512, 0),  # XLA widens them, which is faster where there are no tiles
     ],
-)
-def test_products_that_are_xlas(dtype: torch.dtype, rows: int, rules: Any) -> None:
-    args = _draw(dtype, (rows, 64), (64, rows))
-    calls = _calls(0, **{"stablehlo.dot_general": 3})
+)  # fmt: skip
+def test_large_products_are_torchs_and_others_xlas(
+    dtype: torch.dtype, rows: int, times: int
+) -> None:
+    args = _draw(dtype, (rows, 512), (512, 512))
+    rules = lowering.Rules(channels_last=True, torch_kernels=True)
+    calls = _calls(times, **{"stablehlo.dot_general": 3 - times})
     assert not against_torch.check(torch.mm, args, {}, jit=True, rules=rules, calls=calls)
 
 

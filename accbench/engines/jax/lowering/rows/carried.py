@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from accbench.engines.jax.lowering import torch_calls
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.layout import ChannelsLast, axis_of, channels_last, last, plain
@@ -72,13 +71,11 @@ def convolution(
     output_padding: Sizes,
     groups: int,
 ) -> Any:
-    if context.rules.torch_kernels and torch_calls.takes(input, weight):
-        n, c, *spatial = context.node.meta["val"].shape
-        y = torch_kernels.convolution(
-            last(input), plain(weight), bias, (n, *spatial, c),
-            (stride, padding, dilation, transposed, output_padding, groups),
-        )  # fmt: skip
-        return ChannelsLast(y)
+    whole = (stride, padding, dilation, transposed, output_padding, groups)
+    n, c, *spatial = context.node.meta["val"].shape
+    if torch_kernels.convolves(context, input, weight, (n, c, *spatial), whole):
+        x, shape = last(input), (n, *spatial, c)
+        return ChannelsLast(torch_kernels.convolution(x, plain(weight), bias, shape, whole))
     if transposed:
         return NotImplemented
     how = (stride, padding, dilation, groups)
@@ -104,17 +101,15 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    by_torch = context.rules.torch_kernels and torch_calls.takes(grad_output, input, weight)
+    whole = (stride, padding, dilation, transposed, output_padding, groups)
+    by_torch = torch_kernels.convolves(context, input, weight, grad_output.shape, whole)
     if transposed and not by_torch:
         return NotImplemented
     g, x, w = last(grad_output), last(input), plain(weight)
     how = (stride, padding, dilation, groups)
     of_input = of_weight = of_bias = None
     if by_torch:
-        of_input, of_weight = torch_kernels.convolution_backward(
-            g, x, w, (stride, padding, dilation, transposed, output_padding, groups),
-            output_mask[:2],
-        )  # fmt: skip
+        of_input, of_weight = torch_kernels.convolution_backward(g, x, w, whole, output_mask[:2])
         of_input = None if of_input is None else ChannelsLast(of_input)
     elif output_mask[0]:
         pull = jax.vjp(lambda x: _convolve(context.rules, x, w, *how), x)[1]

@@ -20,6 +20,10 @@ from accbench.engines.jax.lowering.torch_calls import takes, torch_call
 
 Sizes = Sequence[int]
 
+# Multiplications below which XLA's own product is as fast or faster, as measured: a call costs
+# some 50 microseconds (docs/measured.md).
+_FEW = 2**27
+
 
 def _channels_second(tensor: torch.Tensor) -> torch.Tensor:
     """(N, *spatial, C) as (N, C, *spatial), where it lies."""
@@ -57,6 +61,24 @@ def _convolve_backward(
         _channels_second(next(places)).copy_(computed[0])
     if mask[1]:
         next(places).copy_(computed[1])
+
+
+def convolves(context: Context, x: Any, w: Any, shape: Sizes, how: Sequence[Any]) -> bool:
+    """Whether a convolution, or its gradients, are torch's to compute.
+
+    Args:
+        shape: of what it gives; the order of axes doesn't matter.
+        how: of torch's convolution, from stride to groups.
+    """
+    if not context.rules.torch_kernels or not takes(x, w) or 0 in shape:
+        return False
+    return not _is_product(w, how) or _pays(context, x, math.prod(shape) * w.shape[1])
+
+
+def _pays(context: Context, array: Any, num: int) -> bool:
+    """A product of so many multiplications of such an array's elements."""
+    wide = array.dtype == "float32"
+    return num >= _FEW and (wide or context.rules.torch_products_in_16_bits)
 
 
 def convolution(x: Any, w: Any, bias: Any, shape: Sizes, how: Sequence[Any]) -> Any:
@@ -122,16 +144,11 @@ def _matrix(a: Any, b: Any, turned: list[bool], added: Any = None) -> Any:
     return _multiply([result], *arrays, turned=turned)[0]
 
 
-# Multiplications below which a call costs more than it saves, as measured.
-_FEW = 2**18
-
-
 def multiplies(context: Context, a: Any, b: Any) -> bool:
     """Whether the product of a (..., M, K) and b (..., K, N) is torch's to compute."""
     if not context.rules.torch_kernels or not takes(a, b) or a.dtype != b.dtype:
         return False
-    enough = math.prod(a.shape) * b.shape[-1] >= _FEW
-    return enough and (a.dtype == "float32" or context.rules.torch_products_in_16_bits)
+    return _pays(context, a, math.prod(a.shape) * b.shape[-1])
 
 
 def product(context: Context, a: Any, b: Any, added: Any = None) -> Any:
