@@ -359,7 +359,7 @@ class Engine(engines.Engine):
         plan = self._plan(model, optimizer, batch)
         captured = capture.capture(
             model, spec.loss, part, self._autocast, lowering.decompositions(),
-            whole_attention=plan.rules.torch_kernels and starting.fast_in(self.autocast_dtype),
+            whole_attention=starting.attends(plan.rules, self.autocast_dtype),
         )  # fmt: skip
         built = step.build(captured, plan, self._workers)
         return self._workers.function(built, self._mirror.state), captured.reads

@@ -89,8 +89,7 @@ class Engine(inductor.Engine):
                 dtype = (
                     torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
                 )
-                whole = self._rules.torch_kernels and starting.fast_in(dtype)
-                with traceable.attention(whole):
+                with traceable.attention(starting.attends(self._rules, dtype)):
                     return self._counted(to_functions(graph, inputs))
             finally:
                 self._in_dynamo = False

@@ -48,13 +48,12 @@ def keep_compiled(device: str, options: Any) -> str:
 
 def rules(device: str, options: Any) -> Any:
     """How graphs are lowered: `auto` is on where it pays."""
-    import torch
-
     from accbench.engines.jax import lowering
     from accbench.engines.jax.lowering import torch_calls
 
-    torch_kernels = device == "cpu" and options.torch_kernels == "on"
-    if torch_kernels:
+    by_torch = device == "cpu" and options.torch_kernels == "on"
+    convolutions, products = _of_torch() if by_torch else ((), ())
+    if by_torch:
         torch_calls.register()
 
     def is_on(option: str) -> bool:
@@ -66,21 +65,30 @@ def rules(device: str, options: Any) -> Any:
         products_for_patches=is_on(options.products_for_patches),
         products_for_small_images=is_on(options.products_for_small_images),
         weights_by_image=is_on(options.weights_by_image),
-        torch_kernels=torch_kernels,
-        torch_products_in_16_bits=torch_kernels and fast_in(torch.bfloat16),
+        torch_convolutions=convolutions,
+        torch_products=products,
         pools_by_place=options.pools_by_place == "on",
     )
 
 
-def fast_in(dtype: Any) -> bool:
-    """Whether torch's products, and so its attention, are ahead of XLA's on this CPU.
+def _of_torch() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dtypes of whose convolutions, and products, torch's kernels on this CPU are ahead.
 
-    In 16 bits that takes tiles (AMX): XLA widens them to 32, and torch without tiles is slower than
-    that.
-
-    Args:
-        dtype: torch's; None is float32.
+    In 16 bits oneDNN's convolutions take instructions for these, and products tiles (AMX): else
+    XLA, which widens them to 32, is the faster.
     """
     import torch
 
-    return dtype in (None, torch.float32) or torch.cpu._is_amx_tile_supported()
+    convolutions, products = ["float32"], ["float32"]
+    if torch.backends.mkldnn.is_available():
+        of = torch.ops.mkldnn
+        convolutions += ["bfloat16"] * of._is_mkldnn_bf16_supported()
+        convolutions += ["float16"] * of._is_mkldnn_fp16_supported()
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    products += ["bfloat16"] * has_tiles()
+    return tuple(convolutions), tuple(products)
+
+
+def attends(rules: Any, dtype: Any) -> bool:
+    """Whether attention in torch's dtype, None for float32, is to be captured whole."""
+    return str(dtype or "float32").removeprefix("torch.") in rules.torch_products

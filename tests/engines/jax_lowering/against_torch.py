@@ -138,7 +138,7 @@ def through_jax(
     from accbench.engines.jax import lowering
 
     joint = any(p.requires_grad for p in module.parameters())
-    graph_module, signature = capture(module, joint, bool(rules and rules.torch_kernels))
+    graph_module, signature = capture(module, joint, bool(rules and rules.torch_products))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     placeholders = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]

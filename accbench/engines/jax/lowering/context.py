@@ -24,11 +24,11 @@ class Rules:
     output pixels and more. Needs channels_last."""
     pools_by_place: bool = False
     """Compute the gradient of max-pooling as a sum over the places of a window."""
-    torch_kernels: bool = False
-    """Have torch compute convolutions and products of matrices, called from XLA's program. On a
-    CPU only. Convolutions need channels_last."""
-    torch_products_in_16_bits: bool = False
-    """Products of 16-bit floats as well; of float32 they are with `torch_kernels` alone."""
+    torch_convolutions: tuple[str, ...] = ()
+    """Have torch compute the convolutions of these dtypes (`float32`, ...), called from XLA's
+    program. On a CPU only. Needs channels_last."""
+    torch_products: tuple[str, ...] = ()
+    """Likewise large products of matrices, and attention that was captured whole."""
     float64_as_float32: bool = False
     """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
 

@@ -1,4 +1,4 @@
-"""Convolutions, products of matrices and attention by torch's kernels: the rule `torch_kernels`.
+"""Convolutions, products of matrices and attention by torch's kernels, where the rules say so.
 
 They are oneDNN's and MKL's, which on a CPU are ahead of what XLA has. On a GPU XLA itself calls
 cuDNN and cuBLAS.
@@ -70,15 +70,16 @@ def convolves(context: Context, x: Any, w: Any, shape: Sizes, how: Sequence[Any]
         shape: of what it gives; the order of axes doesn't matter.
         how: of torch's convolution, from stride to groups.
     """
-    if not context.rules.torch_kernels or not takes(x, w) or 0 in shape:
+    if 0 in shape or not takes(x, w):
         return False
-    return not _is_product(w, how) or _pays(context, x, math.prod(shape) * w.shape[1])
+    if _is_product(w, how):
+        return _pays(context, x, math.prod(shape) * w.shape[1])
+    return str(x.dtype) in context.rules.torch_convolutions
 
 
 def _pays(context: Context, array: Any, num: int) -> bool:
     """A product of so many multiplications of such an array's elements."""
-    wide = array.dtype == "float32"
-    return num >= _FEW and (wide or context.rules.torch_products_in_16_bits)
+    return num >= _FEW and str(array.dtype) in context.rules.torch_products
 
 
 def convolution(x: Any, w: Any, bias: Any, shape: Sizes, how: Sequence[Any]) -> Any:
@@ -146,9 +147,8 @@ def _matrix(a: Any, b: Any, turned: list[bool], added: Any = None) -> Any:
 
 def multiplies(context: Context, a: Any, b: Any) -> bool:
     """Whether the product of a (..., M, K) and b (..., K, N) is torch's to compute."""
-    if not context.rules.torch_kernels or not takes(a, b) or a.dtype != b.dtype:
-        return False
-    return _pays(context, a, math.prod(a.shape) * b.shape[-1])
+    fits = takes(a, b) and a.dtype == b.dtype
+    return fits and _pays(context, a, math.prod(a.shape) * b.shape[-1])
 
 
 def product(context: Context, a: Any, b: Any, added: Any = None) -> Any:
@@ -226,7 +226,7 @@ def _like(*arrays: Any) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
 
 
-# Captured only where the rule is on; elsewhere attention is taken apart into products.
+# Captured only where `torch_products` has its dtype; else attention is taken apart.
 @lowering("aten._scaled_dot_product_flash_attention_for_cpu.default")
 def attention(
     query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False,
