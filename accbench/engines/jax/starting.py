@@ -84,8 +84,8 @@ def _of_torch() -> tuple[tuple[str, ...], tuple[str, ...]]:
         of = torch.ops.mkldnn
         convolutions += ["bfloat16"] * of._is_mkldnn_bf16_supported()
         convolutions += ["float16"] * of._is_mkldnn_fp16_supported()
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)
-    products += ["bfloat16"] * has_tiles()
+    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+        products.append("bfloat16")
     return tuple(convolutions), tuple(products)
 
 
