@@ -11,12 +11,13 @@ import sys
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import torch  # noqa: E402
-import torch_xla  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from accbench.engines.xla import importing  # noqa: E402
 from accbench.engines.xla.autocast import autocast  # noqa: E402
 
+torch_xla = importing.torch_xla()
 DEVICE = torch_xla.device()
 
 

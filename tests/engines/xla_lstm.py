@@ -3,11 +3,11 @@
 import json
 
 import torch
-import torch_xla
 from torch import nn
 
-from accbench.engines.xla import lstm
+from accbench.engines.xla import importing, lstm
 
+torch_xla = importing.torch_xla()
 device = torch_xla.device()  # before anything is differentiated
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from accbench.engines import half_ops
+from accbench.engines.xla import importing
 
 _KEY = "AutocastXLA"  # which Python's enum of keys lacks
 _RULES = "AutocastCUDA"
@@ -66,7 +67,7 @@ def in_reach() -> AbstractContextManager[Any]:
 
 @cache
 def _replace_rules() -> None:
-    import torch_xla  # noqa: F401  # or its rules would come after ours
+    importing.torch_xla()  # or its rules would come after ours
 
     def names(key: str) -> set[str]:
         return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))

@@ -34,6 +34,7 @@ from accbench.engines.xla import (
     cuda,
     device_module,
     host_reduction,
+    importing,
     lstm,
     profiling,
 )
@@ -101,8 +102,8 @@ class Engine(engines.Engine):
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         env = {
             "PJRT_DEVICE": _PJRT_DEVICE[task.device],
-            # Importing torch_xla imports inductor, which starts a process a core to
-            # compile in; they would take the cores from the first steps for nothing.
+            # Where something imports inductor, it starts a process a core to compile in;
+            # they would take the cores from the first steps for nothing.
             "TORCH_WARM_POOL": "0",
         }
         if task.device == "cpu" and task.threads:
@@ -115,12 +116,11 @@ class Engine(engines.Engine):
         flags = xla_flags.merged(task.device, options.flags)
         if flags:  # XLA reads them once, when a device is first used
             os.environ["XLA_FLAGS"] = flags
-        import torch_xla
-        import torch_xla.amp
+        self.xla = importing.torch_xla()
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        self.xla, self.xm, self.xr = torch_xla, xm, xr
+        self.xm, self.xr = xm, xr
         device_module.register()
         self._cache = self._start_cache()
         self.device = self._open_device()
