@@ -3,11 +3,14 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -126,6 +129,45 @@ def run(*arguments: object, script: str = "launch_single_task.py"):
         text=True,
         timeout=HANG_S,
     )
+
+
+def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` twice, as torchrun starts it; what both say, and the first bad status."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, *map(str, arguments)], cwd=ROOT, stdout=out, stderr=err,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            wait_until(lambda: all(rank.poll() is not None for rank in ranks) or failed(ranks))
+            for rank in ranks:  # where one failed, the other may have its own to say, or waits
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.wait(10)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        status = next(iter(failed(ranks)), 0)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([*map(str, arguments)], status, out.read(), err.read())
+
+
+def failed(processes: Sequence[subprocess.Popen[Any]]) -> list[int]:
+    """The statuses of those that have ended badly."""
+    return [process.returncode for process in processes if process.poll()]
 
 
 def read(run_dir: Path) -> list[records.Record]:

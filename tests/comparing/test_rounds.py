@@ -180,14 +180,14 @@ def lines_below(pid: int) -> list[str]:
 def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_path, monkeypatch):
     folder = tmp_path / "two words, #1: ☃ 🙂"
     flags = ("--engines=ddp,ddp", "--numerics_steps=0", "--no-input_round", "--workers=1",
-             f"--data=mock:{images}", "--model=tests.nets:slow", "--nproc_per_node=2")  # fmt: skip
+             f"--data=mock:{images}", "--model=tests.nets:slow")  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setenv("SLOW_NET_S", "600")
         first = start(folder, *flags)
     begun: list[psutil.Process] = []
     try:
-        wait_until(lambda: sum("spawn_main" in line for line in lines_below(first.pid)) == 2)
-        # Its fork server, the launcher, two workers and what loads for them.
+        wait_until(lambda: any("spawn_main" in line for line in lines_below(first.pid)))
+        # Its fork server, the launcher, a worker and what loads for it.
         begun = psutil.Process(first.pid).children(recursive=True)
         status, _, err = finish(start(folder, *flags))
         assert status == 2

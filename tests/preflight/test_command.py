@@ -17,7 +17,7 @@ import pytest
 from accbench.engines.xla import tracing
 from accbench.pjrt import nvidia
 from accbench.preflight import gpu, programs
-from tests.conftest import HANG_S, ROOT, wait_until
+from tests.conftest import HANG_S, ROOT, run, wait_until
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -42,8 +42,14 @@ def end(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def told(*flags: object) -> tuple[int, str, str]:
+    """Of one that nobody sends signals to."""
+    done = run("accbench", "preflight", *flags, script="-m")
+    return done.returncode, done.stdout, done.stderr
+
+
 def result_of(*flags: object) -> dict[str, Any]:
-    status, out, err = end(start("--format=json", *flags))
+    status, out, err = told("--format=json", *flags)
     assert status == 0, err
     assert err == ""
     found: dict[str, Any] = json.loads(out)
@@ -115,10 +121,10 @@ def test_what_xla_made_is_kept_and_can_be_laid_beside_another(resnet50) -> None:
     assert json.loads((folder / "preflight.json").read_text()) == found
     assert next(folder.glob("compiled/*.ptx")).read_text().count(".target sm_90") == 1
     assert (folder / "executable.bin").stat().st_size > 10**5
-    status, out, _ = end(start("--compare", folder, folder / "preflight.json", "--format=md"))
+    status, out, _ = told("--compare", folder, folder / "preflight.json", "--format=md")
     assert status == 0
     assert "resnet50" in out
-    status, _, err = end(start("--gpu=h100", f"--keep={folder}"))
+    status, _, err = told("--gpu=h100", f"--keep={folder}")
     assert (status, err.count("\n")) == (2, 1)
     assert "not empty" in err
 
@@ -208,9 +214,8 @@ def small_gpu(folder: Path, memory_bytes: int) -> Path:
 def test_a_batch_that_does_not_fit_and_the_largest_that_does(tmp_path) -> None:
     flags = ("--model=tests.nets:tiny", "--image_size=64", "--workers=0")
     target = small_gpu(tmp_path, 40_000_000)
-    status, out, err = end(
-        start(*flags, "--batch_size=2048", f"--gpu={target}", "--find_batch", "--format=json")
-    )
+    more = ("--batch_size=2048", f"--gpu={target}", "--find_batch", "--format=json")
+    status, out, err = told(*flags, *more)
     assert status == 1, err
     found = json.loads(out)
     assert not found["memory"]["fits"]
@@ -236,13 +241,13 @@ def test_a_batch_that_does_not_fit_and_the_largest_that_does(tmp_path) -> None:
     ],
 )
 def test_a_wrong_request_is_one_line(flags, message) -> None:
-    status, out, err = end(start(*flags))
+    status, out, err = told(*flags)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert message in err
 
 
 def test_a_step_that_asks_the_host_is_told_with_its_place_in_the_model() -> None:
-    status, _, err = end(start("--model=tests.nets:asks_the_host", "--batch_size=8"))
+    status, _, err = told("--model=tests.nets:asks_the_host", "--batch_size=8")
     assert status == 2
     assert "a value is needed on the host" in err
     assert "tests/nets.py:" in err
@@ -267,7 +272,7 @@ def test_a_missing_or_wrong_plugin_is_one_line(plugin, message) -> None:
 def test_a_flag_that_xla_does_not_know_ends_its_process_and_is_one_line() -> None:
     """XLA aborts on it."""
     flags = ("--model=tests.nets:tiny", "--batch_size=8", "--image_size=32")
-    status, _, err = end(start(*flags, "--xla.flags=xla_gpu_no_such_flag=1"))
+    status, _, err = told(*flags, "--xla.flags=xla_gpu_no_such_flag=1")
     assert (status, err.count("\n")) == (2, 1), err
     assert "xla_gpu_no_such_flag" in err
 

@@ -1,4 +1,5 @@
-"""Under torchrun: take `--max_steps` steps through accbench's contracts, and save what came out.
+"""A rank of `two_ranks`: `--max_steps` steps through accbench's contracts, and what came out.
+
 
     steps.py OUT [--break_reduction] FLAGS...
 

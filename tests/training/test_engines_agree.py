@@ -1,8 +1,5 @@
 """Both engines train the same, and the same as a loop that anyone can check."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,9 @@ from torch.nn import functional
 from accbench import config, models, plugins, resolving
 from accbench.data import mock_images
 from accbench.training.process_group import Topology
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import two_ranks
 
+STEPS = "tests/scripts/steps.py"
 NUM_STEPS = 10
 # Adam divides by the gradient's size, so rounding in gradients that are nearly
 # zero is blown up to the size of a step; small steps keep ten of them comparable.
@@ -21,15 +19,6 @@ FLAGS = (
     "--model=resnet10", "--image_size=64", "--batch_size=4", "--amp_level=O0", "--workers=0",
     "--threads=1", f"--max_steps={NUM_STEPS}", "--lr=1e-5", "--seed=3",
 )  # fmt: skip
-
-
-def torchrun(*arguments: str):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         "tests/scripts/steps.py", *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=HANG_S,
-    )  # fmt: skip
 
 
 def plain_loop(images: Path) -> dict:
@@ -69,7 +58,7 @@ def results(tmp_path_factory):
     found = {}
     for engine in ("ddp", "xla"):
         out = tmp_path_factory.mktemp(engine)
-        result = torchrun(str(out), *FLAGS, f"--engine={engine}", f"--data=mock:{images}")
+        result = two_ranks(STEPS, str(out), *FLAGS, f"--engine={engine}", f"--data=mock:{images}")
         assert result.returncode == 0, result.stderr
         found[engine] = [torch.load(out / f"rank{r}.pt", weights_only=True) for r in range(2)]
     threads = torch.get_num_threads()
@@ -93,7 +82,7 @@ def test_language_models_agree(tmp_path):
     found = {}
     for engine in ("ddp", "xla"):
         (tmp_path / engine).mkdir()
-        result = torchrun(str(tmp_path / engine), *flags, f"--engine={engine}")
+        result = two_ranks(STEPS, str(tmp_path / engine), *flags, f"--engine={engine}")
         assert result.returncode == 0, result.stderr
         found[engine] = [
             torch.load(tmp_path / engine / f"rank{r}.pt", weights_only=True) for r in range(2)
@@ -165,7 +154,7 @@ def test_every_step_was_applied(results, engine):
 @ENGINES
 def test_a_reduction_that_does_nothing_is_refused(images, tmp_path, engine):
     flags = (*FLAGS, "--model=tests.nets:tiny", f"--engine={engine}", f"--data=mock:{images}")
-    result = torchrun(str(tmp_path), "--break_reduction", *flags)
+    result = two_ranks(STEPS, str(tmp_path), "--break_reduction", *flags)
     assert result.returncode != 0
     assert "gradients are not averaged over the 2 ranks" in result.stderr
     assert "1.5 is right" in result.stderr

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from accbench.recording import records
-from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, run
+from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, run, two_ranks
 
 pytest.importorskip("jax")
+
+STEPS = "tests/scripts/steps.py"
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +86,6 @@ def test_torchs_tensors_are_read_and_written_between_steps(found):
 FLAGS = (*TINY, "--device=cpu", "--data=synthetic", "--seed=3")
 
 
-def torchrun(*arguments: object):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         "tests/scripts/steps.py", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=HANG_S,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory) -> dict:
     """Engine, or jax with its state in parts -> what either rank came to."""
@@ -100,7 +93,7 @@ def of_two(tmp_path_factory) -> dict:
     for name, engine in (("ddp", "ddp"), ("jax", "jax"), ("parted", "jax")):
         (out / name).mkdir()
         flags = [*FLAGS, "--model=tests.nets:wide", f"--engine={engine}", "--clip_norm=0.5"]
-        done = torchrun(out / name, *flags, *(["--jax.shard"] if name == "parted" else []))
+        done = two_ranks(STEPS, out / name, *flags, *(["--jax.shard"] if name == "parted" else []))
         assert done.returncode == 0, done.stderr
         found[name] = [torch.load(out / name / f"rank{r}.pt", weights_only=True) for r in range(2)]
     return found
@@ -148,7 +141,7 @@ def test_evaluation_compiled_is_torchs(images, tmp_path):
 
 @pytest.mark.parametrize("state", ["no-shard", "shard"])
 def test_a_reduction_that_does_nothing_is_refused(state, tmp_path):
-    done = torchrun(tmp_path, "--break_reduction", *FLAGS, "--engine=jax", f"--jax.{state}")
+    done = two_ranks(STEPS, tmp_path, "--break_reduction", *FLAGS, "--engine=jax", f"--jax.{state}")
     assert done.returncode != 0
     assert "gradients are not averaged over the 2 ranks (in_graph)" in done.stderr
     assert not list(tmp_path.iterdir())
