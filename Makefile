@@ -43,7 +43,7 @@ train:
 	@echo "curves in $(TRAIN_DIR)/report.html"
 
 test: prepare-dev
-	$(PYTHON) -m pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
 
 soak: prepare-dev
 	$(PYTHON) -m pytest -m soak -n 2

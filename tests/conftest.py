@@ -51,6 +51,10 @@ HELPERS = (
 )
 
 
+# Tests of numbers and of what XLA makes have what users have: `as_users_have_it`.
+NOT_OPTIMISED = "--xla_backend_optimization_level=0"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the tests in the background has them, and every process that
     # they start, ignore Ctrl-C, which some tests press.
@@ -60,6 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # compiler knows the processor, and one more to compile in.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Threads that wait for each other leave the cores to the other tests meanwhile.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Most of the time that XLA takes to compile for a CPU is LLVM's.
+    os.environ.setdefault("XLA_FLAGS", NOT_OPTIMISED)
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +95,15 @@ def _children() -> set[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile
             continue
     return found
+
+
+@pytest.fixture(scope="module")
+def as_users_have_it() -> Iterator[None]:
+    """XLA with LLVM's optimisation."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("XLA_FLAGS") == NOT_OPTIMISED:
+            patch.delenv("XLA_FLAGS")
+        yield
 
 
 @pytest.fixture(scope="session")

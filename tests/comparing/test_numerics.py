@@ -14,10 +14,13 @@ from accbench.engines import optimizers
 from tests import planted
 from tests.comparing.trials import FLOORS, SETTINGS, folder_of, judge, start_setting
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
 HAS_XLA = find_spec("torch_xla") is not None
 HAS_JAX = find_spec("jax") is not None
-# Of all settings, those that differ most: dropout, a recipe on two workers, another kind of model.
-OF_JAX = ("tests", "tests, adamw, two workers", "tests, text")
+# Of all settings, those that differ most: dropout, a recipe, another kind of model.
+OF_JAX = ("tests", "tests, sgd", "tests, text")
+LONG = ("tests, adamw, two workers",)
 
 
 class Passes:
@@ -44,7 +47,10 @@ def passes(tmp_path_factory):
     return Passes(folder / "passes", planted.install(folder / "plugins"))
 
 
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("tests")])
+@pytest.mark.parametrize("setting", [
+    pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])
+    for name in SETTINGS if name.startswith("tests")
+])  # fmt: skip
 @pytest.mark.parametrize(
     "engine",
     ["ddp:again", "ddp:no-channels_last",
@@ -87,8 +93,8 @@ def test_what_xla_is_given_on_a_gpu_trains_the_same_in_16_bits(tmp_path, setting
 
 @pytest.mark.parametrize(
     ("setting", "engine"),
-    [(name, fault) for name in SETTINGS if name.startswith("tests")
-     for fault in SETTINGS[name].faults],
+    [pytest.param(name, fault, marks=[pytest.mark.soak] if name in LONG else [])
+     for name in SETTINGS if name.startswith("tests") for fault in SETTINGS[name].faults],
 )  # fmt: skip
 def test_planted_errors_are_found(passes, setting, engine):
     found = passes.verdict(setting, engine)

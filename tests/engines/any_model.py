@@ -1,4 +1,6 @@
-"""Models of many kinds, a few steps each, in one engine: python -m tests.engines.any_model ENGINE
+"""Models of many kinds, a few steps each, in one engine.
+
+    python -m tests.engines.any_model ENGINE MODEL...
 
 Prints one line of JSON: model -> how far weights and buffers are from those of the same training
 in float64 by a plain loop, as a part of what they moved; or what was raised.
@@ -82,7 +84,9 @@ def reference(spec, net: nn.Module, batches) -> dict:
 def masks_of_dropout() -> float:
     """Computed again in the backward pass, dropout must drop the same: gradient = out / weight."""
     engine = plugins.load("engines", "xla")
-    task = resolving.resolve(config.parse(["--engine=xla", "--device=cpu", "--amp_level=O0"]))
+    task = resolving.resolve(
+        config.parse(["--engine=xla", "--device=cpu", "--amp_level=O0", "--data=synthetic"])
+    )
     made = engine(task, task.options["xla"], Topology())
     weight = torch.linspace(1, 2, 4096).to(made.device).requires_grad_()
     out = nets.checkpoint(
@@ -96,9 +100,9 @@ def masks_of_dropout() -> float:
     return float((dropped_forward != dropped_backward).float().mean())
 
 
-def main(engine: str) -> None:
+def main(engine: str, models: list[str]) -> None:
     found = {}
-    for name in MODELS:
+    for name in models:
         torch._dynamo.reset()  # all are of one class, of which it compiles eight
         try:
             found[name] = train(name, engine)
@@ -110,4 +114,4 @@ def main(engine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

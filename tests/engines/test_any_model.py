@@ -23,10 +23,23 @@ ENGINES = [
 ]  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
+# Where something about them is special to inductor, which takes seconds for each.
+OF_INDUCTOR = ("tied", "shared_memory", "unused", "checkpointed", "masks")
+
+
+def found_by(engine: str, model: str) -> dict:
+    """What came of a model."""
+    others = tuple(name for name in MODELS if name not in OF_INDUCTOR)
+    models = OF_INDUCTOR if model in OF_INDUCTOR else others
+    return _found_by(engine, models if engine == "inductor" else MODELS)[model]
+
+
 @cache
-def found_by(engine: str) -> dict:
+def _found_by(engine: str, models: tuple[str, ...]) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.any_model", engine], cwd=ROOT, text=True,
+        [sys.executable, "-m", "tests.engines.any_model", engine, *models], cwd=ROOT, text=True,
         capture_output=True, timeout=HANG_S, env={**os.environ, "NPROC": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -34,32 +47,41 @@ def found_by(engine: str) -> dict:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "shared_memory"])
+@pytest.mark.parametrize("model", [name for name in OF_INDUCTOR if name != "shared_memory"])
 def test_weights_and_buffers_are_those_of_float64(engine: str, model: str) -> None:
     """Tied weights and buffers, unused and frozen ones, activation checkpointing, cumulative
     BatchNorm, other forms of logits. Rounding makes 1e-5 of it; one step left out, more than a
     tenth."""
     if (engine, model) == ("jax", "masks"):
         pytest.skip("it is refused, see below")
-    assert found_by(engine)[model].get("away", found_by(engine)[model]) < 1e-3
+    found = found_by(engine, model)
+    assert found.get("away", found) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "engine", [ENGINES[0], pytest.param("inductor", marks=pytest.mark.soak), *ENGINES[2:]]
+)
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in OF_INDUCTOR])
+def test_those_of_models_that_inductor_takes_as_any_other(engine: str, model: str) -> None:
+    test_weights_and_buffers_are_those_of_float64(engine, model)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_parameters_that_are_views_of_one_memory_are_refused(engine: str) -> None:
-    raised = found_by(engine)["shared_memory"]["raised"]
+    raised = found_by(engine, "shared_memory")["raised"]
     assert raised.startswith("RequestError: parameters net.6.weight and net.7.weight share memory")
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:3])
 def test_what_leaves_the_compiler_is_named_with_its_line(engine: str) -> None:
-    (line,) = found_by(engine)["masks"]["left"]
+    (line,) = found_by(engine, "masks")["left"]
     assert "tests/nets.py:" in line
     assert line.endswith(": bright = images[images > 0.5]")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="needs jax")
 def test_what_cannot_be_captured_is_named_with_its_line() -> None:
-    raised = found_by("jax")["masks"]["raised"]
+    raised = found_by("jax", "masks")["raised"]
     assert raised.startswith("RequestError: --engine jax cannot capture the step as one graph at ")
     assert "tests/nets.py:" in raised
     assert ": bright = images[images > 0.5]: " in raised
@@ -69,4 +91,4 @@ def test_what_cannot_be_captured_is_named_with_its_line() -> None:
 @pytest.mark.xla
 @pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla")
 def test_dropout_that_is_computed_again_drops_the_same() -> None:
-    assert found_by("xla")["masks of dropout"]["away"] == 0
+    assert found_by("xla", "masks of dropout")["away"] == 0

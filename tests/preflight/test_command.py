@@ -20,7 +20,7 @@ from accbench.preflight import gpu, programs
 from tests.conftest import HANG_S, ROOT, run, wait_until
 
 pytest.importorskip("torch_xla")
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("as_users_have_it")]
 
 # ResNet-50's step as it was when it was last looked at: what grows by more than 2 % is found. A
 # change for the better belongs in here, and in docs/measured.md.

@@ -1,6 +1,5 @@
 """A rank of `two_ranks`: `--max_steps` steps through accbench's contracts, and what came out.
 
-
     steps.py OUT [--break_reduction] FLAGS...
 
 Each rank writes OUT/rank<N>.pt: losses of its shard, parameters, buffers, step counts.

@@ -39,7 +39,10 @@ def launched(*arguments):
     return run("-m", "accbench", "run", *TINY_RUN, *arguments, script="-B")
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[
+    pytest.param(engine, marks=pytest.mark.soak) if engine == "inductor" else engine
+    for engine in ENGINES
+])  # fmt: skip
 def own_loops(request, tmp_path_factory):
     """(engine, case -> [distance of losses, of parameters]), of many loops in one process."""
     out = tmp_path_factory.mktemp(f"own-loops-{request.param}")

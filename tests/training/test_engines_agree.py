@@ -11,6 +11,8 @@ from accbench.data import mock_images
 from accbench.training.process_group import Topology
 from tests.conftest import two_ranks
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
 STEPS = "tests/scripts/steps.py"
 NUM_STEPS = 10
 # Adam divides by the gradient's size, so rounding in gradients that are nearly
@@ -68,6 +70,7 @@ def results(tmp_path_factory):
     return found
 
 
+@pytest.mark.soak
 def test_language_models_agree(tmp_path):
     """Rotary positions, attention and ignored labels; without dropout, which engines draw alone."""
     pytest.importorskip("transformers")

@@ -126,7 +126,7 @@ def capture(
 
 
 def through_jax(
-    module: Wrapped, jit: bool = False, rules: Any = None, calls: dict[str, int] | None = None
+    module: Wrapped, jit: bool = True, rules: Any = None, calls: dict[str, int] | None = None
 ) -> Results:
     """Outputs and gradients by the table.
 
