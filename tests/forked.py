@@ -38,6 +38,8 @@ _IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.lo
 _WORKER = str(ROOT / "main.py")
 # Of these a worker sets itself what it needs, or they change nothing but its speed.
 _SET_FOR_WORKERS = {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "TORCH_WARM_POOL"}
+# Set by scikit-learn when it is imported, for Intel's OpenMP, which torch here does not have.
+_SET_BY_SCIKIT_LEARN = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 # Read when Python or a library starts, which a forked process does not.
 _READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "KMP_", "TORCH_", "LANG",
                   "LC_", "HOME")  # fmt: skip
@@ -88,7 +90,11 @@ def _without_flags(arguments: list[str]) -> list[str]:
 
 
 def _read_at_start(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and name not in _SET_BY_SCIKIT_LEARN
+    }
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:

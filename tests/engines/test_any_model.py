@@ -23,8 +23,6 @@ ENGINES = [
 ]  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
-
 # Where something about them is special to inductor, which takes seconds for each.
 OF_INDUCTOR = ("tied", "shared_memory", "unused", "checkpointed", "masks")
 
