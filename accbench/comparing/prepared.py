@@ -1,8 +1,13 @@
 """What a comparison's fork server imports, once for all launchers: for nobody else."""
 
+import signal
+
 from accbench.uncollected import uncollected
 
 with uncollected():
     import accbench.comparing.numerics
     import accbench.comparing.run
     import accbench.launchers.local  # noqa: F401
+
+# Held back while this process was started, and ignored since.
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

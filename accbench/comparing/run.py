@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -90,7 +90,9 @@ def run_to_its_end(
 def _start_fork_server() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     # It and all that it forks leave Ctrl-C in a terminal, which reaches every process there,
-    # to the comparison.
+    # to the comparison. One that comes meanwhile waits until it is handled again.
+    resource_tracker.ensure_running()  # or it is started meanwhile, and ends the waiting
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_ours = _SAFE_PATH not in os.environ and Path(__file__).parents[2] != Path.cwd()
     if is_ours:
@@ -98,9 +100,10 @@ def _start_fork_server() -> None:
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
         if is_ours:
             del os.environ[_SAFE_PATH]
+        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
 def _launch(

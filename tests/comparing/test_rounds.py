@@ -149,6 +149,30 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
         assert "other settings" in err
 
 
+PRESSED = """
+import os, signal
+from accbench.comparing import run
+from multiprocessing import forkserver
+def pressed():
+    os.kill(os.getpid(), signal.SIGINT)
+    return ensure_running()
+ensure_running, forkserver.ensure_running = forkserver.ensure_running, pressed
+for _ in range(2):
+    try:
+        run._start_fork_server()
+    except KeyboardInterrupt:
+        print("came")
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+"""
+
+
+def test_ctrl_c_while_the_fork_server_is_looked_after_is_not_lost():
+    done = subprocess.run(
+        [sys.executable, "-c", PRESSED], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "came\n" * 2, "")
+
+
 def test_an_engine_that_does_not_learn_is_found_by_its_losses(tmp_path, images):
     """In two rounds already; ddp beside itself is not."""
     folder = tmp_path / "c"

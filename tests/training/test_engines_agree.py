@@ -11,6 +11,8 @@ from accbench.data import mock_images
 from accbench.training.process_group import Topology
 from tests.conftest import two_ranks
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
 STEPS = "tests/scripts/steps.py"
 NUM_STEPS = 10
 # Adam divides by the gradient's size, so rounding in gradients that are nearly

@@ -13,6 +13,8 @@ from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, run, two_ranks
 
 pytest.importorskip("jax")
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
 STEPS = "tests/scripts/steps.py"
 
 
