@@ -75,9 +75,8 @@ def on_tls(tmp_path_factory):
         yield made
 
 
-@pytest.mark.parametrize(
-    "engine", ["ddp", pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.soak])]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("xla", marks=pytest.mark.xla)])
 def test_a_resnet_trains_and_its_folder_is_as_of_any_run(on_tls, images, tmp_path, engine):
     folder = tmp_path / "run"
     flags = (*SMALL, f"--data=imagefolder:{images}", "--model=resnet10", f"--engine={engine}")
