@@ -248,7 +248,7 @@ def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
         with contextlib.redirect_stderr(message):
             return tyro.cli(
                 flags_class, args=list(argv), prog=prog, use_underscores=True,
-                # No flag has its text in a comment, which takes half a second to look for.
+                # No flag's text is a comment; the search takes longer than all else here.
                 config=(tyro.conf.HelptextFromCommentsOff,),
             )  # fmt: skip
     except SystemExit as exit_:

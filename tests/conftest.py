@@ -150,14 +150,19 @@ def run(*arguments: object, script: str = "launch_single_task.py"):
     )
 
 
-def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` twice, as torchrun starts it; what both say, and the first bad status."""
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` twice, as torchrun starts it; what both say, and the first bad status."""
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))

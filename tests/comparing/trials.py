@@ -8,7 +8,6 @@ What `benchmarks/numerics_trials.py` does at length and the tests do in small.
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import planted
-from tests.conftest import ROOT
+from tests.conftest import ROOT, free_port
 
 STEPS = 20
 FLOORS = ("ddp", "ddp:no-channels_last")
@@ -216,13 +215,10 @@ def start_setting(
 
 
 def _start(base: Path, name: str, seeds: list[int], engines: list[str], plugins: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     num_workers = SETTINGS[name].num_workers
     env = {
         **os.environ, "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
-        "WORLD_SIZE": str(num_workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "WORLD_SIZE": str(num_workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     what = [str(base), name, json.dumps(seeds), json.dumps(engines)]

@@ -3,7 +3,6 @@
 import _ctypes
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import HANG_S, ROOT, free_port
 
 from .fake_cuda import make_driver
 
@@ -104,9 +103,7 @@ def test_two_processes_meet_at_the_coordinator_beside_the_rendezvous(tmp_path: P
     driver = make_driver(tmp_path, num_gpus=2)
     never_opens = tmp_path / "plugin.so"
     os.mkfifo(never_opens)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous_port = probe.getsockname()[1] - 1
+    rendezvous_port = free_port() - 1
     processes = [
         start(
             ASK_DEVICE, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",

@@ -19,6 +19,7 @@ from tests.conftest import (
     TINY,
     command,
     end_of,
+    free_port,
     of_kind,
     processes_of,
     run,
@@ -199,12 +200,6 @@ def test_worker_whose_launcher_was_killed_before_it_began(tmp_path):
     assert result.returncode == -signal.SIGKILL
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_rank_that_never_joins_and_a_port_in_use(tmp_path):
     flags = (*TINY, "--data=synthetic", "--timeout_s=5", f"--output_dir={tmp_path / 'run'}")
     with socket.socket() as taken:
@@ -212,8 +207,8 @@ def test_rank_that_never_joins_and_a_port_in_use(tmp_path):
         taken.listen()
         in_use = taken.getsockname()[1]
         for rank, port, cause in (
-            (0, _free_port(), "1/2 clients joined"),
-            (1, _free_port(), "rank 1 of 2 did not meet the others"),
+            (0, free_port(), "1/2 clients joined"),
+            (1, free_port(), "rank 1 of 2 did not meet the others"),
             (0, in_use, "address already in use"),
         ):
             place = {

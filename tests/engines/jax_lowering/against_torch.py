@@ -125,9 +125,7 @@ def capture(
         )
 
 
-def through_jax(
-    module: Wrapped, jit: bool = True, rules: Any = None, calls: dict[str, int] | None = None
-) -> Results:
+def through_jax(module: Wrapped, rules: Any = None, calls: dict[str, int] | None = None) -> Results:
     """Outputs and gradients by the table.
 
     Args:
@@ -148,10 +146,11 @@ def through_jax(
         return lowering.run_graph(graph_module, args, jax.random.key(0), rules)
 
     with jax.default_device(jax.devices("cpu")[0]):
+        whole = jax.jit(run)
         if calls is not None:
-            text = jax.jit(run).lower(*args).as_text()
+            text = whole.lower(*args).as_text()
             assert {what: text.count(what) for what in calls} == calls
-        found = (jax.jit(run) if jit else run)(*args)
+        found = whole(*args)
     found = found[len(signature.buffers_to_mutate) :]
     num_outputs = len(signature.user_outputs)
     gradients = [g for g in found[num_outputs:] if g is not None]

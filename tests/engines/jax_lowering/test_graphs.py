@@ -211,8 +211,8 @@ def test_rules_of_layout_change_no_number_and_leave_few_transpositions() -> None
         weights_by_image=True,
         pools_by_place=True,
     )
-    assert not against_torch.check(function, args, {}, jit=True)
-    assert not against_torch.check(function, args, {}, jit=True, rules=rules)
+    assert not against_torch.check(function, args, {})
+    assert not against_torch.check(function, args, {}, rules=rules)
 
 
 @pytest.mark.parametrize(

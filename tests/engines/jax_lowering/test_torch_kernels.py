@@ -63,7 +63,7 @@ def test_convolutions(
     args = (x, w, b if has_bias else None, *how)
     # Forward, and both gradients at once, but where they are products.
     calls = _calls(3 if set(kernel[2:]) == {1} else 2)
-    assert not against_torch.check(function, args, {}, jit=True, rules=RULES, calls=calls)
+    assert not against_torch.check(function, args, {}, rules=RULES, calls=calls)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,13 +83,13 @@ def test_products(
     small_ones_too: None, dtype: torch.dtype, function: Any, left: Any, right: Any
 ) -> None:
     args = _draw(dtype, left, right)
-    assert not against_torch.check(function, args, {}, jit=True, rules=RULES, calls=_calls(3))
+    assert not against_torch.check(function, args, {}, rules=RULES, calls=_calls(3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_of_products_have_their_bias_added(small_ones_too: None, dtype: torch.dtype) -> None:
     args = _draw(dtype, (100, 64), (96, 64), (96,))
-    assert not against_torch.check(F.linear, args, {}, jit=True, rules=RULES, calls=_calls(3))
+    assert not against_torch.check(F.linear, args, {}, rules=RULES, calls=_calls(3))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_large_products_are_torchs_and_others_xlas(
     args = _draw(dtype, (rows, 512), (512, 512))
     rules = lowering.Rules(channels_last=True, torch_products=("float32",))
     calls = _calls(times, **{"stablehlo.dot_general": 3 - times})
-    assert not against_torch.check(torch.mm, args, {}, jit=True, rules=rules, calls=calls)
+    assert not against_torch.check(torch.mm, args, {}, rules=rules, calls=calls)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,7 +123,7 @@ def test_attention(dtype: torch.dtype, masked: str) -> None:
         return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, **how)
 
     args = (query, key, value)
-    assert not against_torch.check(attend, args, how, jit=True, rules=RULES, calls=_calls(2))
+    assert not against_torch.check(attend, args, how, rules=RULES, calls=_calls(2))
 
 
 def test_what_fails_in_a_call_is_told() -> None:

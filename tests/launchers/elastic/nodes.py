@@ -4,13 +4,12 @@ else two processes on the loopback."""
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import HANG_S, ROOT, free_port
 
 _UNSHARED = ("unshare", "-m")
 MAY_HIDE = (
@@ -29,7 +28,7 @@ class Nodes:
     ) -> None:  # fmt: skip
         self.names = names
         self.host = loopback if names is None else ADDRESSES[0]
-        self.port = _free_port() if names is None else 29400
+        self.port = free_port() if names is None else 29400
         self.hidden = hidden
         self.started: list[subprocess.Popen[str]] = []
 
@@ -112,13 +111,6 @@ def _namespaces(names: tuple[str, str], stack: contextlib.ExitStack) -> bool:
 
 def _ip(*arguments: str) -> bool:
     return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def logs_of(run_dir: Path) -> list[str]:
