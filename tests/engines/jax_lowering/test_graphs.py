@@ -176,7 +176,8 @@ class Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        # BatchNorm takes a bias away again: its gradient would be rounding, and nothing else.
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(8)
         self.wide = nn.Conv2d(8, 16, 1, stride=2)
         self.deep = nn.Conv2d(16, 16, 3, padding=1, groups=16)
