@@ -7,8 +7,8 @@ and the tests start hundreds. `accbench compare` starts its launchers in the sam
 a launcher that was forked is forked from it, if its environment asks for nothing that a process
 reads when it starts; in all else it is the process that the launcher would have started.
 
-What a test sends signals to starts as anyone's (`under_way`), and so do its workers, those of
-comparisons, of several nodes, of Dask and of Slurm.
+Of comparisons, `tests.compared` has the workers forked. What a test sends signals to starts as
+anyone's (`under_way`), and so do its workers, those of several nodes, of Dask and of Slurm.
 """
 
 import atexit
@@ -27,15 +27,16 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parent.parent
 # What they import, and so what a forked one has at hand.
-_IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
+IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
              "accbench.launchers.run", "accbench.report.publish", "accbench.training.worker",
              "torch._dynamo", "torch.distributed.nn.functional", "torchvision.models")  # fmt: skip
-_WORKER = str(ROOT / "main.py")
+_WORKERS = ([str(ROOT / "main.py")], ["-m", "accbench.training.worker_process"])
 # Of these a worker sets itself what it needs, or they change nothing but its speed.
 _SET_FOR_WORKERS = {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "TORCH_WARM_POOL"}
 # Set by scikit-learn when it is imported, for Intel's OpenMP, which torch here does not have.
@@ -144,7 +145,7 @@ def _become(arguments: list[str], environment: dict[str, str], out: int, err: in
     os.close(out)
     os.close(err)
     _take(environment)
-    _fork_workers()
+    fork_workers()
     _run(arguments)
 
 
@@ -178,14 +179,15 @@ def _run(arguments: list[str]) -> NoReturn:
         _finish(status)
 
 
-def _fork_workers() -> None:
+def fork_workers() -> None:
     """Have torch elastic fork workers from this process."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         told = {name: value for name, value in env.items() if name not in _SET_FOR_WORKERS}
         here = {n: v for n, v in _read_at_start().items() if n not in _SET_FOR_WORKERS}
-        if args[1:3] == ("-u", _WORKER) and _read_at_start(told) == here:
+        is_worker = args[1] == "-u" and any([*args[2:]][: len(w)] == w for w in _WORKERS)
+        if is_worker and _read_at_start(told) == here:
             return _Forked(args, env=env, start_new_session=True)
         return fresh(handler, args, env)
 
@@ -221,6 +223,8 @@ def _become_worker(arguments: list[str], environment: dict[str, str]) -> NoRetur
         signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    tracker = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
     logging.getLogger("torch.distributed.elastic").setLevel(logging.NOTSET)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]  # -u
@@ -243,7 +247,7 @@ if __name__ == "__main__":
     from accbench.uncollected import uncollected
 
     with uncollected():
-        for module in _IMPORTED:
+        for module in IMPORTED:
             importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -23,10 +23,10 @@ from tests.conftest import HANG_S, ROOT, TINY, processes_of, wait_until
 FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu")
 
 
-def start(folder, *flags, plugins=None) -> subprocess.Popen:
+def start(folder, *flags, plugins=None, script=("tests.compared",)) -> subprocess.Popen:
     path = os.pathsep.join(map(str, filter(None, (plugins, ROOT))))
     return subprocess.Popen(
-        [sys.executable, "-m", "accbench", "compare", *FAST, f"--output_dir={folder}", *flags],
+        [sys.executable, "-m", *script, *FAST, f"--output_dir={folder}", *flags],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
@@ -207,7 +207,7 @@ def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_pat
              f"--data=mock:{images}", "--model=tests.nets:slow")  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setenv("SLOW_NET_S", "600")
-        first = start(folder, *flags)
+        first = start(folder, *flags, script=("accbench", "compare"))
     begun: list[psutil.Process] = []
     try:
         wait_until(lambda: any("spawn_main" in line for line in lines_below(first.pid)))
