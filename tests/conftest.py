@@ -6,18 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from accbench.data import mock_images
 from accbench.recording import records
-from tests.forked import Forker
+from tests.forked import Forked, Forker, Fresh
 
 ROOT = Path(__file__).parent.parent
 
@@ -138,16 +136,23 @@ def command(*arguments: object, script: str = "launch_single_task.py") -> list[s
 
 def run(*arguments: object, script: str = "launch_single_task.py"):
     """Run a script of the repository to its end; output as text."""
-    whole = command(*arguments, script=script)
-    if FORKER.can_run(whole[1:]):
-        return FORKER.run(whole[1:], HANG_S)
-    return subprocess.run(
-        whole,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    return python(*command(*arguments, script=script)[1:])
+
+
+def python(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` in the repository's folder to its end; output as text."""
+    process = start_python(*arguments, **env)
+    try:
+        status = process.wait(HANG_S)
+    finally:
+        said = process.end()
+    return subprocess.CompletedProcess([*map(str, arguments)], status, *said)
+
+
+def start_python(*arguments: object, **env: str) -> Forked | Fresh:
+    """Likewise, under way: forked where that is the same."""
+    words = [*map(str, arguments)]
+    return FORKER.start(words, **env) if FORKER.can_run(words) else Fresh(words, **env)
 
 
 def free_port() -> int:
@@ -161,35 +166,24 @@ def free_port() -> int:
 def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` twice, as torchrun starts it; what both say, and the first bad status."""
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-        ranks = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, *map(str, arguments)], cwd=ROOT, stdout=out, stderr=err,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        try:
-            wait_until(lambda: all(rank.poll() is not None for rank in ranks) or failed(ranks))
-            for rank in ranks:  # where one failed, the other may have its own to say, or waits
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.wait(10)
-        finally:
-            for rank in ranks:
-                rank.kill()
+    ranks = [
+        start_python(*arguments, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")
+    ]
+    try:
+        wait_until(lambda: all(rank.poll() is not None for rank in ranks) or failed(ranks))
+        for rank in ranks:  # where one failed, the other may have its own to say, or waits
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(10)
         status = next(iter(failed(ranks)), 0)
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess([*map(str, arguments)], status, out.read(), err.read())
+    finally:
+        out, err = map("".join, zip(*(rank.end() for rank in ranks), strict=True))
+    return subprocess.CompletedProcess([*map(str, arguments)], status, out, err)
 
 
-def failed(processes: Sequence[subprocess.Popen[Any]]) -> list[int]:
+def failed(processes: Sequence[Forked | Fresh]) -> list[int]:
     """The statuses of those that have ended badly."""
     return [process.returncode for process in processes if process.poll()]
 

@@ -37,6 +37,8 @@ IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.loc
              "accbench.launchers.run", "accbench.report.publish", "accbench.training.worker",
              "torch._dynamo", "torch.distributed.nn.functional", "torchvision.models")  # fmt: skip
 _WORKERS = ([str(ROOT / "main.py")], ["-m", "accbench.training.worker_process"])
+# What Python is asked to run: launchers, commands, the tests' own programs.
+_OURS = ("launch_single_task.py", "accbench", "tests")
 # Of these a worker sets itself what it needs, or they change nothing but its speed.
 _SET_FOR_WORKERS = {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "TORCH_WARM_POOL"}
 # Set by scikit-learn when it is imported, for Intel's OpenMP, which torch here does not have.
@@ -58,32 +60,93 @@ class Forker:
         """Whether this would be the same in a forked process."""
         if self._socket is None:
             self._at_start = _read_at_start()
-        arguments = _without_flags(arguments)
-        launches = arguments[:1] == ["launch_single_task.py"] or arguments[:2] == ["-m", "accbench"]
-        return launches and hasattr(os, "pidfd_open") and _read_at_start() == self._at_start
+        of_ours = _without_flags(arguments)[arguments[0] == "-m"].startswith(_OURS)
+        return of_ours and hasattr(os, "pidfd_open") and _read_at_start() == self._at_start
 
-    def run(self, arguments: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """`python ARGUMENTS` in the repository's folder to its end; output as text.
+    def start(self, arguments: list[str], **env: str) -> "Forked":
+        """`python ARGUMENTS` in the repository's folder; output to files.
 
-        Raises:
-            TimeoutError: it has not ended by then.
+        Args:
+            env: beside what there is. Of all that a process reads when it starts, a PYTHONPATH
+                and OMP_NUM_THREADS are heeded.
         """
         if self._socket is None:
             self._process, self._socket = _start()
-        with contextlib.ExitStack() as stack:
-            out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            ours, theirs = map(stack.enter_context, socket.socketpair())
-            request = json.dumps([_without_flags(arguments), dict(os.environ)]).encode()
-            descriptors = [file.fileno() for file in (out, err, theirs)]
-            socket.send_fds(self._socket, [request], descriptors)
-            theirs.close()
-            ours.settimeout(timeout_s)
-            status = ours.recv(16)  # nothing, if it was killed
-            out.seek(0)
-            err.seek(0)
-            return subprocess.CompletedProcess(
-                [sys.executable, *arguments], int(status), out.read(), err.read()
-            )
+        output = Output()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            request = json.dumps([_without_flags(arguments), {**os.environ, **env}]).encode()
+            socket.send_fds(self._socket, [request], [*output.descriptors(), theirs.fileno()])
+        return Forked(arguments, ours, output)
+
+
+class Output:
+    """What a command says, in files."""
+
+    def __init__(self) -> None:
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+
+    def descriptors(self) -> tuple[int, int]:
+        out, err = self._files
+        return out.fileno(), err.fileno()
+
+    def read(self) -> tuple[str, str]:
+        """(out, err), after which nothing more can be said."""
+        found = []
+        for file in self._files:
+            file.seek(0)
+            found.append(file.read())
+            file.close()
+        return found[0], found[1]
+
+
+class Forked:
+    """A forked command under way, with what is used of `subprocess.Popen`."""
+
+    def __init__(self, arguments: list[str], told: socket.socket, output: Output) -> None:
+        self.args = [sys.executable, *arguments]
+        self.returncode: int | None = None
+        self._told, self._output = told, output
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended by then.
+        """
+        if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self._told.recv(16) or -signal.SIGKILL)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def end(self) -> tuple[str, str]:
+        """(out, err); where it still goes on it is killed."""
+        self._told.close()
+        return self._output.read()
+
+
+class Fresh(subprocess.Popen[str]):
+    """The same of a process like any other."""
+
+    def __init__(self, arguments: list[str], **env: str) -> None:
+        self._output = Output()
+        out, err = self._output.descriptors()
+        super().__init__(
+            [sys.executable, *arguments], cwd=ROOT, stdout=out, stderr=err, text=True,
+            env={**os.environ, **env},
+        )  # fmt: skip
+
+    def end(self) -> tuple[str, str]:
+        self.kill()
+        self.wait()
+        return self._output.read()
 
 
 def _without_flags(arguments: list[str]) -> list[str]:
@@ -150,9 +213,17 @@ def _become(arguments: list[str], environment: dict[str, str], out: int, err: in
 
 
 def _take(environment: dict[str, str]) -> None:
+    """What Python and OpenMP read when they start."""
+    before = os.environ.get("PYTHONPATH")
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # found before, by the one of then
+    if (path := environment.get("PYTHONPATH")) and path != before:
+        sys.path[1:1] = path.split(os.pathsep)
+    if "OMP_NUM_THREADS" in environment:
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
 
 
 def _run(arguments: list[str]) -> NoReturn:

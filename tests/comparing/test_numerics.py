@@ -20,7 +20,7 @@ HAS_XLA = find_spec("torch_xla") is not None
 HAS_JAX = find_spec("jax") is not None
 # Of all settings, those that differ most: dropout, a recipe, another kind of model.
 OF_JAX = ("tests", "tests, sgd", "tests, text")
-LONG = ("tests, adamw, two workers",)
+LONG = ("tests, adamw, two workers", "tests, transformer")
 
 
 class Passes:

@@ -8,7 +8,6 @@ What `benchmarks/numerics_trials.py` does at length and the tests do in small.
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import planted
-from tests.conftest import ROOT, free_port
+from tests.conftest import ROOT, free_port, start_python
 
 STEPS = 20
 FLOORS = ("ddp", "ddp:no-channels_last")
@@ -217,18 +216,20 @@ def start_setting(
 def _start(base: Path, name: str, seeds: list[int], engines: list[str], plugins: Path) -> None:
     num_workers = SETTINGS[name].num_workers
     env = {
-        **os.environ, "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
+        "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
         "WORLD_SIZE": str(num_workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     what = [str(base), name, json.dumps(seeds), json.dumps(engines)]
-    command = [sys.executable, "-m", "tests.comparing.trials", *what]
     processes = [
-        subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(num_workers)
+        start_python("-m", "tests.comparing.trials", *what, **env, RANK=rank, LOCAL_RANK=rank)
+        for rank in map(str, range(num_workers))
     ]
     for process in processes:
         process.wait()
+        out, err = process.end()
+        sys.stdout.write(out)
+        sys.stderr.write(err)
 
 
 def judge(base: Path, name: str, seed: int, engine: str):

@@ -2,14 +2,11 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import python
 from tests.engines.any_model import MODELS
 
 ENGINES = [
@@ -36,10 +33,7 @@ def found_by(engine: str, model: str) -> dict:
 
 @cache
 def _found_by(engine: str, models: tuple[str, ...]) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.any_model", engine, *models], cwd=ROOT, text=True,
-        capture_output=True, timeout=HANG_S, env={**os.environ, "NPROC": "1"},
-    )  # fmt: skip
+    done = python("-m", "tests.engines.any_model", engine, *models, NPROC="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

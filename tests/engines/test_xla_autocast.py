@@ -1,14 +1,11 @@
 """Autocast under XLA has CUDA's rules, on every device, and computes what eager computes."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import python
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -38,10 +35,7 @@ RULES = {
 
 
 def answer(program: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.xla_autocast", program],
-        cwd=ROOT, env={**os.environ, "NPROC": "1"}, text=True, capture_output=True, timeout=HANG_S,
-    )  # fmt: skip
+    done = python("-m", "tests.engines.xla_autocast", program, NPROC="1")
     assert done.returncode == 0, done.stderr
     assert "Overriding a previously registered kernel" not in done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

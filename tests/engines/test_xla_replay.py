@@ -1,29 +1,24 @@
 """Replayed steps beside traced ones: the same numbers, to the last bit."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import HANG_S, start_python
+from tests.forked import Forked, Fresh
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
 
-def start(*arguments: str, **env: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.xla_steps", *arguments],
-        cwd=ROOT, env={**os.environ, "NPROC": "1", **env}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+def start(*arguments: str, **env: str) -> Forked | Fresh:
+    return start_python("-m", "tests.engines.xla_steps", *arguments, NPROC="1", **env)
 
 
-def answer_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    stdout, stderr = process.communicate(timeout=HANG_S)
+def answer_of(process: Forked | Fresh) -> dict[str, Any]:
+    process.wait(HANG_S)
+    stdout, stderr = process.end()
     assert process.returncode == 0, stderr
     answer: dict[str, Any] = json.loads(stdout.splitlines()[-1])
     return answer

@@ -17,6 +17,7 @@ from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import accelerated_loader
 from accbench.training.process_group import Topology
+from tests import conftest
 from tests.conftest import HANG_S, ROOT, end_of, of_kind, run
 
 OWN_SCRIPT = ROOT / "tests/scripts/own_script.py"
@@ -46,7 +47,9 @@ def launched(*arguments):
 def own_loops(request, tmp_path_factory):
     """(engine, case -> [distance of losses, of parameters]), of many loops in one process."""
     out = tmp_path_factory.mktemp(f"own-loops-{request.param}")
-    result = python("tests/scripts/own_loops.py", out, request.param, PJRT_DEVICE="CPU")
+    result = conftest.python(
+        "tests/scripts/own_loops.py", out, request.param, PJRT_DEVICE="CPU", OMP_NUM_THREADS="1"
+    )
     assert result.returncode == 0, result.stderr
     return request.param, json.loads((out / "found.json").read_text()), out
 

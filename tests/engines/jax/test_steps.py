@@ -1,15 +1,12 @@
 """Engine jax: steps beside eager's and float64's, its state in two places, two workers."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from accbench.recording import records
-from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, run, two_ranks
+from tests.conftest import TINY, end_of, of_kind, python, run, two_ranks
 
 pytest.importorskip("jax")
 
@@ -20,10 +17,7 @@ STEPS = "tests/scripts/steps.py"
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.jax.steps"], cwd=ROOT, text=True,
-        capture_output=True, timeout=HANG_S, env={**os.environ, "NPROC": "1"},
-    )  # fmt: skip
+    done = python("-m", "tests.engines.jax.steps", NPROC="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -43,6 +43,7 @@ def test_what_came_before_anybody_listened_is_written(client, tmp_path):
     assert len(files_of(tmp_path)) == 600
 
 
+@pytest.mark.soak
 def test_ten_thousand_and_a_checkpoint_arrive_while_a_worker_is_killed(tmp_path):
     with cluster(tmp_path / "dask") as own:
         steady, other = sorted(own.scheduler_info()["workers"])

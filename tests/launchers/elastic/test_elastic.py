@@ -119,6 +119,7 @@ def test_a_node_that_joins_is_taken_in(nodes: Nodes, tmp_path):
     assert end.num_samples == resumed.step * 4 + (end.num_steps - resumed.step) * 8
 
 
+@pytest.mark.soak
 def test_over_ipv6_with_a_folder_that_the_second_node_lacks(tmp_path):
     if not MAY_HIDE:
         pytest.skip("mounting is not allowed here")
