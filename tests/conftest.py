@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -38,9 +39,6 @@ TINY = (
 )
 
 
-# The launchers of `run`.
-FORKER = Forker()
-
 # What Python and torch start once, in the tests' own process, and keep until it ends.
 HELPERS = (
     "multiprocessing.forkserver",
@@ -67,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Most of the time that XLA takes to compile for a CPU is LLVM's.
     os.environ.setdefault("XLA_FLAGS", NOT_OPTIMISED)
+    forker()  # for the environment as it is now
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +151,12 @@ def python(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
 def start_python(*arguments: object, **env: str) -> Forked | Fresh:
     """Likewise, under way: forked where that is the same."""
     words = [*map(str, arguments)]
-    return FORKER.start(words, **env) if FORKER.can_run(words) else Fresh(words, **env)
+    return forker().start(words, **env) if forker().can_run(words) else Fresh(words, **env)
+
+
+@cache
+def forker() -> Forker:
+    return Forker()
 
 
 def free_port() -> int:

@@ -50,16 +50,17 @@ _MOST_BYTES = 1 << 20
 
 
 class Forker:
-    """A prepared Python, started when first needed; ends with the tests' own process."""
+    """A prepared Python, started when first needed; ends with the tests' own process.
+
+    For commands in the environment of now, not in what a test makes of it.
+    """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        self._at_start: dict[str, str] = {}
+        self._at_start = _read_at_start()
 
     def can_run(self, arguments: list[str]) -> bool:
         """Whether this would be the same in a forked process."""
-        if self._socket is None:
-            self._at_start = _read_at_start()
         of_ours = _without_flags(arguments)[arguments[0] == "-m"].startswith(_OURS)
         return of_ours and hasattr(os, "pidfd_open") and _read_at_start() == self._at_start
 
