@@ -437,6 +437,9 @@ class Engine(engines.Engine):
         optimizer: torch.optim.Optimizer, batch: engines.Batch,
     ) -> torch.Tensor:  # fmt: skip
         if self._replay is None:
+            # On the host's reduction a step ends in two graphs, and both would give all of it back.
+            if self._lean and (self.collectives == "in_graph" or self.topology.world_size == 1):
+                self._read_state_in_order(model, optimizer)
             return step(self, model, spec, optimizer, batch)
 
         def traced() -> torch.Tensor:
@@ -444,6 +447,27 @@ class Engine(engines.Engine):
 
         loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch)
         return loss
+
+    def _read_state_in_order(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Have the graph take what the step changes in the order in which it gives it back.
+
+        A new value is written over an old one. torch_xla says of which inputs the memory is
+        free, and XLA hands it out to results of equal size by their order; a value that is
+        written over another's place is computed elsewhere and copied. Inputs are numbered by
+        who reads them first: here one operation, which leaves nothing behind, its last operand
+        first. Results come in the order in which their tensors were made, buffers last, for
+        these are made anew in each step.
+        """
+        learned = {p: None for group in optimizer.param_groups for p in group["params"]}
+        of_optimizer = (optimizer.state.get(p, {}).values() for p in learned)
+        kept = [*learned, *(t for of_one in of_optimizer for t in of_one)]
+        unique = {id(t): t for t in kept if isinstance(t, torch.Tensor) and t.device == self.device}
+        number = self.xla._XLAC._xla_get_tensor_id
+        buffers = {id(b): b for b in model.buffers() if b.device == self.device}
+        in_order = [
+            *sorted(unique.values(), key=number), *sorted(buffers.values(), key=number)
+        ]  # fmt: skip
+        self.xm.optimization_barrier_(in_order[::-1])
 
     @property
     def num_replayed(self) -> int:
