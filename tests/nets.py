@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,23 @@ def tiny(num_classes: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(16, num_classes),
     )
+
+
+class _Versioned(nn.Sequential):
+    """Wants to know of which version what it loads is."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *others: Any
+    ) -> None:
+        if local_metadata.get("version") not in (1, 2):
+            raise ValueError("version should be 1 or 2")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
+def versioned(num_classes: int) -> nn.Module:
+    return _Versioned(*tiny(num_classes))
 
 
 def wide(num_classes: int) -> nn.Module:

@@ -336,11 +336,15 @@ class Engine(abc.ABC):
 
         While training, BatchNorm's statistics are those of each rank's shard.
         """
-        saved = net.state_dict()
-        names = [name for name, _ in net.named_buffers() if name in saved]
+        shared = net.state_dict()
+        names = {name for name, _ in net.named_buffers() if name in shared}
         if self.topology.world_size == 1 or not names:
             return
-        shared = {name: from_rank0_tensor(saved[name].cpu()) for name in names}
+        for name, tensor in [*shared.items()]:
+            if name in names:
+                shared[name] = from_rank0_tensor(tensor.cpu())
+            else:
+                del shared[name]
         net.load_state_dict(shared, strict=False)
         self.end_step()
 

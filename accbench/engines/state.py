@@ -77,11 +77,24 @@ def _load_model(net: nn.Module, tensors: Tensors) -> None:
     first_name = {id(tensor): name for name, tensor in own.items()}
     saved = net.state_dict(keep_vars=True)
     names = {key: key if key in own else first_name[id(value)] for key, value in saved.items()}
-    # Copies, for XLA on a CPU may take over the memory of a host's tensor, and write to it.
-    net.load_state_dict({key: tensors[name].clone() for key, name in names.items()})
-    with torch.no_grad():
-        for name in own.keys() - saved.keys():  # buffers that are not saved
-            own[name].copy_(tensors[name].clone())
+    # Copies, for XLA on a CPU may take over the memory of a host's tensor, and write to it. In what
+    # the model itself gave, for modules look there for the version of their tensors.
+    for key, name in names.items():
+        saved[key] = tensors[name].clone()
+    net.load_state_dict(saved)
+    for name in own.keys() - saved.keys():  # buffers that are not saved
+        _load_buffer(net, own[name], tensors[name].clone())
+
+
+def _load_buffer(net: nn.Module, buffer: torch.Tensor, loaded: torch.Tensor) -> None:
+    if buffer.shape == loaded.shape:
+        with torch.no_grad():
+            buffer.copy_(loaded)
+        return
+    # A forward pass may put another in its place.
+    new = loaded.to(buffer.device, buffer.dtype)
+    for module in net.modules():
+        module._buffers.update({n: new for n, own in module._buffers.items() if own is buffer})
 
 
 def _load_optimizer(
