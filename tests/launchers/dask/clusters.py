@@ -6,9 +6,11 @@ standard input does.
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from distributed import Client, LocalCluster
 from distributed.security import Security
@@ -21,6 +23,7 @@ def cluster(folder: Path) -> Iterator[Client]:
     """A client of a cluster in the clear, which ends with the block."""
     options = {"n_workers": 2, "threads_per_worker": 2, "dashboard_address": _DASHBOARD}
     with (
+        mock.patch.dict(os.environ),  # where Dask sets what its workers are to have
         LocalCluster(local_directory=str(folder), silence_logs=logging.CRITICAL, **options) as made,
         Client(made, set_as_default=False) as client,
     ):
