@@ -68,6 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
     forker()  # for the environment as it is now
 
 
+def pytest_unconfigure() -> None:
+    forker().close()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     environment = dict(os.environ)

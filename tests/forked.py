@@ -59,6 +59,17 @@ class Forker:
         self._socket: socket.socket | None = None
         self._at_start = _read_at_start()
 
+    def close(self) -> None:
+        """End it, if it was needed."""
+        if self._socket is not None:
+            self._socket.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:  # a process that a test forked has its end as well
+                self._process.kill()
+                self._process.wait()
+            self._socket = None
+
     def can_run(self, arguments: list[str]) -> bool:
         """Whether this would be the same in a forked process."""
         of_ours = _without_flags(arguments)[arguments[0] == "-m"].startswith(_OURS)
