@@ -455,8 +455,8 @@ class Engine(engines.Engine):
         free, and XLA hands it out to results of equal size by their order; a value that is
         written over another's place is computed elsewhere and copied. Inputs are numbered by
         who reads them first: here one operation, which leaves nothing behind, its last operand
-        first. Results come in the order in which their tensors were made, buffers last, for
-        these are made anew in each step.
+        first. Results come in the order in which their tensors were made, buffers last and in
+        the model's order, for these are made anew in each step.
         """
         learned = {p: None for group in optimizer.param_groups for p in group["params"]}
         of_optimizer = (optimizer.state.get(p, {}).values() for p in learned)
@@ -464,9 +464,7 @@ class Engine(engines.Engine):
         unique = {id(t): t for t in kept if isinstance(t, torch.Tensor) and t.device == self.device}
         number = self.xla._XLAC._xla_get_tensor_id
         buffers = {id(b): b for b in model.buffers() if b.device == self.device}
-        in_order = [
-            *sorted(unique.values(), key=number), *sorted(buffers.values(), key=number)
-        ]  # fmt: skip
+        in_order = [*sorted(unique.values(), key=number), *buffers.values()]
         self.xm.optimization_barrier_(in_order[::-1])
 
     @property
