@@ -171,15 +171,21 @@ def free_port() -> int:
         return port
 
 
+def start_ranks(num_ranks: int, *arguments: object, **env: str) -> list[Forked | Fresh]:
+    """`python ARGUMENTS` as often, each with the environment of a rank."""
+    of_all = {
+        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), **env,
+    }  # fmt: skip
+    return [
+        start_python(*arguments, **of_all, RANK=rank, LOCAL_RANK=rank)
+        for rank in map(str, range(num_ranks))
+    ]
+
+
 def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` twice, as torchrun starts it; what both say, and the first bad status."""
-    environment = {
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-    }  # fmt: skip
-    ranks = [
-        start_python(*arguments, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")
-    ]
+    ranks = start_ranks(2, *arguments, PYTHONPATH=str(ROOT))
     try:
         wait_until(lambda: all(rank.poll() is not None for rank in ranks) or failed(ranks))
         for rank in ranks:  # where one failed, the other may have its own to say, or waits

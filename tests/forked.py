@@ -14,6 +14,7 @@ anyone's (`under_way`), and so do its workers, those of several nodes, of Dask a
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parent.parent
 # What they import, and so what a forked one has at hand.
-IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
+_IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
              "accbench.launchers.run", "accbench.report.publish", "accbench.training.worker",
              "torch._dynamo", "torch.distributed.nn.functional", "torchvision.models")  # fmt: skip
 _WORKERS = ([str(ROOT / "main.py")], ["-m", "accbench.training.worker_process"])
@@ -183,6 +184,15 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
     return process, ours
 
 
+def prepare() -> None:
+    """Import what commands and their workers do."""
+    from accbench.uncollected import uncollected
+
+    with uncollected():
+        for module in _IMPORTED:
+            importlib.import_module(module)
+
+
 def _serve(requests: socket.socket) -> None:
     """Until the tests' own process closes its end, as it does when it dies."""
     while True:
@@ -325,12 +335,6 @@ def _finish(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    import importlib
-
-    from accbench.uncollected import uncollected
-
-    with uncollected():
-        for module in IMPORTED:
-            importlib.import_module(module)
+    prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     _serve(socket.socket(fileno=int(sys.argv[1])))

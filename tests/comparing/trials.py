@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import planted
-from tests.conftest import ROOT, free_port, start_python
+from tests.conftest import ROOT, start_ranks
 
 STEPS = 20
 FLOORS = ("ddp", "ddp:no-channels_last")
@@ -214,18 +214,13 @@ def start_setting(
 
 
 def _start(base: Path, name: str, seeds: list[int], engines: list[str], plugins: Path) -> None:
-    num_workers = SETTINGS[name].num_workers
     env = {
         "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
-        "WORLD_SIZE": str(num_workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0", "OMP_NUM_THREADS": "1",
+        "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0",
     }  # fmt: skip
     what = [str(base), name, json.dumps(seeds), json.dumps(engines)]
-    processes = [
-        start_python("-m", "tests.comparing.trials", *what, **env, RANK=rank, LOCAL_RANK=rank)
-        for rank in map(str, range(num_workers))
-    ]
-    for process in processes:
+    num_ranks = SETTINGS[name].num_workers
+    for process in start_ranks(num_ranks, "-m", "tests.comparing.trials", *what, **env):
         process.wait()
         out, err = process.end()
         sys.stdout.write(out)
