@@ -73,7 +73,8 @@ class Forker:
 
     def can_run(self, arguments: list[str]) -> bool:
         """Whether this would be the same in a forked process."""
-        of_ours = _without_flags(arguments)[arguments[0] == "-m"].startswith(_OURS)
+        words = _without_flags(arguments)
+        of_ours = words[words[0] == "-m"].startswith(_OURS)
         return of_ours and hasattr(os, "pidfd_open") and _read_at_start() == self._at_start
 
     def start(self, arguments: list[str], **env: str) -> "Forked":

@@ -29,14 +29,9 @@ def are_for(given: torch.Tensor) -> bool:
 def batch_norm(
     batch: torch.Tensor, weight_C: torch.Tensor, bias_C: torch.Tensor,
     running_mean_C: torch.Tensor | None, running_var_C: torch.Tensor | None,
-    momentum: float, eps: float, correction: int = 0,
+    momentum: float, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """`torch.nn.functional.batch_norm` in training, of (N, C) or (N, C, ...).
-
-    Args:
-        correction: Bessel's in the running variance, 1 as in torch; 0 as torch_xla has it, see
-            `accbench.engines.xla.batchnorm`.
-    """
+    """`torch.nn.functional.batch_norm` in training, of (N, C) or (N, C, ...)."""
     num_values = batch.numel() // batch.shape[1]
     with torch.no_grad():
         wide = batch.float()
@@ -46,7 +41,7 @@ def batch_norm(
         invstd_C = torch.rsqrt(var_C + eps)
         if running_mean_C is not None and running_var_C is not None:
             running_mean_C.mul_(1 - momentum).add_(mean_C, alpha=momentum)
-            unbiased_C = var_C * (num_values / max(num_values - correction, 1))
+            unbiased_C = var_C * (num_values / max(num_values - 1, 1))
             running_var_C.mul_(1 - momentum).add_(unbiased_C, alpha=momentum)
     origin = (batch, weight_C, bias_C, mean_C, invstd_C)
     out = _apply(_BatchNorm, *origin, False)

@@ -1,10 +1,10 @@
-"""BatchNorm's statistics through XLA are those of PyTorch."""
+"""BatchNorm and the other norms through XLA are those of PyTorch."""
 
 from typing import Any
 
 import pytest
 
-from .test_xla_replay import both
+from .test_xla_replay import answer_of, both, start
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -33,3 +33,10 @@ def test_reading_and_evaluating_compile_nothing_more_after_the_first_time(answer
     assert compiles[10] == compiles[22]
     # What was loaded is copied in one graph more.
     assert compiles[23] == compiles[29]
+
+
+def test_norms_of_values_far_from_zero_are_those_of_float64() -> None:
+    """Output, gradients, statistics and evaluation, where the mean is 100 deviations: a variance
+    of float32 taken as the mean of the squares less the square of the mean is 1e-3 and more off."""
+    for case, difference in answer_of(start("norms", "100")).items():
+        assert difference < 1e-4, case

@@ -2,11 +2,12 @@
 
     python -m tests.engines.xla_steps PROGRAM ARGUMENT
 
-    long O0 | odd fallback | odd outside | python 4 | batchnorm 0 | graph O0
+    long O0 | odd fallback | odd outside | python 4 | batchnorm 0 | graph O0 | norms 100
 
-The last line they print is JSON; all but `graph` train twice, traced and replayed.
+The last line they print is JSON; all but `graph` and `norms` train twice, traced and replayed.
 """
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -220,10 +221,58 @@ def graph(amp: str) -> dict:
     return {"hlo": hlo, "parameters": len(list(model.parameters())), "bytes": num_bytes}
 
 
+def norms(mean: str) -> dict:
+    """How far norms of values with this mean, in deviations, are from float64's: the largest
+    difference of what is computed, of its gradients and of statistics, beside the largest value.
+    """
+    engine = make_engine("off")
+    images, vectors = (4, 6, 5, 5), (8, 6)
+    cases = {
+        "BatchNorm2d": (nn.BatchNorm2d(6), images),
+        "BatchNorm1d of vectors": (nn.BatchNorm1d(6), vectors),
+        "BatchNorm2d, cumulative": (nn.BatchNorm2d(6, momentum=None), images),
+        "BatchNorm2d, no statistics": (nn.BatchNorm2d(6, track_running_stats=False), images),
+        "BatchNorm2d, not affine": (nn.BatchNorm2d(6, affine=False), images),
+        "InstanceNorm2d": (nn.InstanceNorm2d(6, affine=True, track_running_stats=True), images),
+        "LayerNorm": (nn.LayerNorm(6), vectors),
+        "LayerNorm of two dims": (nn.LayerNorm((5, 5), bias=False), images),
+        "GroupNorm": (nn.GroupNorm(3, 6), images),
+        "GroupNorm of vectors": (nn.GroupNorm(2, 12, affine=False), (8, 12)),
+    }
+    generator = torch.Generator().manual_seed(5)
+
+    def outcome(net: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = []
+        for batch in batches:
+            given = batch.detach().requires_grad_()
+            out = net(given)
+            loss = (out * (given.detach() - float(mean)) ** 2).sum()
+            (slope,) = torch.autograd.grad((out**2).sum() + loss, given, create_graph=True)
+            (loss + (slope**2).sum()).backward()  # which differentiates twice
+            found += [out, slope, given.grad]
+        found += [parameter.grad for parameter in net.parameters()]
+        found += list(net.state_dict().values())
+        with torch.no_grad():
+            found.append(net.eval()(batches[0]))
+        return [tensor.detach().cpu().double() for tensor in found]
+
+    worst = {}
+    for name, (net, shape) in cases.items():
+        batches = [torch.randn(shape, generator=generator) + float(mean) for _ in range(2)]
+        exact = outcome(copy.deepcopy(net).double(), [batch.double() for batch in batches])
+        on_device = [engine.to_device((batch,))[0] for batch in batches]
+        found = outcome(engine.prepare(net), on_device)
+        differences = [
+            (a - b).abs().max() / b.abs().max() for a, b in zip(found, exact, strict=True)
+        ]
+        worst[name] = max(map(float, differences))
+    return worst
+
+
 if __name__ == "__main__":
     program, argument = sys.argv[1:]
-    if program == "graph":
-        answer = graph(argument)
+    if program in ("graph", "norms"):
+        answer = {"graph": graph, "norms": norms}[program](argument)
     else:
         runs = {"long": long_run, "odd": odd_run, "python": python_run}
         run = {**runs, "batchnorm": batchnorm_run}[program]

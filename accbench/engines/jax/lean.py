@@ -15,7 +15,7 @@ def _batch_norm(
     momentum: float, eps: float, cudnn: bool,
 ) -> torch.Tensor:  # fmt: skip
     if training and weight is not None and bias is not None and half_ops.are_for(batch):
-        return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps, correction=1)
+        return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps)
     return torch.batch_norm(batch, weight, bias, mean, var, training, momentum, eps, cudnn)
 
 

@@ -36,6 +36,7 @@ from accbench.engines.xla import (
     host_reduction,
     importing,
     lstm,
+    norms,
     profiling,
 )
 from accbench.errors import RequestError
@@ -122,6 +123,7 @@ class Engine(engines.Engine):
 
         self.xm, self.xr = xm, xr
         device_module.register()
+        norms.replace_kernels()
         self._cache = self._start_cache()
         self.device = self._open_device()
         xm.set_replication(self.device, xm.get_xla_supported_devices())
@@ -188,10 +190,7 @@ class Engine(engines.Engine):
         return str(self.xm.xla_device_kind(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        def send(tensor: torch.Tensor) -> torch.Tensor:
-            return self.to_device((tensor,))[0]
-
-        batchnorm.track_unbiased_variance(model, send)
+        batchnorm.average_cumulatively(model)
         lstm.as_loops(model)
         places = sharing.places(model)
         model = model.to(self.device)
