@@ -42,11 +42,14 @@ train:
 	@$(PYTHON) -m accbench report $(TRAIN_DIR) --format html >$(TRAIN_DIR)/report.html
 	@echo "curves in $(TRAIN_DIR)/report.html"
 
+# The tests start hundreds of Pythons, each of which would compile our modules anew.
+COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
+
 test: prepare-dev
-	$(PYTHON) -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
+	$(COMPILED_ONCE) $(PYTHON) -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
 
 soak: prepare-dev
-	$(PYTHON) -m pytest -m soak -n 2
+	$(COMPILED_ONCE) $(PYTHON) -m pytest -m soak -n 2
 
 check: prepare-dev
 	$(PYTHON) -m ruff format --check .

@@ -30,7 +30,8 @@ def test_runs_from_top_to_bottom(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (flags,) = (cell for cell in notebook.cells if "--model=resnet18" in cell.source)
     # torch_xla compiles it thrice; and other tests have the other core.
-    flags.source = flags.source.replace("--model=resnet18", "--model=tests.nets:tiny --threads=1")
+    small = "--model=tests.nets:tiny --threads=1 --workers=0"
+    flags.source = flags.source.replace("--model=resnet18", small)
     client = NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": str(ROOT)}})
     # The kernel's `python` and prepare.sh's environment are those of this test.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from accbench import extras
 from accbench.machine import doctor, self_test
 from tests.conftest import HANG_S, ROOT
@@ -62,16 +64,17 @@ def test_the_table_gives_the_reason_in_words() -> None:
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_the_self_test_trains_alone_and_in_pairs(monkeypatch) -> None:
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("jax", marks=pytest.mark.soak)])
+def test_the_self_test_trains_alone_and_in_pairs(monkeypatch, engine) -> None:
     """By the engine of each kind: eager, and with collectives in the graph. All that can train
     here take their turn in `accbench doctor --self_test`."""
-    usable = [one for one in doctor.usable_engines() if one.engine in ("ddp", "jax")]
+    usable = [one for one in doctor.usable_engines() if one.engine == engine]
     monkeypatch.setattr(doctor, "usable_engines", lambda: usable)
     results = self_test.run()
     assert [result for result in results if result["error"]] == []
     tested = {(result["engine"], result["device"], result["workers"]) for result in results}
     can_train = [one for one in usable if one.reason is None]
-    assert ("ddp", "cpu", 2) in tested
+    assert engine != "ddp" or ("ddp", "cpu", 2) in tested
     assert tested == {(x.engine, x.device, n) for x in can_train for n in (1, 2)}
 
 

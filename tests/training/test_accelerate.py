@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.conftest import HANG_S, ROOT, end_of, of_kind, run
 
 OWN_SCRIPT = ROOT / "tests/scripts/own_script.py"
 TINY_RUN = ("--amp_level=O0", "--threads=1", "--tensorboard=off", "--warmup_steps=2")
+EXAMPLES = ("vision", "language")
 ENGINES = ["ddp", "inductor", pytest.param("xla", marks=pytest.mark.xla)]
 if importlib.util.find_spec("jax"):
     ENGINES.append("jax")
@@ -83,20 +85,29 @@ def test_evaluation_and_batches_of_a_step_are_in_no_ones_way(own_loops):
     assert (accumulated.num_steps, accumulated.num_samples) == (4, 48)
 
 
-@pytest.fixture(scope="module", params=["vision", "language"])
-def plain_losses(request):
-    result = python(f"examples/{request.param}/plain.py")
+@cache
+def plain_losses(example):
+    result = python(f"examples/{example}/plain.py")
     assert result.returncode == 0, result.stderr
-    return request.param, losses_of(result.stdout)
+    return losses_of(result.stdout)
 
 
 def losses_of(output):
     return [float(loss) for loss in re.findall(r"^epoch \d+  loss (\S+)$", output, re.M)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_examples_train_the_same_before_and_after(plain_losses, engine, tmp_path):
-    example, expected = plain_losses
+# Each example with two of the engines; `make soak` has the others.
+SOAKED = {("vision", "xla"), ("vision", "jax"), ("language", "ddp"), ("language", "inductor")}
+
+
+@pytest.mark.parametrize(("example", "engine"), [
+    pytest.param(example, name, marks=[pytest.mark.soak] if (example, name) in SOAKED else [])
+    for example in EXAMPLES for name in ("ddp", "inductor", "xla", "jax")
+])  # fmt: skip
+def test_examples_train_the_same_before_and_after(example, engine, tmp_path):
+    if not importlib.util.find_spec({"xla": "torch_xla", "jax": "jax"}.get(engine, "torch")):
+        pytest.skip("not installed")
+    expected = plain_losses(example)
     exact = engine == "ddp"
     result = launched(
         f"--script=examples/{example}/accelerated.py", f"--engine={engine}",
@@ -111,7 +122,7 @@ def test_examples_train_the_same_before_and_after(plain_losses, engine, tmp_path
     assert (end.num_recompiles, end.num_fallbacks) == (0, 0)
 
 
-@pytest.mark.parametrize("example", ["vision", "language"])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_the_documented_change_is_that_of_the_examples(example):
     """At most six lines, and the page shows them."""
     folder = ROOT / "examples" / example

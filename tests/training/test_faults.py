@@ -146,7 +146,10 @@ def listening_at(pid: int) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [
+    signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
+    pytest.param(signal.SIGHUP, marks=pytest.mark.soak),
+])  # fmt: skip
 def test_interruption_where_nothing_is_saved(tmp_path, number):
     run_dir = tmp_path / "run"
     flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}", "--save_interval=0")
