@@ -165,9 +165,9 @@ def test_a_comparison_judges_the_script(tmp_path):
     """Round by round, and step by step beside the same script in float64."""
     flags = ("--engines=ddp,xla,xla:replay=off", "--max_steps=12", "--log_interval=2")
     flags = (*flags, "--numerics_steps=3", "--repeats=2", f"--output_dir={tmp_path / 'c'}")
-    result = run(
-        "-m", "accbench", "compare", *TINY_RUN, *flags, f"--script={OWN_SCRIPT}",
-        "--script_args=nothing spoil=replay", script="-B",
+    result = conftest.python(
+        "-m", "tests.compared", *TINY_RUN, *flags, f"--script={OWN_SCRIPT}",
+        "--script_args=nothing spoil=replay",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "c/report.json").read_text())["rows"]
