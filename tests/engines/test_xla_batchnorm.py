@@ -35,8 +35,9 @@ def test_reading_and_evaluating_compile_nothing_more_after_the_first_time(answer
     assert compiles[23] == compiles[29]
 
 
-def test_norms_of_values_far_from_zero_are_those_of_float64() -> None:
+@pytest.mark.parametrize("lean", ["off", "on"])
+def test_norms_of_values_far_from_zero_are_those_of_float64(lean: str) -> None:
     """Output, gradients, statistics and evaluation, where the mean is 100 deviations: a variance
     of float32 taken as the mean of the squares less the square of the mean is 1e-3 and more off."""
-    for case, difference in answer_of(start("norms", "100")).items():
+    for case, difference in answer_of(start("norms", lean)).items():
         assert difference < 1e-4, case

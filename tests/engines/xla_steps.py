@@ -2,7 +2,7 @@
 
     python -m tests.engines.xla_steps PROGRAM ARGUMENT
 
-    long O0 | odd fallback | odd outside | python 4 | batchnorm 0 | graph O0 | norms 100
+    long O0 | odd fallback | odd outside | python 4 | batchnorm 0 | graph O0 | norms off
 
 The last line they print is JSON; all but `graph` and `norms` train twice, traced and replayed.
 """
@@ -41,13 +41,13 @@ class Spec:
         return loss
 
 
-def make_engine(replay: str, amp: str = "O0", world_size: int = 1) -> Engine:
+def make_engine(replay: str, amp: str = "O0", world_size: int = 1, lean: str = "auto") -> Engine:
     task = TaskConfig(
         engine="xla", device="cpu", threads=1, batch_size=8, lr=1e-3,
         amp_level="O0" if amp == "O0" else "O1", amp_dtype=None if amp == "O0" else amp,
     )  # fmt: skip
     topology = Topology(0, 0, world_size, world_size)
-    engine = Engine(task, Engine.Options(replay=replay), topology)
+    engine = Engine(task, Engine.Options(replay=replay, lean=lean), topology)
     if engine.scaler is not None:
         engine.scaler._init_scale = 2.0**24  # overflows, and is halved, for some steps
     return engine
@@ -221,11 +221,12 @@ def graph(amp: str) -> dict:
     return {"hlo": hlo, "parameters": len(list(model.parameters())), "bytes": num_bytes}
 
 
-def norms(mean: str) -> dict:
-    """How far norms of values with this mean, in deviations, are from float64's: the largest
+def norms(lean: str) -> dict:
+    """How far norms of values whose mean is 100 deviations are from float64's: the largest
     difference of what is computed, of its gradients and of statistics, beside the largest value.
     """
-    engine = make_engine("off")
+    mean = 100
+    engine = make_engine("off", lean=lean)
     images, vectors = (4, 6, 5, 5), (8, 6)
     cases = {
         "BatchNorm2d": (nn.BatchNorm2d(6), images),
@@ -246,7 +247,7 @@ def norms(mean: str) -> dict:
         for batch in batches:
             given = batch.detach().requires_grad_()
             out = net(given)
-            loss = (out * (given.detach() - float(mean)) ** 2).sum()
+            loss = (out * (given.detach() - mean) ** 2).sum()
             (slope,) = torch.autograd.grad((out**2).sum() + loss, given, create_graph=True)
             (loss + (slope**2).sum()).backward()  # which differentiates twice
             found += [out, slope, given.grad]
@@ -258,7 +259,7 @@ def norms(mean: str) -> dict:
 
     worst = {}
     for name, (net, shape) in cases.items():
-        batches = [torch.randn(shape, generator=generator) + float(mean) for _ in range(2)]
+        batches = [torch.randn(shape, generator=generator) + mean for _ in range(2)]
         exact = outcome(copy.deepcopy(net).double(), [batch.double() for batch in batches])
         on_device = [engine.to_device((batch,))[0] for batch in batches]
         found = outcome(engine.prepare(net), on_device)

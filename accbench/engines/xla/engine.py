@@ -123,7 +123,6 @@ class Engine(engines.Engine):
 
         self.xm, self.xr = xm, xr
         device_module.register()
-        norms.replace_kernels()
         self._cache = self._start_cache()
         self.device = self._open_device()
         xm.set_replication(self.device, xm.get_xla_supported_devices())
@@ -137,6 +136,7 @@ class Engine(engines.Engine):
                 self.scaler = sync_free.GradScaler()
         self._no_overflow = torch.zeros(()).to(self.device)
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
+        norms.replace_kernels(self._lean)
         self._replay = self._start_replay()
         self._num_run = 0
         self._left_compiler: list[str] = []

@@ -8,7 +8,7 @@ BatchNorm's running variance biased, where torch multiplies by n / (n - 1) for n
 BatchNorm is spelled out here. LayerNorm and GroupNorm do not change when one number is taken from
 all that are normalised together; so what is about their mean is taken from them first. That of a
 part will do, and spares a pass through memory: a digit is lost where it is 3 deviations off.
-How far off all was and is: benchmarks/norm_precision.py.
+How far off all was and is: benchmarks/norm_precision.py; what it costs: benchmarks/norm_cost.py.
 """
 
 import math
@@ -26,9 +26,23 @@ _ENOUGH = 64
 _library: list[torch.library.Library] = []
 
 
+class _Spelling:
+    lean = False
+
+
+def replace_kernels(lean: bool) -> None:
+    """For all that is computed on XLA's device in this process.
+
+    Args:
+        lean: find BatchNorm's statistics in one pass through memory, which a GPU does in less
+            time, and a CPU in more.
+    """
+    _Spelling.lean = lean
+    _register()
+
+
 @cache
-def replace_kernels() -> None:
-    """For all that is computed on XLA's device in this process."""
+def _register() -> None:
     importing.torch_xla()
     library = torch.library.Library("aten", "IMPL")
     _library.append(library)
@@ -69,9 +83,7 @@ def _batch_norm(
             batch, weight_C, bias_C, mean_C, var_C, training, momentum, eps, cudnn,
         )  # fmt: skip
     wide = batch.float() if batch.dtype in half_ops.TYPES else batch
-    of_batch_var_C, of_batch_mean_C = torch.var_mean(
-        wide.detach(), (0, *range(2, batch.dim())), correction=0
-    )
+    of_batch_var_C, of_batch_mean_C = _moments(wide, 0, *range(2, batch.dim()))
     if mean_C is not None and var_C is not None:
         with torch.no_grad():
             num_values = batch.numel() // batch.shape[1]
@@ -81,6 +93,17 @@ def _batch_norm(
     invstd_C = torch.rsqrt(of_batch_var_C + eps)
     out: torch.Tensor = _BatchNorm.apply(wide, weight_C, bias_C, of_batch_mean_C, invstd_C, eps)
     return out.to(batch.dtype)
+
+
+@torch.no_grad()
+def _moments(given: torch.Tensor, *dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance, biased, and mean over these dimensions, without them."""
+    if not _Spelling.lean:
+        return torch.var_mean(given, dims, correction=0)
+    near = _near_mean(given, *dims)
+    rest = given - near
+    of_rest, of_squares = rest.mean(dims), (rest * rest).mean(dims)
+    return (of_squares - of_rest * of_rest).clamp(min=0), of_rest + near.reshape(-1)
 
 
 class _BatchNorm(torch.autograd.Function):
