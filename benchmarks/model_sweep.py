@@ -60,7 +60,11 @@ def main() -> None:
     if flags.random:
         models = dict(sweep_models.drawn(flags.random, flags.seed, flags.most_parameters))
     if flags.models:
-        models = {name: models[name] for name in flags.models.split(",")}
+        wanted = flags.models.split(",")
+        known = models | (_flags_in(flags.kept) if flags.kept else {})
+        if unknown := [name for name in wanted if name not in known]:
+            parser.error(f"--models: {', '.join(unknown)}: neither in the list nor in --kept")
+        models = {name: known[name] for name in wanted}
     base = flags.folder.absolute()
     if flags.kept:
         take(base, flags.kept)
@@ -79,6 +83,12 @@ def main() -> None:
         before, _, rest = flags.docs.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
         flags.docs.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _flags_in(kept: Path) -> dict[str, tuple[str, ...]]:
+    """Model -> its flags, of a file of results; models that were drawn at random are in it too."""
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    return {found["model"]: tuple(found["flags"]) for found in map(json.loads, lines)}
 
 
 def take(base: Path, kept: Path) -> None:
