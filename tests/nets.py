@@ -572,6 +572,22 @@ def tabled(num_classes: int) -> nn.Module:
     return _Tabled(num_classes)
 
 
+class _Ranged(nn.Module):
+    """Brings all that it sees between 0 and 1, by the least and the largest of all."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, num_classes, 4, stride=4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(images)
+        return ((hidden - hidden.amin()) / (hidden.amax() - hidden.amin())).mean((2, 3))
+
+
+def ranged(num_classes: int) -> nn.Module:
+    return _Ranged(num_classes)
+
+
 class _TiedDeep(nn.Module):
     """A weight in three places: by assignment, in a list of parameters, and registered again."""
 

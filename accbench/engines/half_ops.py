@@ -7,6 +7,8 @@ two passes to read, keeps masks and BatchNorm's input for it, and max-pooling's 
 How the spellings came about, with the bytes of each: docs/measured.md.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ TYPES = (torch.float16, torch.bfloat16)
 # What is not larger than this rounds to 0 or below: half of the smallest float16. bfloat16 has
 # float32's range.
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 0.0}
-# Where a result of `batch_norm` keeps what it was computed from, for a ReLU that follows.
-_ORIGIN = "_accbench_batch_norm"
+# So many rows of a matrix XLA adds up in one kernel on a GPU, and so few along with something else.
+_ROWS, _FEW = 4096, 31
+# Where a result of `batch_norm` keeps what it was computed from, for a ReLU that follows, and
+# where that ReLU's result does, for a max-pooling.
+_ORIGIN, _ORIGIN_OF_RELU = "_accbench_batch_norm", "_accbench_batch_norm_relu"
 
 
 def are_for(given: torch.Tensor) -> bool:
@@ -35,7 +40,7 @@ def batch_norm(
     num_values = batch.numel() // batch.shape[1]
     with torch.no_grad():
         wide = batch.float()
-        total_C, of_squares_C = _sums(wide, wide * wide)
+        total_C, of_squares_C = _sums(wide, wide * wide, again=True)
         mean_C = total_C / num_values
         var_C = (of_squares_C / num_values - mean_C * mean_C).clamp(min=0)
         invstd_C = torch.rsqrt(var_C + eps)
@@ -49,28 +54,63 @@ def batch_norm(
     return out
 
 
+def _origin(of: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...] | None:
+    """What a result was computed from, unless it was written to since."""
+    origin: tuple[torch.Tensor, ...] | None
+    origin, at_version = getattr(of, kind, (None, 0))
+    return origin if of._version == at_version else None
+
+
 def relu(given: torch.Tensor) -> torch.Tensor:
     """`torch.relu`; of a BatchNorm's result, with one backward pass for both."""
-    origin, at_version = getattr(given, _ORIGIN, (None, 0))
-    if origin is not None and given._version == at_version:  # not written to since
-        return _apply(_BatchNorm, *origin, True)
-    return _apply(_Relu, given)
+    origin = _origin(given, _ORIGIN)
+    if origin is None:
+        return _apply(_Relu, given)
+    out = _apply(_BatchNorm, *origin, True)
+    setattr(out, _ORIGIN_OF_RELU, (origin, out._version))
+    return out
 
 
 def relu_in_place(given: torch.Tensor) -> torch.Tensor:
     """`torch.relu_`; as `relu` where that can be."""
     if given.grad_fn is None or given._is_view():
         return torch.relu_(given)
+    origin = _origin(given, _ORIGIN)
     out = relu(given)
     # Without the history, or a gradient of zeros would be carried through all of it.
-    return given.detach_().copy_(out)
+    given.detach_().copy_(out)
+    if origin is not None:
+        setattr(given, _ORIGIN_OF_RELU, (origin, given._version))
+    return given
+
+
+def can_pool(
+    given: torch.Tensor, size: Sequence[int], dilation: Sequence[int], ceil_mode: bool
+) -> bool:
+    """Whether `max_pool2d` is for this: (N, C, H, W) in 16 bits, and up to 255 places a window."""
+    plain = given.dim() == 4 and set(dilation) == {1} and not ceil_mode
+    return plain and are_for(given) and math.prod(_pair(size)) <= 255
+
+
+def is_normal_relu(given: torch.Tensor) -> bool:
+    """Whether it came from `batch_norm` and a ReLU, and was not written to since."""
+    return _origin(given, _ORIGIN_OF_RELU) is not None
 
 
 def max_pool2d(
-    given: torch.Tensor, size: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+    given: torch.Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> torch.Tensor:
-    """`torch.max_pool2d` of (N, C, H, W), without dilation."""
-    return _apply(_MaxPool, given, size, stride, padding)
+    """`torch.max_pool2d` of what `can_pool` lets through; of BatchNorm and ReLU, with one backward
+    pass for the three."""
+    windows = _Windows(_pair(size), _pair(stride or size), _pair(padding), given.shape)
+    origin = _origin(given, _ORIGIN_OF_RELU)
+    if origin is not None:
+        return _apply(_BatchNormPool, *origin, windows)
+    return _apply(_MaxPool, given, windows)
+
+
+def _pair(value: Sequence[int]) -> tuple[int, int]:
+    return value[0], value[-1]
 
 
 def attention(
@@ -111,19 +151,31 @@ class _BatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         batch, weight_C, bias_C, mean_C, invstd_C = ctx.saved_tensors
-        num_values = batch.numel() // batch.shape[1]
         centered = batch.float() - _wide(mean_C, batch)
         for_sum = for_product = for_batch = gradient.float()
         if ctx.relu:
             normal = _normal(centered, weight_C, bias_C, invstd_C)
             for_sum, for_product, for_batch = _masked(gradient, normal, centered)
-        of_bias_C, of_centered_C = _sums(for_sum, for_product * centered)
-        slope_C = of_centered_C * invstd_C * invstd_C / num_values
-        of_normal = for_batch - _wide(of_bias_C / num_values, batch)
-        of_batch = (of_normal - centered * _wide(slope_C, batch)) * _wide(
-            weight_C * invstd_C, batch
+        normalised = centered * _wide(invstd_C, batch)
+        of_bias_C, of_weight_C = _sums(for_sum, for_product * normalised)
+        of_batch = _of_batch(
+            batch, for_batch, normalised, of_weight_C, of_bias_C, weight_C * invstd_C
         )
-        return of_batch.to(batch.dtype), of_centered_C * invstd_C, of_bias_C, None, None, None
+        return of_batch, of_weight_C, of_bias_C, None, None, None
+
+
+def _of_batch(
+    batch: torch.Tensor, of_normal: torch.Tensor, normalised: torch.Tensor,
+    of_weight_C: torch.Tensor, of_bias_C: torch.Tensor, scale_C: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of BatchNorm's input, from that of its result.
+
+    The means are taken of what is as wide as the batch: of numbers as few as the channels nothing
+    is to be computed between the sums and this, or XLA would launch a kernel for that.
+    """
+    num_values = batch.numel() // batch.shape[1]
+    of_statistics = _wide(of_bias_C, batch) + normalised * _wide(of_weight_C, batch)
+    return ((of_normal - of_statistics * (1 / num_values)) * _wide(scale_C, batch)).to(batch.dtype)
 
 
 def _normal(
@@ -142,26 +194,50 @@ def _masked(
     its value, XLA would rather compute the mask in the forward pass, write it and read it back.
     """
     least = _ROUNDS_TO_ZERO[gradient.dtype]
-    zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+    above, below = _number(least, normal), _number(-least, normal)
+    zero = _number(0, gradient)
     wide = gradient.float()
     return (
-        torch.where(normal > least, wide + 0 * centered, zero.float()),
-        torch.where(-normal < -least, wide, zero.float()),
-        torch.where(normal <= least, zero, gradient).float(),
+        torch.where(normal > above, wide + 0 * centered, zero.float()),
+        torch.where(-normal < below, wide, zero.float()),
+        torch.where(normal <= above, zero, gradient).float(),
     )
+
+
+def _number(value: float, like: torch.Tensor) -> torch.Tensor:
+    """A number in the type of what it is compared with or put in place of: () .
+
+    torch_xla would compare in float64 or int64 with one of Python's.
+    """
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _wide(vector_C: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return vector_C.view(1, -1, *[1] * (batch.dim() - 2))
 
 
-def _sums(*of: torch.Tensor) -> list[torch.Tensor]:
+def _sums(*of: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
     """The sum of each over all but dimension 1: in two stages, the second of all at once.
 
     XLA would cut each sum in two by itself, and launch the second stage of each alone.
+
+    Args:
+        again: whether more than one value follows from a sum. A second stage of few numbers XLA
+            then computes with what follows, in one kernel: so samples are added up together as far
+            as that makes them few, and one kernel can add them.
     """
-    num_channels = of[0].shape[1]
-    parts = [one.flatten(2).sum(2) if one.dim() > 2 else one for one in of]
+    num_samples, num_channels = of[0].shape[:2]
+    num_places = math.prod(of[0].shape[2:])
+    sizes = [n for n in range(1, _ROWS // num_places + 1) if num_samples % n == 0] if again else []
+    together = next((n for n in sizes if num_samples // n <= _FEW), 1)
+    parts = [
+        one.reshape(-1, together, num_channels, num_places).sum((1, 3))
+        if together > 1
+        else one.flatten(2).sum(2)
+        if one.dim() > 2
+        else one
+        for one in of
+    ]
     return list(torch.cat(parts, dim=1).sum(0).split(num_channels))
 
 
@@ -183,8 +259,8 @@ class _Attention(torch.autograd.Function):
             ctx.save_for_backward(query, key, value, weights)
             return weights @ value
         # What dropout multiplies by goes to the values, which are smaller than the weights.
-        zero = torch.zeros((), dtype=weights.dtype, device=weights.device)
-        kept = torch.where(torch.native_dropout(weights, dropout_p, True)[1], weights, zero)
+        dropped = torch.native_dropout(weights, dropout_p, True)[1]
+        kept = torch.where(dropped, weights, _number(0, weights))
         ctx.save_for_backward(query, key, value, weights, kept)
         return kept @ (value * ctx.scale)
 
@@ -202,8 +278,8 @@ class _Attention(torch.autograd.Function):
         of_weights = (gradient @ value.mT).float()
         if after_dropout:
             # A weight that is 0 in 16 bits counts for nothing here, dropped or not.
-            zero = torch.zeros((), device=gradient.device)
-            of_weights = torch.where(kept != 0, of_weights, zero)
+            counts = kept != _number(0, kept)
+            of_weights = torch.where(counts, of_weights, _number(0, of_weights))
         of_scores = wide * (of_weights - (wide * of_weights).sum(-1, keepdim=True))
         of_scores = of_scores.to(gradient.dtype)
         of_query, of_key = of_scores @ key, of_scores.mT @ query
@@ -221,38 +297,18 @@ class _Relu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (out,) = ctx.saved_tensors
-        zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
         # Not `out > 0`: XLA takes that back to what the ReLU was given, a sum of two tensors at a
         # residual's end, and reads both.
-        return torch.where(out != 0, gradient, zero)
+        return torch.where(out != _number(0, out), gradient, _number(0, gradient))
 
 
 class _MaxPool(torch.autograd.Function):
     """What is kept for the backward pass is which place of each window won, as a byte."""
 
     @staticmethod
-    def forward(
-        ctx: Any, given: torch.Tensor, size: tuple[int, int], stride: tuple[int, int],
-        padding: tuple[int, int],
-    ) -> torch.Tensor:  # fmt: skip
-        best = torch.max_pool2d(given, size, stride, padding)
-        above, left = padding
-        padded = functional.pad(given, (left, left, above, above), value=float("-inf"))
-        ctx.windows = _Windows(size, stride, best.shape[2:])
-        ctx.padding, ctx.shape = padding, given.shape
-        # The first place that has the maximum, as in torch, and that of NaN. Found anew, and not
-        # as what equals `best`: XLA may compute what was given twice, and round otherwise.
-        most = won = None
-        for place in range(ctx.windows.num_places):
-            rows, columns = ctx.windows.seen_by(place)
-            seen = padded[:, :, slice(*rows), slice(*columns)]
-            if most is None or won is None:
-                most, won = seen, torch.zeros_like(seen, dtype=torch.uint8)
-                continue
-            better = (seen > most) | (seen != seen)
-            most = torch.where(better, seen, most)
-            won = torch.where(better, torch.full_like(won, place), won)
-        assert won is not None
+    def forward(ctx: Any, given: torch.Tensor, windows: "_Windows") -> torch.Tensor:
+        ctx.windows = windows
+        best, won = windows.largest(given)
         ctx.save_for_backward(won)
         return best
 
@@ -260,35 +316,61 @@ class _MaxPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (won,) = ctx.saved_tensors
-        batch, channels, num_rows, _ = gradient.shape
-        (above, left), (height, width) = ctx.padding, ctx.shape[2:]
-        padded_height, padded_width = height + 2 * above, width + 2 * left
-        zero = torch.zeros((), device=gradient.device)
-        total = None
-        for place in range(ctx.windows.num_places):
-            rows, columns = ctx.windows.seen_by(place)
-            share = torch.where(won == place, gradient.float(), zero)
-            # The reverse of taking a slice: XLA has it as padding between elements.
-            share = torch.ops.aten.slice_backward(
-                share, [batch, channels, num_rows, padded_width], 3, *columns
-            )
-            share = torch.ops.aten.slice_backward(
-                share, [batch, channels, padded_height, padded_width], 2, *rows
-            )
-            total = share if total is None else total + share
-        assert total is not None
-        inside = total[:, :, above : above + height, left : left + width]
-        return inside.to(gradient.dtype), None, None, None
+        return ctx.windows.spread(gradient, won).to(gradient.dtype), None
+
+
+class _BatchNormPool(torch.autograd.Function):
+    """Normalise by the batch's own statistics, ReLU, and the largest of each window.
+
+    That is BatchNorm and ReLU of the largest that goes into them, or of the smallest where they
+    turn the order around: both round alike what is alike, and keep the order otherwise. So what
+    they make of the rest need not be computed, written and read.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, batch: torch.Tensor, weight_C: torch.Tensor, bias_C: torch.Tensor,
+        mean_C: torch.Tensor, invstd_C: torch.Tensor, windows: "_Windows",
+    ) -> torch.Tensor:  # fmt: skip
+        turned_C = weight_C < _number(0, weight_C)
+        sign_C = torch.where(turned_C, _number(-1, batch), _number(1, batch))
+        best, won = windows.largest(batch * _wide(sign_C, batch))
+        best = best * _wide(sign_C, batch)
+        ctx.windows = windows
+        centered = best.float() - _wide(mean_C, batch)
+        out = _normal(centered, weight_C, bias_C, invstd_C).to(batch.dtype).relu()
+        ctx.save_for_backward(batch, weight_C, mean_C, invstd_C, best, won, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        batch, weight_C, mean_C, invstd_C, best, won, out = ctx.saved_tensors
+        gradient = torch.where(out != _number(0, out), gradient, _number(0, gradient))
+        wide, (mean, invstd) = gradient.float(), (_wide(v, batch) for v in (mean_C, invstd_C))
+        of_bias_C, of_weight_C = _sums(wide, wide * ((best.float() - mean) * invstd))
+        of_normal = ctx.windows.spread(gradient, won)
+        of_batch = _of_batch(
+            batch, of_normal, (batch.float() - mean) * invstd, of_weight_C, of_bias_C,
+            weight_C * invstd_C,
+        )  # fmt: skip
+        return of_batch, of_weight_C, of_bias_C, None, None, None
 
 
 class _Windows:
     """Where the windows of a pooling lie in its padded input; places count row by row."""
 
     def __init__(
-        self, size: tuple[int, int], stride: tuple[int, int], num_windows: torch.Size
-    ) -> None:
-        self.size, self.stride, self.num_windows = size, stride, num_windows
+        self, size: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int],
+        shape: torch.Size,
+    ) -> None:  # fmt: skip
+        self.size, self.stride, self.padding, self.shape = size, stride, padding, shape
         self.num_places = size[0] * size[1]
+        self.padded = [length + 2 * more for length, more in zip(shape[2:], padding, strict=True)]
+        self.num_windows = [
+            (length - places) // step + 1
+            for length, places, step in zip(self.padded, size, stride, strict=True)
+        ]
 
     def seen_by(self, place: int) -> list[tuple[int, int, int]]:
         """(start, end, step) of rows and of columns that this place of all windows sees."""
@@ -297,3 +379,44 @@ class _Windows:
             (offset, offset + step * (number - 1) + 1, step)
             for offset, step, number in zip(offsets, self.stride, self.num_windows, strict=True)
         ]
+
+    def largest(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest of each window, and the place that has it first, as in torch, or a NaN.
+
+        The place is found anew, and not as what equals the largest: XLA may compute what was given
+        twice, and round otherwise.
+        """
+        above, left = self.padding
+        padded = functional.pad(given, (left, left, above, above), value=float("-inf"))
+        most = won = None
+        for place in range(self.num_places):
+            rows, columns = self.seen_by(place)
+            seen = padded[:, :, slice(*rows), slice(*columns)]
+            if most is None or won is None:
+                most, won = seen, torch.zeros_like(seen, dtype=torch.uint8)
+                continue
+            better = (seen > most) | (seen != seen)
+            most = torch.where(better, seen, most)
+            won = torch.where(better, torch.full_like(won, place), won)
+        assert won is not None
+        return torch.max_pool2d(given, self.size, self.stride, self.padding), won
+
+    def spread(self, gradient: torch.Tensor, won: torch.Tensor) -> torch.Tensor:
+        """The gradient of what was pooled, in float32, from that of each window's largest."""
+        num, channels, height, width = self.shape
+        num_rows, (padded_height, padded_width) = gradient.shape[2], self.padded
+        wide, total = gradient.float(), None
+        for place in range(self.num_places):
+            rows, columns = self.seen_by(place)
+            share = torch.where(won == _number(place, won), wide, _number(0, wide))
+            # The reverse of taking a slice: XLA has it as padding between elements.
+            share = torch.ops.aten.slice_backward(
+                share, [num, channels, num_rows, padded_width], 3, *columns
+            )
+            share = torch.ops.aten.slice_backward(
+                share, [num, channels, padded_height, padded_width], 2, *rows
+            )
+            total = share if total is None else total + share
+        assert total is not None
+        above, left = self.padding
+        return total[:, :, above : above + height, left : left + width]

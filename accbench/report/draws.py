@@ -57,7 +57,11 @@ class Draws:
             return 0.0
         if name == "scale":
             return in_most(self.size(step, name) for step in self.of_steps)
-        return _TIMES * in_most(self.largest(step, name) for step in self.of_steps)
+        return _TIMES * self.in_most(name)
+
+    def in_most(self, name: str) -> float:
+        """What the largest draw has in three of four steps; 0 where there are none."""
+        return in_most(self.largest(step, name) for step in self.of_steps) if self.of_steps else 0.0
 
 
 def root_mean_square(values: Sequence[float]) -> float:

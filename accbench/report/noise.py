@@ -129,7 +129,9 @@ class Noise:
     def scales_of_all(self, name: str) -> tuple[float, float]:
         """Likewise of three of four steps."""
         values = [statistics.median(step[name] for step in floor) for floor in self.floors]
-        drawn = 0.0 if self.of_16_bit else self.draws.limit_of_all(name)
+        drawn = self.draws.limit_of_all(name)
+        if self.of_16_bit:  # whose draws count as floors do; that of all gradients is steady
+            drawn = 0.0 if name == "scale" else self.draws.in_most(name)
         least = max(_SCALE_LEAST_OF_ALL, drawn)
         return self._around(values, name, least)
 

@@ -25,7 +25,7 @@ NUM_STEPS, LR = 6, 1e-2
 MODELS = (
     "tied", "tied_deep", "tied_buffers", "shared_memory", "unused", "frozen_first", "cumulative",
     "returns_dict", "returns_tuple", "checkpointed", "checkpointed_reentrant", "masks",
-    "computed_again", "tabled",
+    "computed_again", "tabled", "ranged",
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Attention in 16 bits, as accbench spells it, beside the same in float64."""
+"""What accbench spells for 16 bits, beside the same in float64."""
 
 import pytest
 import torch
+from torch.nn import functional
 
 from accbench.engines import half_ops
 
@@ -39,3 +40,61 @@ def test_attention_and_its_gradients(dtype, is_causal, dropout_p):
     for got, wanted in zip((out, *own), (expected, *right), strict=True):
         away = (got.double() - wanted).norm() / wanted.norm()
         assert away < 3 * torch.finfo(dtype).eps
+
+
+SIZES = [((3, 3), (2, 2), (1, 1)), ((2, 2), (2, 2), (0, 0)), ((3, 2), (1, 3), (1, 0))]
+
+
+def pooled(batch, weight_C, bias_C, sizes, in_place):
+    """BatchNorm, ReLU and max-pooling as half_ops has them, one after the other."""
+    size, stride, padding = sizes
+    normal = half_ops.batch_norm(batch, weight_C, bias_C, None, None, 0.1, 1e-5)
+    active = half_ops.relu_in_place(normal) if in_place else half_ops.relu(normal)
+    return half_ops.max_pool2d(active, size, stride, padding), active
+
+
+@pytest.mark.parametrize("dtype", half_ops.TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_batch_norm_relu_and_max_pooling_and_their_gradients(dtype, sizes, in_place):
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4, 11, 10).to(dtype).requires_grad_()
+    # Two of them turn the order of what is pooled around.
+    vectors = [torch.tensor([1.5, -0.7, 0.2, -2.0]), torch.tensor([0.3, 0.6, -0.1, 0.0])]
+    weight_C, bias_C = (vector.requires_grad_() for vector in vectors)
+    out, active = pooled(batch, weight_C, bias_C, sizes, in_place)
+    # Rounding keeps the order, so not one value may differ from what eager pools.
+    size, stride, padding = sizes
+    assert torch.equal(out, torch.max_pool2d(active.detach(), size, stride, padding))
+
+    exact = [one.detach().double().requires_grad_() for one in (batch, weight_C, bias_C)]
+    normal = functional.batch_norm(exact[0], None, None, *exact[1:], training=True)
+    right = torch.max_pool2d(normal.relu(), size, stride, padding)
+    gradient = torch.randn_like(right).to(dtype)
+    # The ReLU's result may have other uses, too.
+    (out * gradient).sum().add((active.float() ** 2).sum()).backward()
+    (right * gradient.double()).sum().add((normal.relu() ** 2).sum()).backward()
+    for got, wanted in zip((batch, weight_C, bias_C), exact, strict=True):
+        away = (got.grad.double() - wanted.grad).norm() / wanted.grad.norm()
+        assert away < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("shape", [(64, 3), (48, 3, 20), (96, 3, 8, 8), (5, 3, 70, 70)])
+def test_batch_norms_sums_of_few_and_of_many_values(shape):
+    torch.manual_seed(0)
+    batch = (torch.randn(shape) * 3 + 2).half().requires_grad_()
+    weight_C, bias_C = torch.randn(3).requires_grad_(), torch.randn(3).requires_grad_()
+    mean_C, var_C = torch.zeros(3), torch.ones(3)
+    out = half_ops.batch_norm(batch, weight_C, bias_C, mean_C, var_C, 0.1, 1e-5)
+    exact = [one.detach().double().requires_grad_() for one in (batch, weight_C, bias_C)]
+    means = [torch.zeros(3).double(), torch.ones(3).double()]
+    right = functional.batch_norm(exact[0], *means, *exact[1:], training=True, momentum=0.1)
+    gradient = torch.randn(shape).half()
+    out.backward(gradient)
+    right.backward(gradient.double())
+    pairs = [(out, right), (mean_C, means[0]), (var_C, means[1])]
+    pairs += [(a.grad, b.grad) for a, b in zip((batch, weight_C, bias_C), exact, strict=True)]
+    for got, wanted in pairs:
+        away = (got.double() - wanted).norm() / wanted.norm()
+        eps = torch.finfo(got.dtype).eps
+        assert away < (eps if got.dtype is torch.float16 else 50 * eps)

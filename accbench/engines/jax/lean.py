@@ -27,6 +27,16 @@ def _relu_in_place(given: torch.Tensor) -> torch.Tensor:
     return half_ops.relu_in_place(given) if half_ops.are_for(given) else torch.relu_(given)
 
 
+def _max_pool2d(
+    given: torch.Tensor, size: list[int], stride: list[int] | tuple[()] = (),
+    padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    # Where no BatchNorm and ReLU go before it, its lowering does as well (`pools_by_place`).
+    if half_ops.can_pool(given, size, dilation, ceil_mode) and half_ops.is_normal_relu(given):
+        return half_ops.max_pool2d(given, size, stride, padding)
+    return torch.max_pool2d(given, size, stride, padding, dilation, ceil_mode)
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
@@ -45,5 +55,6 @@ SPELLINGS: Spellings = {
     _aten.batch_norm.default: _batch_norm,
     _aten.relu.default: _relu,
     _aten.relu_.default: _relu_in_place,
+    _aten.max_pool2d.default: _max_pool2d,
     _aten.scaled_dot_product_attention.default: _attention,
 }

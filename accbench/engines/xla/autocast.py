@@ -11,7 +11,7 @@ is heeded, for the device's type is xla.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -199,10 +199,9 @@ def _max_pool2d(
     given: torch.Tensor, size: list[int], stride: list[int] | tuple[()] = (),
     padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    plain = given.dim() == 4 and set(dilation) == {1} and not ceil_mode
-    if not plain or not _lean(given) or _pair(size)[0] * _pair(size)[1] > 255:
-        return torch.max_pool2d(given, size, stride, padding, dilation, ceil_mode)
-    return half_ops.max_pool2d(given, _pair(size), _pair(stride or size), _pair(padding))
+    if _Spelling.lean and half_ops.can_pool(given, size, dilation, ceil_mode):
+        return half_ops.max_pool2d(given, size, stride, padding)
+    return torch.max_pool2d(given, size, stride, padding, dilation, ceil_mode)
 
 
 def _attention(
@@ -223,10 +222,6 @@ def _attention(
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-
-
-def _pair(value: Sequence[int]) -> tuple[int, int]:
-    return value[0], value[-1]
 
 
 _OWN: dict[Any, Callable[..., Any]] = {

@@ -38,6 +38,7 @@ from accbench.engines.xla import (
     lstm,
     norms,
     profiling,
+    reductions,
 )
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
@@ -137,6 +138,7 @@ class Engine(engines.Engine):
         self._no_overflow = torch.zeros(()).to(self.device)
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         norms.replace_kernels(self._lean)
+        reductions.replace_kernels()
         self._replay = self._start_replay()
         self._num_run = 0
         self._left_compiler: list[str] = []

@@ -6,6 +6,7 @@ search for overflows one reduction a parameter: hundreds of kernels that move a 
 """
 
 import abc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch_xla.amp
 import torch_xla.core.xla_model as xm
 from torch_xla.amp import syncfree
+
+_ROW = 1024  # elements
 
 
 class SharedCounts(torch.optim.Optimizer):
@@ -200,14 +203,24 @@ def _update(
 def nonfinite(gradients: list[torch.Tensor]) -> torch.Tensor:
     """1 if there is a NaN or an infinity in any of them, else 0: float32, (), on the device.
 
-    Looked for in all gradients of equal rows at once.
+    Looked for in all gradients together, in rows of equal length: XLA would cut each search in two,
+    and launch the second part of each alone.
     """
-    by_row: dict[Any, list[torch.Tensor]] = {}
+    parts: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
-        rows = gradient if gradient.dim() else gradient.view(1)
-        by_row.setdefault((rows.dtype, rows.shape[1:]), []).append(rows)
-    good = [torch.isfinite(torch.cat(alike)).all() for alike in by_row.values()]
-    return 1 - torch.stack(good).all().float()
+        # A convolution's come with its channels last on a GPU.
+        flat = gradient.movedim(1, -1).flatten() if gradient.dim() > 2 else gradient.flatten()
+        whole = flat.numel() % _ROW == 0
+        parts.setdefault((flat.dtype, whole), []).append(flat.view(-1, _ROW) if whole else flat)
+    good = []
+    for alike in parts.values():
+        together = torch.cat(alike)
+        # Not `isfinite`, for which torch_xla would compare in float64.
+        infinity = torch.full((), math.inf, dtype=together.dtype, device=together.device)
+        finite = together.abs() < infinity
+        good.append(finite.all(1) if finite.dim() > 1 else finite)
+    # The least of numbers, for XLA would make one search of two of a kind, and cut that in two.
+    return 1 - torch.cat(good).float().amin(0)
 
 
 class GradScaler(torch_xla.amp.GradScaler):

@@ -110,9 +110,14 @@ def slice_scatter(
 def slice_backward(
     grad_output: Any, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> Any:
-    return slice_scatter(
-        jnp.zeros(input_sizes, grad_output.dtype), grad_output, dim, start, end, step
-    )
+    num, size = grad_output.shape[dim], input_sizes[dim]
+    if not num:
+        return jnp.zeros(input_sizes, grad_output.dtype)
+    before, _, _ = slice(start, end, step).indices(size)
+    # Padding, also between, for a GPU would scatter what goes to every second place.
+    padding = [(0, 0, 0)] * grad_output.ndim
+    padding[dim] = (before, size - before - (num - 1) * step - 1, step - 1)
+    return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), padding)
 
 
 @lowering("aten.select.int", "aten.select_copy.int")
