@@ -7,6 +7,7 @@ two passes to read, keeps masks and BatchNorm's input for it, and max-pooling's 
 How the spellings came about, with the bytes of each: docs/measured.md.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ TYPES = (torch.float16, torch.bfloat16)
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 0.0}
 # So many rows of a matrix XLA adds up in one kernel on a GPU, and so few along with something else.
 _ROWS, _FEW = 4096, 31
+# Sums that keep a GPU busy: 32 a block, a block for each of its processors.
+_ENOUGH = 4096
 # Where a result of `batch_norm` keeps what it was computed from, for a ReLU that follows, and
 # where that ReLU's result does, for a max-pooling.
 _ORIGIN, _ORIGIN_OF_RELU = "_accbench_batch_norm", "_accbench_batch_norm_relu"
@@ -223,22 +226,42 @@ def _sums(*of: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
 
     Args:
         again: whether more than one value follows from a sum. A second stage of few numbers XLA
-            then computes with what follows, in one kernel: so samples are added up together as far
-            as that makes them few, and one kernel can add them.
+            then computes with what follows, in one kernel.
     """
     num_samples, num_channels = of[0].shape[:2]
     num_places = math.prod(of[0].shape[2:])
-    sizes = [n for n in range(1, _ROWS // num_places + 1) if num_samples % n == 0] if again else []
-    together = next((n for n in sizes if num_samples // n <= _FEW), 1)
-    parts = [
-        one.reshape(-1, together, num_channels, num_places).sum((1, 3))
-        if together > 1
-        else one.flatten(2).sum(2)
-        if one.dim() > 2
-        else one
-        for one in of
-    ]
+    few = _few_sums(num_samples, num_channels, num_places) if again else None
+    # Of places so far apart, for one kernel adds up no more of them.
+    apart = next(n for n in _divisors(num_places) if num_places // n <= _ROWS)
+    parts = []
+    for one in of:
+        if few is None:
+            places = one.reshape(num_samples, num_channels, -1, apart)
+            parts.append(places.sum(2).movedim(2, 1).reshape(-1, num_channels))
+            continue
+        together, at_once = few
+        groups = one.reshape(-1, at_once, together // at_once, num_channels, num_places)
+        parts.append(functools.reduce(torch.add, groups.unbind(1)).sum((1, 3)))
     return list(torch.cat(parts, dim=1).sum(0).split(num_channels))
+
+
+def _few_sums(num_samples: int, num_channels: int, num_places: int) -> tuple[int, int] | None:
+    """(samples that are added up together, samples of these in one number from the start), so that
+    there are few sums, but enough to keep a GPU busy."""
+    divisors = _divisors(num_samples)
+    for together in divisors:
+        num_groups = num_samples // together
+        if num_groups <= _FEW and num_groups * num_channels >= _ENOUGH:
+            # More of them XLA would write before it adds them up.
+            for at_once in (1, 2, 4):
+                if together % at_once == 0 and together // at_once * num_places <= _ROWS:
+                    return together, at_once
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    """From 1 on."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 class _Attention(torch.autograd.Function):

@@ -466,6 +466,9 @@ class Engine(engines.Engine):
         number = self.xla._XLAC._xla_get_tensor_id
         buffers = {id(b): b for b in model.buffers() if b.device == self.device}
         in_order = [*sorted(unique.values(), key=number), *buffers.values()]
+        if self.scaler is not None:
+            # The loss comes before these two, and gets the place of the first.
+            in_order += [self.scaler._growth_tracker, self.scaler._scale]
         self.xm.optimization_barrier_(in_order[::-1])
 
     @property

@@ -162,12 +162,9 @@ def _rate(group: dict[str, Any], like: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(group: dict[str, Any], count: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(step size, the root of the second bias correction, what decay leaves of a weight)."""
+    """(learning rate, the corrections of both moments' bias)."""
     beta1, beta2 = group["betas"]
-    rate = _rate(group, count)
-    size = rate / (1 - beta1**count)
-    kept = 1 - rate * group["weight_decay"] if _decoupled(group) else torch.ones_like(count)
-    return size, torch.sqrt(1 - beta2**count), kept
+    return _rate(group, count), 1 - beta1**count, 1 - beta2**count
 
 
 def _decoupled(group: dict[str, Any]) -> bool:
@@ -179,8 +176,9 @@ def _update(
     group: dict[str, Any], parameter: torch.Tensor, state: dict[str, torch.Tensor],
     factors: tuple[torch.Tensor, ...], taken: torch.Tensor, shape: Sequence[int],
 ) -> None:  # fmt: skip
-    """As torch.optim.adam._single_tensor_adam has it."""
-    size, root_of_correction, kept = factors
+    """As torch.optim.adam._single_tensor_adam has it, but that no number is computed for all
+    elements where each can: a GPU would launch a kernel for it."""
+    rate, correction1, correction2 = factors
     beta1, beta2 = group["betas"]
     assert parameter.grad is not None
     gradient, weights, mean, square = (
@@ -193,8 +191,11 @@ def _update(
         gradient = gradient + group["weight_decay"] * weights
     new_mean = torch.where(taken, mean + (1 - beta1) * (gradient - mean), mean)
     new_square = torch.where(taken, beta2 * square + (1 - beta2) * gradient * gradient, square)
-    denominator = new_square.sqrt() / root_of_correction + group["eps"]
-    moved = torch.where(taken, weights * kept - size * (new_mean / denominator), weights)
+    denominator = correction1 * ((new_square / correction2).sqrt() + group["eps"])
+    kept = weights
+    if group["weight_decay"] and _decoupled(group):
+        kept = weights - weights * group["weight_decay"] * rate
+    moved = torch.where(taken, kept - rate * (new_mean / denominator), weights)
     state["exp_avg"].copy_(new_mean.view_as(parameter))
     state["exp_avg_sq"].copy_(new_square.view_as(parameter))
     parameter.copy_(moved.view_as(parameter))
@@ -226,9 +227,9 @@ def nonfinite(gradients: list[torch.Tensor]) -> torch.Tensor:
 class GradScaler(torch_xla.amp.GradScaler):
     """torch_xla's, which looks for overflows as above."""
 
-    def _unscale_grads_(self, optimizer: Any, inv_scale: torch.Tensor, *_others: Any) -> Any:
+    def _unscale_grads_(self, optimizer: Any, *_others: Any) -> Any:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         found_inf = nonfinite(gradients)
-        torch._foreach_mul_(gradients, inv_scale)
+        torch._foreach_div_(gradients, self._scale)
         return {found_inf.device: found_inf}
