@@ -255,6 +255,13 @@ def test_a_step_that_asks_the_host_is_told_with_its_place_in_the_model() -> None
     assert err.count("\n") == 1
 
 
+def test_a_backward_pass_that_fails_is_told_with_its_place_in_the_model() -> None:
+    status, _, err = told("--model=tests.nets:raising", "--batch_size=8")
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "ValueError: no way back from here" in err
+    assert "tests/nets.py:" in err
+
+
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [("/nope.so", "which is not at /nope.so"), ("libc", "is no PJRT plugin")],

@@ -5,7 +5,7 @@ Forward, a module's scope is open while it runs. Backward, autograd runs no modu
 a hook on the result's node of the graph opens its module's scope until the next one's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,14 @@ def named(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        of_backward.clear()
         for handle in handles:
             handle.remove()
+        if of_backward:
+            _in_autograds_thread(of_backward.clear, model)
+
+
+def _in_autograds_thread(act: Callable[[], None], model: nn.Module) -> None:
+    """A scope that a backward pass opened is of its thread; closed elsewhere, it ends the process."""
+    result = torch.ones((), device=next(model.parameters()).device, requires_grad=True) * 1
+    result.register_hook(lambda _gradient: act())
+    result.backward()
