@@ -58,7 +58,7 @@ def named(model: nn.Module) -> Iterator[None]:
 
 
 def _in_autograds_thread(act: Callable[[], None], model: nn.Module) -> None:
-    """A scope that a backward pass opened is of its thread; closed elsewhere, it ends the process."""
+    """A scope that a backward pass opened is of its thread; elsewhere its end is an abort."""
     result = torch.ones((), device=next(model.parameters()).device, requires_grad=True) * 1
     result.register_hook(lambda _gradient: act())
     result.backward()
