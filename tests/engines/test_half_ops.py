@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accbench.engines import half_ops
+from accbench.engines import half_attention, half_ops
 
 SHAPE = (2, 3, 9, 9)  # as wide as it is long, so that values can be the identity
 
@@ -26,13 +26,13 @@ def test_attention_and_its_gradients(dtype, is_causal, dropout_p):
     gradient, scale = torch.randn(SHAPE).to(dtype), 0.3
     how = (scale, dropout_p, is_causal)
     torch.manual_seed(1)
-    weights = half_ops.attention(*given[:2], torch.eye(9, dtype=dtype).expand(SHAPE), *how)
+    weights = half_attention.attention(*given[:2], torch.eye(9, dtype=dtype).expand(SHAPE), *how)
     kept = weights != 0 if dropout_p else torch.ones(SHAPE, dtype=torch.bool)
     if dropout_p:
         seen = torch.ones(SHAPE).tril().bool() if is_causal else torch.ones(SHAPE).bool()
         assert 0.15 < 1 - kept[seen].double().mean() < 0.35
     torch.manual_seed(1)
-    out = half_ops.attention(*given, *how)
+    out = half_attention.attention(*given, *how)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     expected = exactly(*exact, scale, is_causal, kept.double(), dropout_p)
     own = torch.autograd.grad(out, given, gradient)

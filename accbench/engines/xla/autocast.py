@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from accbench.engines import half_ops
+from accbench.engines import half_attention, half_ops
 from accbench.engines.xla import importing
 
 _KEY = "AutocastXLA"  # which Python's enum of keys lacks
@@ -218,7 +218,7 @@ def _attention(
     # On a CPU too, where XLA would sum weights and their gradients in 16 bits.
     if plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
         wanted = query.shape[-1] ** -0.5 if scale is None else scale
-        return half_ops.attention(query, key, value, wanted, dropout_p, is_causal)
+        return half_attention.attention(query, key, value, wanted, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
