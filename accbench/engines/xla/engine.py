@@ -467,7 +467,8 @@ class Engine(engines.Engine):
         buffers = {id(b): b for b in model.buffers() if b.device == self.device}
         in_order = [*sorted(unique.values(), key=number), *buffers.values()]
         if self.scaler is not None:
-            # The loss comes before these two, and gets the place of the first.
+            # Results of one number are the loss, the count, the scale and its tracker: so the loss
+            # gets the count's place, and the scale, which kernels read to the end, its own.
             in_order += [self.scaler._growth_tracker, self.scaler._scale]
         self.xm.optimization_barrier_(in_order[::-1])
 
