@@ -1,9 +1,12 @@
 """The verdict on a numerics pass, from records alone."""
 
+import dataclasses
+
 import pytest
 
 from accbench.recording.records import EndRecord, NumericsRecord
 from accbench.report import numerics
+from accbench.report.noise import Noise
 from accbench.report.run import Run
 
 
@@ -25,3 +28,21 @@ def test_a_gradient_may_vanish_in_a_step(vanishing):
     assert numerics.judge_run(passed(2e-7, vanishing), reference, floors).verdict == numerics.SAME
     found = numerics.judge_run(passed(0.1, vanishing), reference, floors)
     assert found.verdict == numerics.DIFFERS
+
+
+def test_in_16_bits_the_size_of_a_tensors_gradient_may_be_that_of_draws_in_most_steps():
+    floor = passed(0.001)
+    sizes = (0.03, -0.04, 0.05, 0.001)  # in one step the draws have none
+    draws = [
+        NumericsRecord("noise", step, {"scale": size, "scale of w": size})
+        for step, size in enumerate(sizes, 1)
+    ]
+    drawn = [dataclasses.replace(floor, numerics=(*floor.numerics, *draws))] * 2
+    few, many = Noise([floor, floor], "bfloat16"), Noise(drawn, "bfloat16")
+    assert 1.01 < few.scales_of_all("scale of w")[1] < 1.02
+    assert many.scales_of_all("scale of w") == few.scales_of_all("scale of w")
+    steady = [*draws[:3], NumericsRecord("noise", 4, {"scale": 0.02, "scale of w": 0.02})]
+    drawn = [dataclasses.replace(floor, numerics=(*floor.numerics, *steady))] * 2
+    assert Noise(drawn, "bfloat16").scales_of_all("scale of w")[1] == pytest.approx(1.021)
+    # All gradients together are steady, and their size is not drawn.
+    assert Noise(drawn, "bfloat16").scales_of_all("scale") == few.scales_of_all("scale")
