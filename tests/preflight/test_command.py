@@ -172,6 +172,15 @@ def test_optimizers_policies_and_accumulation_compile_for_a_gpu_as_well() -> Non
     assert found["eager"] is not None
 
 
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_a_step_that_is_recorded_compiles_for_gpus_as_well(num_gpus) -> None:
+    flags = ("--model=tests.nets:tiny", "--batch_size=8", "--image_size=32", "--xla.replay=on")
+    found = result_of(*flags, f"--nproc_per_node={num_gpus}")
+    assert found["host_transfers"] == []
+    assert found["step"]["launches"] > 20
+    assert (found["reduction"] is not None) == (num_gpus > 1)
+
+
 @pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
 def test_jaxs_step_compiles_for_eight_gpus() -> None:
     """What it took is as golden as ResNet-50's above."""

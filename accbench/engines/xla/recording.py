@@ -224,13 +224,17 @@ class Recorder:
         if compile:
             for index in trace.updated:
                 lib._set_buffer_donation(by_slot["state", index], True)
-            with self._aliasing(True):
-                self._graph = lib._get_graph_hash(trace.roots)
-                lib._xla_warm_up_cache(trace.roots, [])
+            self.compile_graph(trace.roots)
         for index in trace.updated:
             lib._replace_xla_tensor(state[index], by_slot["state", index])
         lib._clear_pending_irs(self._device)
         lib._xla_set_rng_seed(seed, self._device)
+
+    def compile_graph(self, roots: list[torch.Tensor]) -> None:
+        """Compile what gives these, and keep it as the graph of the step."""
+        with self._aliasing(True):
+            self._graph = self._lib._get_graph_hash(roots)
+            self._lib._xla_warm_up_cache(roots, [])
 
     def _slots(
         self, trace: Trace, places: dict[int, Slot], markers: list[float]

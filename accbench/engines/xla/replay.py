@@ -48,7 +48,7 @@ class StepReplay:
 
         self._lib = torch_xla._XLAC
         self._device, self._scaler, self._say = device, scaler, say
-        self._recorder = Recorder(device)
+        self.recorder = Recorder(device)
         self.num_replayed = 0
         self.given_up: str | None = None
         self.settle: Callable[[], bool] = lambda: False
@@ -64,7 +64,7 @@ class StepReplay:
     @property
     def recording(self) -> bool:
         """True while a step is traced to be kept: it then must not sync."""
-        return self._recorder.recording
+        return self.recorder.recording
 
     def run(
         self, step: TracedStep, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
@@ -112,14 +112,14 @@ class StepReplay:
             if not pending and self._fingerprint(state) == self._left_as:
                 # What others traced and left may read buffers that the step reuses.
                 if any(self._lib._check_device_tensor_need_materialization(str(self._device))):
-                    self._recorder.sync_keeping_seed()
+                    self.recorder.sync_keeping_seed()
                 return state
         self._plans.clear()
         self._kept.clear()
-        self._recorder.sync_keeping_seed()
+        self.recorder.sync_keeping_seed()
         self._state = TrainingState(model, optimizer, self._scaler)
         self._state.forget_history()
-        self._recorder.sync_keeping_seed()
+        self.recorder.sync_keeping_seed()
         return self._state
 
     def _fingerprint(self, state: TrainingState) -> list[int]:
@@ -137,7 +137,7 @@ class StepReplay:
     ) -> Plan:
         """Record the step; a second recording that agrees with the first confirms the plan."""
         assert self._state is not None
-        plan = self._recorder.record(step, self._state.tensors, optimizer, batch, self.settle)
+        plan = self.recorder.record(step, self._state.tensors, optimizer, batch, self.settle)
         confirmed = before is not None and plan.agrees_with(before)
         self._plans[key] = (plan, confirmed)
         if before is not None and not confirmed:

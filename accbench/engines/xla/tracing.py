@@ -12,16 +12,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from accbench.config import TaskConfig
 from accbench.engines import places, tracing
 from accbench.engines.xla import engine, module_scopes
+from accbench.errors import RequestError
 from accbench.pjrt import xla_flags
 from accbench.training import train_loop
 from accbench.training.process_group import Topology
@@ -35,16 +36,40 @@ class AbsentGpu(engine.Engine):
     """The engine as on a GPU of a node that has them all, traced on the CPU."""
 
     in_sync = False
-    """Whether the step's end is being handed to the device."""
+    """Whether the whole step is being handed to the device."""
 
     def _open_device(self) -> torch.device:
         device: torch.device = self.xla.device()
         return device
 
     def end_step(self) -> None:
-        self.in_sync = True
+        # A step that is recorded does not end here, but where its graph is compiled.
+        self.in_sync = not self.replays
         super().end_step()
         self.in_sync = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are recorded (`--xla.replay=on`), not traced one by one."""
+        return self._replay is not None and self._replay.given_up is None
+
+    @property
+    def refused_to_record(self) -> str | None:
+        """Why steps are traced although recording was asked for."""
+        return None if self._replay is None else self._replay.given_up
+
+    def _start_replay(self) -> Any | None:
+        replay = super()._start_replay()
+        if replay is not None:
+            compile_graph = replay.recorder.compile_graph
+
+            def compile_step(roots: list[torch.Tensor]) -> None:
+                self.in_sync = True
+                compile_graph(roots)
+                self.in_sync = False
+
+            replay.recorder.compile_graph = compile_step
+        return replay
 
 
 def environment(folder: Path, world_size: int) -> dict[str, str]:
@@ -102,18 +127,11 @@ def _trace(task: TaskConfig, folder: Path, rank: int) -> None:
     done = {path.name for path in _programs(folder)}
     traced = time.perf_counter()
 
-    def finish(program: bytes) -> NoReturn:
+    def finish(program: bytes) -> None:
+        if absent.replays and not absent.in_sync:
+            return  # what a recording computes before it
         if not absent.in_sync:
-            frames = sys._current_frames()[threading.main_thread().ident or 0]
-            place = places.in_model(traceback.extract_stack(frames))
-            counts = absent.compile_stats().num_fallbacks
-            os._exit(
-                tracing.failed(
-                    folder,
-                    "the step is not one program: a value is needed on the host in its midst"
-                    f"{f' at {place}' if place else ''}; {counts} operations left the compiler",
-                )
-            )
+            os._exit(tracing.failed(folder, _why_not_one(absent)))
         facts["trace_s"] = time.perf_counter() - traced
         facts["build_s"] = traced - started
         tracing.leave(folder, "hlo", program, facts)
@@ -124,18 +142,35 @@ def _trace(task: TaskConfig, folder: Path, rank: int) -> None:
     with module_scopes.named(net):
         absent.run_step(train_loop.train_step, model, spec, optimizer, on_device)
     absent.wait()  # `finish` ends the process, unless there is nothing to compile
+    if absent.refused_to_record is not None:
+        raise RequestError(_why_not_one(absent))
+
+
+def _why_not_one(absent: AbsentGpu) -> str:
+    """Why a program was compiled before the step's end."""
+    refused = absent.refused_to_record
+    if refused is not None:
+        return f"--xla.replay=on, but the step cannot be recorded: {refused}"
+    frames = sys._current_frames()[threading.main_thread().ident or 0]
+    place = places.in_model(traceback.extract_stack(frames))
+    return (
+        "the step is not one program: a value is needed on the host in its midst"
+        f"{f' at {place}' if place else ''}; "
+        f"{absent.compile_stats().num_fallbacks} operations left the compiler"
+    )
 
 
 def _programs(folder: Path) -> list[Path]:
     return sorted(_dump(folder).glob("*before_optimizations*.hlo.pb"))
 
 
-def _watch(folder: Path, done: set[str], finish: Any) -> None:
-    """Call `finish` with the first program that is not in `done`, once it is there as a whole."""
+def _watch(folder: Path, done: set[str], finish: Callable[[bytes], None]) -> None:
+    """Call `finish` with each program that is not in `done`, once it is there as a whole."""
     while True:
         for path in _programs(folder):
             module = None if path.name in done else module_of(path.read_bytes())
             if module is not None:
+                done.add(path.name)
                 finish(module)
         time.sleep(0.02)
 
