@@ -255,7 +255,8 @@ class _BatchNormPool(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         batch, weight_C, mean_C, invstd_C, best, won, out = ctx.saved_tensors
         gradient = torch.where(out != number(0, out), gradient, number(0, gradient))
-        wide, (mean, invstd) = gradient.float(), (_wide(v, batch) for v in (mean_C, invstd_C))
+        wide = gradient.float()
+        mean, invstd = _wide(mean_C, batch), _wide(invstd_C, batch)
         of_bias_C, of_weight_C = channel_sums.sums(wide, wide * ((best.float() - mean) * invstd))
         of_normal = ctx.windows.spread(gradient, won)
         of_batch = _of_batch(
