@@ -192,7 +192,8 @@ def _task(name: str, seed: int, engine: str, folder: Path, topology: Any) -> Any
 
     setting = SETTINGS[name]
     kind, _, option = engine.partition(":")
-    variant = {"no-channels_last": ["--ddp.no-channels_last"], "lean": [f"--{kind}.lean=on"]}
+    lean = [f"--{kind}.lean=on", *(["--xla.replay=off"] if kind == "xla" else [])]  # as on a GPU
+    variant = {"no-channels_last": ["--ddp.no-channels_last"], "lean": lean}
     task = resolving.resolve(
         config.parse(
             [*setting.flags, f"--seed={seed}", f"--nproc_per_node={setting.num_workers}",

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("as_users_have_it")]
 
 # ResNet-50's step as it was when it was last looked at: what grows by more than 2 % is found. A
 # change for the better belongs in here, and in docs/measured.md.
-GOLDEN = {"bytes": 89.316e9, "operations": 601, "launches": 602, "peak_bytes": 10.21 * 2**30}
+GOLDEN = {"bytes": 89.316e9, "operations": 596, "launches": 597, "peak_bytes": 10.21 * 2**30}
 JAX_GOLDEN = {"bytes": 2.712e09, "launches": 422, "peak_bytes": 3.73e08}
 SCHEMA = json.loads((ROOT / "accbench/report/preflight.schema.json").read_text())
 
@@ -80,6 +80,7 @@ def test_resnet50_moves_no_more_than_it_did(resnet50) -> None:
     }
     for name, value in now.items():
         assert 0.9 * GOLDEN[name] < value < 1.02 * GOLDEN[name], f"{name}: {now}"
+    assert now["launches"] <= 600
     # 53 convolutions forward, their weights' and, but for the first, their inputs' gradients
     (convolutions,) = (kind for kind in kinds if kind["kind"] == "convolution")
     assert convolutions["launches"] == 53 + 53 + 52
@@ -137,7 +138,7 @@ def test_eight_gpus_reduce_beside_the_backward_pass() -> None:
     # every gradient, the loss scale's none: 11.7 million parameters of four bytes
     assert reduction["bytes"] == pytest.approx(4 * found["model"]["num_parameters"], rel=1e-4)
     assert len(reduction["all_reduces"]) > 4
-    assert reduction["started_before_last_product"] > 0.8
+    assert reduction["started_before_last_product"] > 0.9
 
 
 def test_all_ranks_have_one_program(tmp_path) -> None:

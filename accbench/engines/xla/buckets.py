@@ -22,11 +22,15 @@ def average(
     import torch_xla
     import torch_xla.core.xla_model as xm
 
-    for bucket in reversed(_buckets([p.grad for p in parameters if p.grad is not None],
-                                    bucket_bytes)):  # fmt: skip
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    in_turn = _buckets(gradients, bucket_bytes)[::-1]
+    for place, bucket in enumerate(in_turn, start=1):
         # torch_xla has each all-reduce wait for the one before by a token, so that XLA could not
         # start two; and XLA compiles the same program in every process, so their order is the same.
-        torch_xla._XLAC._set_all_reduce_token(str(device), None)
+        # The last keeps it: XLA's scheduler, which begins at the end, would take another for the
+        # one that nothing is left to hide, and put off all weights' gradients of that bucket.
+        if place == 1 or place < len(in_turn):
+            torch_xla._XLAC._set_all_reduce_token(str(device), None)
         xm.all_reduce(xm.REDUCE_SUM, bucket, scale=1.0 / world_size)
 
 

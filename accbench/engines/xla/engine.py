@@ -140,6 +140,9 @@ class Engine(engines.Engine):
         norms.replace_kernels(self._lean)
         reductions.replace_kernels()
         self._replay = self._start_replay()
+        self._anew = self._lean and self._replay is None  # a recording has its places
+        if self.scaler is not None:
+            self.scaler.anew = self._anew
         self._num_run = 0
         self._left_compiler: list[str] = []
 
@@ -231,6 +234,7 @@ class Engine(engines.Engine):
 
         if self.task.optimizer == "adamw":
             optimizer.as_vectors = self._lean  # type: ignore[attr-defined]
+            optimizer.anew = self._anew  # type: ignore[attr-defined]
         if isinstance(optimizer, sync_free.SharedCounts) and self._replay is not None:
             optimizer.is_recorded = lambda: self._replay.recording  # type: ignore[method-assign, union-attr]
             self._replay.settle = lambda: optimizer.keep_apart(
@@ -466,10 +470,6 @@ class Engine(engines.Engine):
         number = self.xla._XLAC._xla_get_tensor_id
         buffers = {id(b): b for b in model.buffers() if b.device == self.device}
         in_order = [*sorted(unique.values(), key=number), *buffers.values()]
-        if self.scaler is not None:
-            # Results of one number are the loss, the count, the scale and its tracker: so the loss
-            # gets the count's place, and the scale, which kernels read to the end, its own.
-            in_order += [self.scaler._growth_tracker, self.scaler._scale]
         self.xm.optimization_barrier_(in_order[::-1])
 
     @property

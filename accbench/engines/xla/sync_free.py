@@ -30,6 +30,11 @@ class SharedCounts(torch.optim.Optimizer):
     stepped: frozenset[torch.Tensor] | set[torch.Tensor] = frozenset()
     """Parameters that had a gradient in the last step."""
 
+    anew = False
+    """Make new tensors of step counts in each step, instead of writing over the old: XLA pairs
+    results of one number, the loss among them, with such places by their order, and copies those
+    whose place another result has got."""
+
     @staticmethod
     def is_recorded() -> bool:
         """Whether this step is traced to be kept: then its state has to stay where it is."""
@@ -51,17 +56,32 @@ class SharedCounts(torch.optim.Optimizer):
 
     def _count(
         self, closure: Any, found_inf: torch.Tensor | None
-    ) -> tuple[set[torch.Tensor], torch.Tensor]:
-        """Count a step where `found_inf` is 0; the parameters with a gradient, and whether."""
+    ) -> tuple[dict[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Count a step where `found_inf` is 0.
+
+        Returns:
+            Of each parameter with a gradient the count that it has if this step is taken, and
+            whether it is. The first waits for no search, and is shared as the counts are.
+        """
         assert closure is None
         assert found_inf is not None
         taken = found_inf == 0
         active = self.stepped = {p for p in self._parameters() if p.grad is not None}
         if not self.is_recorded():
             self.keep_apart(active, torch.clone)
-        for count in {id(c): c for c in (self.state[p]["step"] for p in active)}.values():
-            count.add_(taken.to(count.dtype))
-        return active, taken
+        counts = {id(count): count for count in (self.state[p]["step"] for p in active)}
+        reached = {key: count + 1 for key, count in counts.items()}
+        of_active = {p: reached[id(self.state[p]["step"])] for p in active}
+        one = taken.float()
+        if self.anew:
+            new = {key: count + one for key, count in counts.items()}
+            for parameter in active:
+                state = self.state[parameter]
+                state["step"] = new[id(state["step"])]
+        else:
+            for count in counts.values():
+                count.add_(one)
+        return of_active, taken
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
@@ -101,17 +121,17 @@ class AdamW(SharedCounts, syncfree.AdamW):
         self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         """One step where `found_inf` is 0; where it is not, nothing changes."""
-        active, taken = self._count(closure, found_inf)
+        counts, taken = self._count(closure, found_inf)
         for group in self.param_groups:
             of_count: dict[int, tuple[torch.Tensor, ...]] = {}
             for parameter in group["params"]:
-                if parameter in active:
-                    state = self.state[parameter]
-                    count = state["step"]
+                if parameter in counts:
+                    count = counts[parameter]
                     if id(count) not in of_count:
                         of_count[id(count)] = _factors(group, count)
                     shape = (-1,) if self.as_vectors else parameter.shape
-                    _update(group, parameter, state, of_count[id(count)], taken, shape)
+                    factors = of_count[id(count)]
+                    _update(group, parameter, self.state[parameter], factors, taken, shape)
 
 
 class SGD(SharedCounts, torch.optim.SGD):
@@ -122,10 +142,10 @@ class SGD(SharedCounts, torch.optim.SGD):
         self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         """One step where `found_inf` is 0; where it is not, nothing changes."""
-        active, taken = self._count(closure, found_inf)
+        counts, taken = self._count(closure, found_inf)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter in active:
+                if parameter in counts:
                     _descend(group, parameter, self.state[parameter], taken)
 
 
@@ -163,8 +183,9 @@ def _rate(group: dict[str, Any], like: torch.Tensor) -> torch.Tensor:
 
 def _factors(group: dict[str, Any], count: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(learning rate, the corrections of both moments' bias)."""
-    beta1, beta2 = group["betas"]
-    return _rate(group, count), 1 - beta1**count, 1 - beta2**count
+    # Together, which is one kernel; full, for a tensor of the host's would be sent at each step.
+    betas = torch.stack([torch.full_like(count, beta) for beta in group["betas"]])
+    return _rate(group, count), *(1 - betas**count).unbind()
 
 
 def _decoupled(group: dict[str, Any]) -> bool:
@@ -226,6 +247,16 @@ def nonfinite(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 class GradScaler(torch_xla.amp.GradScaler):
     """torch_xla's, which looks for overflows as above."""
+
+    anew = False
+    """See `SharedCounts`."""
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Set the scale for the next step, by whether this one has overflowed."""
+        super().update(new_scale)
+        if self.anew and self.is_enabled():
+            # A clone is the same value, but no longer in the place of the old one.
+            self._scale, self._growth_tracker = self._scale.clone(), self._growth_tracker.clone()
 
     def _unscale_grads_(self, optimizer: Any, *_others: Any) -> Any:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
