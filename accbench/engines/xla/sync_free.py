@@ -256,7 +256,8 @@ class GradScaler(torch_xla.amp.GradScaler):
         super().update(new_scale)
         if self.anew and self.is_enabled():
             # A clone is the same value, but no longer in the place of the old one.
-            self._scale, self._growth_tracker = self._scale.clone(), self._growth_tracker.clone()
+            for name in ("_scale", "_growth_tracker"):
+                setattr(self, name, getattr(self, name).clone())
 
     def _unscale_grads_(self, optimizer: Any, *_others: Any) -> Any:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
