@@ -1,9 +1,9 @@
 """Ten steps of named models by one engine, beside eager's: verdicts and losses.
 
     python benchmarks/named_models.py FOLDER [--engine jax] [--models NAME,...] [--workers 1,2]
-        [--judge_only]
+        [--dtypes float32,bfloat16] [--judge_only]
 
-Each in float32 and bfloat16, with one worker and with two, through the numerics pass that `accbench
+Each in both types, with one worker and with two, through the numerics pass that `accbench
 compare` runs: every step from float64's state, then a free run from the start. Prints a table as
 Markdown. A folder that was begun is gone on with.
 """
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--engine", default="jax")
     parser.add_argument("--models", default=",".join(trials.NAMED))
     parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--judge_only", action="store_true")
     flags = parser.parse_args()
     base = flags.folder.absolute()
@@ -33,7 +34,7 @@ def main() -> None:
         (model, dtype, int(num))
         for num in flags.workers.split(",")
         for model in flags.models.split(",")
-        for dtype in ("float32", "bfloat16")
+        for dtype in flags.dtypes.split(",")
     ]
     if not flags.judge_only:
         with tempfile.TemporaryDirectory() as folder:

@@ -72,11 +72,13 @@ def test_overflow_skips_steps_alike_and_is_counted(tmp_path):
     assert 0 < skipped[0] < 8
 
 
-def test_a_lean_step_is_one_graph_from_the_first_on(tmp_path):
-    """Though what it reads first is put in an order of its own."""
+def test_a_lean_step_is_one_graph_from_the_first_on_also_when_it_is_resumed(tmp_path):
+    """Though what it reads first is put in an order of its own, and copied into."""
     flags = (*TINY, "--compiler-opt", "--xla.lean=on", "--xla.replay=off", "--data=synthetic",
-             "--amp_level=O1", "--amp_dtype=float16", "--log_interval=1")  # fmt: skip
-    result = run(*flags, f"--output_dir={tmp_path}")
-    assert result.returncode == 0, result.stderr
+             "--amp_level=O1", "--amp_dtype=float16", "--log_interval=1",
+             "--save_steps=3", f"--output_dir={tmp_path}")  # fmt: skip
+    for num_steps in (3, 6):
+        result = run(*flags, f"--max_steps={num_steps}", "--resume=auto")
+        assert result.returncode == 0, result.stderr
     compiles = [window.num_compiles for window in of_kind(tmp_path, records.WindowRecord)]
-    assert compiles == [1, 0, 0, 0, 0]  # the first of two steps
+    assert compiles == [1, 0] * 2  # the first of two steps

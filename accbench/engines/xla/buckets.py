@@ -27,18 +27,23 @@ def average(
     for place, bucket in enumerate(in_turn, start=1):
         # torch_xla has each all-reduce wait for the one before by a token, so that XLA could not
         # start two; and XLA compiles the same program in every process, so their order is the same.
-        # The last keeps it: XLA's scheduler, which begins at the end, would take another for the
-        # one that nothing is left to hide, and put off all weights' gradients of that bucket.
-        if place == 1 or place < len(in_turn):
+        # A small last one keeps it: XLA's scheduler, which begins at the end, would take another
+        # for the one that nothing is left to hide, and put off all weights' gradients of that one.
+        waits = 1 < place == len(in_turn) and _num_bytes(bucket) <= _LAST_BUCKET_BYTES
+        if not waits:
             torch_xla._XLAC._set_all_reduce_token(str(device), None)
         xm.all_reduce(xm.REDUCE_SUM, bucket, scale=1.0 / world_size)
+
+
+def _num_bytes(gradients: Sequence[torch.Tensor]) -> int:
+    return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
 def _buckets(gradients: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
     found: list[list[torch.Tensor]] = []
     size, limit = 0, 0
     for gradient in gradients:
-        num_bytes = gradient.numel() * gradient.element_size()
+        num_bytes = _num_bytes([gradient])
         if size + num_bytes > limit:
             limit = bucket_bytes if found else min(bucket_bytes, _LAST_BUCKET_BYTES)
             found.append([])

@@ -24,9 +24,9 @@ from accbench import engines, extras, folders
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, optimizers, sharing
+from accbench.engines import beside, optimizers, sharing, state
 from accbench.engines.ddp import peak_resident_bytes
-from accbench.engines.state import Tensors
+from accbench.engines.state import Tensors, TrainingState
 from accbench.engines.xla import (
     autocast,
     batchnorm,
@@ -283,6 +283,16 @@ class Engine(engines.Engine):
         scaler._growth_tracker.zero_()
         self.xla.sync()
 
+    def load_training_state(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
+    ) -> None:
+        """See the base class."""
+        state.load(net, optimizer, self.scaler, saved)
+        # What is copied is not free for a step to write over, which would be another graph, and be
+        # compiled beside the one after it; what an operation gives is.
+        self.xm.optimization_barrier_(self._changed_by_steps(net, optimizer))
+        self.end_step()
+
     def seed(self, seed: int) -> None:
         super().seed(seed)
         # XLA's own generator begins alike in every process, whatever torch's is set to.
@@ -463,14 +473,19 @@ class Engine(engines.Engine):
         first. Results come in the order in which their tensors were made, buffers last and in
         the model's order, for these are made anew in each step.
         """
+        self.xm.optimization_barrier_(self._changed_by_steps(model, optimizer)[::-1])
+
+    def _changed_by_steps(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[torch.Tensor]:
+        """Parameters and what is kept of them in the order in which they were made, and buffers."""
         learned = {p: None for group in optimizer.param_groups for p in group["params"]}
         of_optimizer = (optimizer.state.get(p, {}).values() for p in learned)
         kept = [*learned, *(t for of_one in of_optimizer for t in of_one)]
         unique = {id(t): t for t in kept if isinstance(t, torch.Tensor) and t.device == self.device}
         number = self.xla._XLAC._xla_get_tensor_id
         buffers = {id(b): b for b in model.buffers() if b.device == self.device}
-        in_order = [*sorted(unique.values(), key=number), *buffers.values()]
-        self.xm.optimization_barrier_(in_order[::-1])
+        return [*sorted(unique.values(), key=number), *buffers.values()]
 
     @property
     def num_replayed(self) -> int:
