@@ -267,9 +267,9 @@ class Engine(engines.Engine):
         if self.task.optimizer == "adamw":
             optimizer.share_counts(lambda count: self.to_device((count,))[0])  # type: ignore[attr-defined]
         # torch moves what it loads to the parameters' device, but not the step counts.
-        for state in optimizer.state.values():
-            if state["step"].device != self.device:
-                state["step"] = state["step"].to(self.device)
+        for kept in optimizer.state.values():
+            if kept["step"].device != self.device:
+                kept["step"] = kept["step"].to(self.device)
 
     def _make_scaler_state(self, scaler: Any) -> None:
         # As above: the growth tracker is an integer at first and a computed tensor
