@@ -5,8 +5,8 @@
 Each setting is one `accbench compare` of ddp, inductor, xla and jax, which runs them in turn, in
 fresh processes, in an order shuffled anew each round; one compute thread a worker. A folder that
 was begun is gone on with. Prints Markdown: geometric means over the rounds with their 95 %
-intervals, and the seconds that compiling took in later rounds, from a cache where there is one. Needs two cores with nothing
-else on them.
+intervals, and the seconds that compiling took in later rounds, from a cache where there is one.
+Needs two cores with nothing else on them.
 """
 
 import argparse

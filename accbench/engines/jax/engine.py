@@ -147,7 +147,9 @@ class Engine(engines.Engine):
         from accbench.engines.jax import workers
 
         workers.meet(self.topology, self.task.device, self.task.timeout_s)
-        found = workers.Workers(self.topology, self.options.shard)
+        found = workers.Workers(
+            self.topology, self.options.shard, by_gloo=self.task.device == "cpu"
+        )
         got = found.device.platform
         wanted = {"cuda": "gpu"}.get(self.task.device, self.task.device)
         if got != wanted:

@@ -6,6 +6,7 @@ FSDP's way: a step gathers the parameters, and each worker gets the mean of its 
 
 import atexit
 import contextlib
+import itertools
 import logging
 import math
 import socket
@@ -127,11 +128,13 @@ class Workers:
 
     Args:
         shards: part large arrays of `state` between the workers.
+        by_gloo: XLA on a CPU reduces, which has gloo take array after array and waits for each: so
+            they are put behind each other.
     """
 
-    def __init__(self, topology: Topology, shards: bool = False) -> None:
+    def __init__(self, topology: Topology, shards: bool = False, by_gloo: bool = False) -> None:
         self.device = own_device()
-        self._rank, self._shards = topology.rank, shards
+        self._rank, self._shards, self._by_gloo = topology.rank, shards, by_gloo
         self._mesh = None
         if topology.world_size > 1:
             self._mesh = Mesh(np.array(jax.devices()), (_AXIS,))
@@ -182,7 +185,20 @@ class Workers:
 
     def mean(self, tree: Any) -> Any:
         """Inside of functions: the mean over the workers."""
-        return tree if self._mesh is None else lax.pmean(tree, _AXIS)
+        if self._mesh is None:
+            return tree
+        if not self._by_gloo:
+            return lax.pmean(tree, _AXIS)
+        arrays, structure = jax.tree.flatten(tree)
+        alike: dict[Any, list[int]] = {}
+        for place, array in enumerate(arrays):
+            alike.setdefault(jnp.result_type(array), []).append(place)
+        for places in alike.values():
+            flat = lax.pmean(jnp.concatenate([arrays[at].ravel() for at in places]), _AXIS)
+            ends = list(itertools.accumulate(arrays[at].size for at in places))
+            for at, piece in zip(places, jnp.split(flat, ends[:-1]), strict=True):
+                arrays[at] = piece.reshape(arrays[at].shape)
+        return jax.tree.unflatten(structure, arrays)
 
     def whole(self, array: Any, axis: Axis) -> Any:
         """Inside of functions: all of an array of `state`."""
@@ -251,7 +267,7 @@ class Absent(Workers):
 
     def __init__(self, topology: Topology, shards: bool = False) -> None:
         found = jax.devices()[: topology.world_size]
-        self.device, self._rank, self._shards = found[0], 0, shards
+        self.device, self._rank, self._shards, self._by_gloo = found[0], 0, shards, False
         self._mesh = Mesh(np.array(found), (_AXIS,)) if topology.world_size > 1 else None
 
     def _placed(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
