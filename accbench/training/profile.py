@@ -61,7 +61,10 @@ class StepProfile:
         assert self._left is not None
         num_done, self._left = self.num_steps - self._left, 0
         self.engine.wait()
-        self._end_of_engines()
+        try:
+            self._end_of_engines()
+        except (OSError, RuntimeError) as error:  # as below
+            log.warning(f"the compiler's profile could not be written to {self.folder}: {error}")
         self._profiler.stop()
         path = self.folder / f"rank{self.engine.topology.rank}.json.gz"
         try:

@@ -6,7 +6,6 @@ FSDP's way: a step gathers the parameters, and each worker gets the mean of its 
 
 import atexit
 import contextlib
-import itertools
 import logging
 import math
 import socket
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from accbench.training import process_group
@@ -185,20 +185,12 @@ class Workers:
 
     def mean(self, tree: Any) -> Any:
         """Inside of functions: the mean over the workers."""
-        if self._mesh is None:
+        if self._mesh is None or not jax.tree.leaves(tree):
             return tree
         if not self._by_gloo:
             return lax.pmean(tree, _AXIS)
-        arrays, structure = jax.tree.flatten(tree)
-        alike: dict[Any, list[int]] = {}
-        for place, array in enumerate(arrays):
-            alike.setdefault(jnp.result_type(array), []).append(place)
-        for places in alike.values():
-            flat = lax.pmean(jnp.concatenate([arrays[at].ravel() for at in places]), _AXIS)
-            ends = list(itertools.accumulate(arrays[at].size for at in places))
-            for at, piece in zip(places, jnp.split(flat, ends[:-1]), strict=True):
-                arrays[at] = piece.reshape(arrays[at].shape)
-        return jax.tree.unflatten(structure, arrays)
+        flat, restored = ravel_pytree(tree)
+        return restored(lax.pmean(flat, _AXIS))
 
     def whole(self, array: Any, axis: Axis) -> Any:
         """Inside of functions: all of an array of `state`."""
