@@ -42,3 +42,14 @@ def test_run_too_short_for_a_profile(tmp_path):
                  f"--output_dir={tmp_path / 'run'}")  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "nothing profiled" in result.stdout
+
+
+@pytest.mark.parametrize("engine", ["ddp", NEEDS_JAX])
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, engine):
+    (tmp_path / "profile").touch()  # where its folder would be
+    result = run(*TINY, "--data=synthetic", f"--engine={engine}", "--max_steps=10", "--profile=3",
+                 f"--output_dir={tmp_path}")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert end_of(tmp_path).num_steps == 10
+    said = "the compiler's profile" if engine == "jax" else "the profile"
+    assert f"{said} could not be written to {tmp_path / 'profile'}" in result.stdout + result.stderr
