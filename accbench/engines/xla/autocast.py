@@ -5,8 +5,7 @@ max-pooling in float32, which moves twice the bytes; sums, exponentials, norms a
 bits, which eager computes in float32. And on GPUs its tensors have the key AutocastCUDA instead, so
 that the same model is another program there. Here AutocastXLA is in force on every device, and
 each of its rules leads to that of AutocastCUDA, or to none where that has none; what those two do
-not have well for XLA is in `half_ops`. With them comes a sum in float32 of what is in 16 bits, in
-backward passes too. A model's own `torch.autocast(x.device.type, enabled=False)`
+not have well for XLA is in `half_ops`. A model's own `torch.autocast(x.device.type, enabled=False)`
 is heeded, for the device's type is xla.
 """
 
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from accbench.engines import half_attention, half_ops
-from accbench.engines.xla import importing
+from accbench.engines.xla import importing, reductions
 
 _KEY = "AutocastXLA"  # which Python's enum of keys lacks
 _RULES = "AutocastCUDA"
@@ -68,6 +67,7 @@ def in_reach() -> AbstractContextManager[Any]:
 @cache
 def _replace_rules() -> None:
     importing.torch_xla()  # or its rules would come after ours
+    reductions.replace_kernels()  # what has no rule, or is in a backward pass, adds up in float32
 
     def names(key: str) -> set[str]:
         return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
@@ -86,8 +86,6 @@ def _replace_rules() -> None:
                 library.impl(_short(name), led or torch.library.fallthrough_kernel, _KEY)
         for operation, function in _OWN.items():
             library.impl(_short(operation.name()), _outside(function), _KEY)
-        for operation, into in _SUMS.items():
-            library.impl(_short(operation.name()), _wide(operation, into), "XLA")
 
 
 def _in_force(key: str) -> Any:
@@ -123,8 +121,8 @@ def _as_on_cuda(operation: Any) -> Callable[..., Any]:
 
 
 def _bias_apart(convolution: Callable[..., Any]) -> Callable[..., Any]:
-    """The bias added in a step of its own, as eager does it on CUDA. Its gradient is then one of
-    `_SUMS`, where torch_xla has one in 16 bits."""
+    """The bias added in a step of its own, as eager does it on CUDA. Its gradient is then a sum in
+    float32 (see reductions), where torch_xla has one in 16 bits."""
 
     def kernel(
         given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *args: Any
@@ -134,26 +132,6 @@ def _bias_apart(convolution: Callable[..., Any]) -> Callable[..., Any]:
             return out
         num_dims = weight.dim() - 2
         return out + bias.to(out.dtype).view(-1, *[1] * num_dims)
-
-    return kernel
-
-
-def _wide(operation: Any, into: Any) -> Callable[..., Any]:
-    """A sum of 16 bits in float32, as eager has it: XLA takes the type of what is summed, and on a
-    CPU rounds bfloat16 after each addition."""
-
-    def kernel(
-        given: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
-    ) -> torch.Tensor:
-        if dtype is None and given.dtype in half_ops.TYPES:
-            wide: torch.Tensor = operation(given, dims, keepdim, dtype=torch.float32)
-            return wide.to(given.dtype)
-        # torch_xla's own kernel, which is not registered any more: `into` calls it all the same.
-        counted = not (given.is_floating_point() or given.is_complex())
-        made = dtype or (torch.int64 if counted else given.dtype)
-        out = torch.empty(0, dtype=made, device=given.device)
-        result: torch.Tensor = into(given, dims, keepdim, dtype=dtype, out=out)
-        return result
 
     return kernel
 
@@ -237,9 +215,3 @@ _CONVOLUTIONS = (
     "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding",
     "convolution", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input",
 )  # fmt: skip
-
-# What adds many numbers up -> the form of it that writes into a tensor that is there.
-_SUMS = {
-    torch.ops.aten.sum.dim_IntList: torch.ops.aten.sum.IntList_out,
-    torch.ops.aten.mean.dim: torch.ops.aten.mean.out,
-}

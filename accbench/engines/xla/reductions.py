@@ -1,6 +1,10 @@
-"""`x.amax()` and `x.amin()`, which in torch are over all dimensions where none is named.
+"""Reductions as torch has them, where torch_xla 2.8 has others.
 
-torch_xla 2.8 takes them to be over none, and gives back what it was given.
+In torch `x.sum(())` is over all dimensions, and a dimension that is out of range or named twice is
+an error. torch_xla takes the first to be over none, and gives back what it was given; the second
+ends the process. It counts in booleans, so that `count_nonzero` is 1 at most. And sums and means of
+16 bits are taken in 16 bits, which on a CPU are rounded after each addition: here they are in
+float32, as in eager, in backward passes too.
 """
 
 import warnings
@@ -10,13 +14,13 @@ from typing import Any
 
 import torch
 
+from accbench.engines import half_ops
 from accbench.engines.xla import importing
 
-# To the form of each that writes into a tensor, which leads to torch_xla's own kernel still.
-_INTO = {
-    torch.ops.aten.amax.default: torch.ops.aten.amax.out,
-    torch.ops.aten.amin.default: torch.ops.aten.amin.out,
-}
+Dims = Sequence[int] | None
+Kernel = Callable[..., Any]
+
+aten = torch.ops.aten
 # Kept, for its end would take the kernels back.
 _library: list[torch.library.Library] = []
 
@@ -29,16 +33,116 @@ def replace_kernels() -> None:
     _library.append(library)
     with warnings.catch_warnings():  # of kernels that are replaced
         warnings.simplefilter("ignore", UserWarning)
-        for operation, into in _INTO.items():
-            library.impl(operation.name().removeprefix("aten::"), _over_all(into), "XLA")
+        for name, kernel in _KERNELS.items():
+            library.impl(name, kernel, "XLA")
 
 
-def _over_all(into: Any) -> Callable[..., torch.Tensor]:
-    def kernel(
-        given: torch.Tensor, dims: Sequence[int] = (), keepdim: bool = False
-    ) -> torch.Tensor:
-        out = torch.empty(0, dtype=given.dtype, device=given.device)
-        result: torch.Tensor = into(given, dims or [*range(given.dim())], keepdim, out=out)
-        return result
+def _places(given: torch.Tensor, dims: Dims) -> list[int]:
+    """These dimensions, all of them where none is named; or torch's own errors."""
+    num = given.dim()
+    if not dims:
+        return [*range(num)]
+    least = max(num, 1)
+    for dim in dims:
+        if not -least <= dim < least:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-least}, {least - 1}], "
+                f"but got {dim})"
+            )
+    found = [dim % least for dim in dims]
+    if len(set(found)) < len(found):
+        raise RuntimeError(f"a dim appears multiple times in the list of dims {list(dims)}")
+    return found if num else []
+
+
+def _empty(given: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype or given.dtype, device=given.device)
+
+
+# The forms that write into a tensor lead to torch_xla's own kernels still.
+def _plain(into: Kernel) -> Kernel:
+    def kernel(given: torch.Tensor, dims: Dims = (), keepdim: bool = False) -> Any:
+        return into(given, _places(given, dims), keepdim, out=_empty(given))
 
     return kernel
+
+
+def _sum(
+    given: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    counts = not (given.is_floating_point() or given.is_complex())
+    made = dtype or (torch.int64 if counts else given.dtype)
+    return _added(torch.sum, given, dims, keepdim, made, wide=dtype is None)
+
+
+def _mean(
+    given: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    return _added(torch.mean, given, dims, keepdim, dtype or given.dtype, wide=dtype is None)
+
+
+def _added(
+    into: Kernel, given: torch.Tensor, dims: Dims, keepdim: bool, made: torch.dtype, wide: bool
+) -> Any:
+    by = torch.float32 if wide and made in half_ops.TYPES else made
+    out = _empty(given, by)
+    return into(given, _places(given, dims), keepdim, dtype=by, out=out).to(made)
+
+
+def _vector_norm(
+    given: torch.Tensor,
+    order: float = 2,
+    dims: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    dims, out = _places(given, dims), _empty(given, dtype)
+    return torch.linalg.vector_norm(given, order, dims, keepdim, dtype=dtype, out=out)
+
+
+def _norm(
+    given: torch.Tensor,
+    order: float | None,
+    dims: Dims,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    return _vector_norm(given, 2 if order is None else order, dims, keepdim, dtype=dtype)
+
+
+def _deviation(into: Kernel, *names: str) -> Kernel:
+    def kernel(
+        given: torch.Tensor,
+        dims: Dims = None,
+        *,
+        correction: float | None = None,
+        keepdim: bool = False,
+    ) -> Any:
+        outs = {name: _empty(given) for name in names}
+        return into(given, _places(given, dims), correction=correction, keepdim=keepdim, **outs)
+
+    return kernel
+
+
+def _count_nonzero(given: torch.Tensor, dims: Any = None) -> torch.Tensor:
+    return (given != 0).sum(dims)
+
+
+_KERNELS: dict[str, Kernel] = {
+    "amax": _plain(torch.amax),
+    "amin": _plain(torch.amin),
+    "count_nonzero": _count_nonzero,
+    "count_nonzero.dim_IntList": _count_nonzero,
+    "linalg_vector_norm": _vector_norm,
+    "logsumexp": _plain(torch.logsumexp),
+    "mean.dim": _mean,
+    "norm.ScalarOpt_dim": _norm,
+    "norm.ScalarOpt_dim_dtype": _norm,
+    "std.correction": _deviation(aten.std.correction_out, "out"),
+    "std_mean.correction": _deviation(aten.std_mean.correction_out, "out0", "out1"),
+    "sum.dim_IntList": _sum,
+    "var.correction": _deviation(aten.var.correction_out, "out"),
+    "var_mean.correction": _deviation(aten.var_mean.correction_out, "out0", "out1"),
+}
