@@ -74,8 +74,8 @@ def rules(device: str, options: Any) -> Any:
 def _of_torch() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The dtypes of whose convolutions, and products, torch's kernels on this CPU are ahead.
 
-    In 16 bits oneDNN's convolutions take instructions for these, and products tiles (AMX): else
-    XLA, which widens them to 32, is the faster.
+    In 16 bits oneDNN's convolutions take instructions for these, and products those of bfloat16
+    (AMX, AVX512_BF16): else XLA, which widens them to 32, is the faster.
     """
     import torch
 
@@ -84,7 +84,8 @@ def _of_torch() -> tuple[tuple[str, ...], tuple[str, ...]]:
         of = torch.ops.mkldnn
         convolutions += ["bfloat16"] * of._is_mkldnn_bf16_supported()
         convolutions += ["float16"] * of._is_mkldnn_fp16_supported()
-    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+    has = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    if any(getattr(torch.cpu, name, lambda: False)() for name in has):
         products.append("bfloat16")
     return tuple(convolutions), tuple(products)
 
