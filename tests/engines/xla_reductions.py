@@ -21,6 +21,7 @@ REDUCED = {
     "sum": lambda x, d, keep: x.sum(d, keep),
     "sum of integers": lambda x, d, keep: (x * 9).int().sum(d, keep),
     "sum in double": lambda x, d, keep: x.sum(d, keep, dtype=torch.float64),
+    "mean of integers": lambda x, d, keep: (x * 9).int().mean(d, keep, dtype=torch.float32),
     "mean": lambda x, d, keep: x.mean(d, keep),
     "var": lambda x, d, keep: x.var(d, keepdim=keep),
     "std": lambda x, d, keep: x.std(d, keepdim=keep, correction=0),
@@ -28,6 +29,7 @@ REDUCED = {
     "std_mean": lambda x, d, keep: torch.stack(torch.std_mean(x, d, keepdim=keep)),
     # torch's own gradient of logsumexp(()) without keepdim is an error.
     "logsumexp": lambda x, d, keep: x.logsumexp(d, True),
+    "logsumexp of integers": lambda x, d, keep: (x * 9).int().logsumexp(d, True),
     "amax": lambda x, d, keep: x.amax(d, keep),
     "amin": lambda x, d, keep: x.amin(d, keep),
     "vector_norm": lambda x, d, keep: torch.linalg.vector_norm(x, 3, d, keep),
@@ -39,16 +41,23 @@ WRONG = ((3,), (-4, 0), (1, 1), (0, -3))
 
 
 def outcome(reduced, x, dims, keep):
-    """What comes of it, with its gradient where it has one; or the kind of error."""
+    """What comes of it, with its gradient where it has one; or the error."""
     x = x.detach().requires_grad_()
     try:
         found = reduced(x, dims, keep)
     except (IndexError, RuntimeError) as error:
-        return type(error).__name__
-    if not found.is_floating_point():
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if not found.requires_grad:
         return found.cpu(), None
     weights = torch.arange(1.0, found.numel() + 1).view(found.shape).to(found.device)
     return found.detach().cpu(), torch.autograd.grad((found * weights).sum(), x)[0].cpu()
+
+
+def error_of(function, given) -> str:
+    try:
+        return f"none, but {function(*given)}"
+    except RuntimeError as error:
+        return str(error)
 
 
 def same(got, wanted) -> bool:
@@ -75,13 +84,22 @@ def main() -> None:
                     tried += 1
                     if not same(got, wanted):
                         others.append(f"{name} of {x.dim()} over {dims}, {keep}: {got}, {wanted}")
-    # 4,096 ones and more: in bfloat16 itself their sum would stand still at 256.
-    many = torch.ones(2, 5000, dtype=torch.bfloat16).to(DEVICE)
-    for name, dims, wanted in (("sum", (1,), 5000), ("mean", (), 1)):
-        got = float(REDUCED[name](many, dims, False).max())
-        tried += 1
-        if abs(got - wanted) > wanted / 256:
-            others.append(f"{name} of bfloat16: {got}, {wanted}")
+    # In bfloat16 itself a sum of ones would stand still at 256.
+    many = torch.ones(5000, dtype=torch.bfloat16).to(DEVICE)
+    sums = {"sum": 5000, "mean": 1}
+    for name, wanted in sums.items():
+        for given in ((), ((0,),), ((0,), False)):
+            got = float(getattr(many, name)(*given))
+            tried += 1
+            if abs(got - wanted) > wanted / 256:
+                others.append(f"{name}{given} of bfloat16: {got}, {wanted}")
+    whole = torch.arange(6).view(2, 3).to(DEVICE)
+    for name in ("mean", "var", "std", "norm"):
+        for given in ((), ((0,),)) if name != "norm" else ((), (2, (0,))):
+            got = error_of(getattr(whole, name), given)
+            tried += 1
+            if "floating point" not in got:
+                others.append(f"{name}{given} of whole numbers: {got}")
     print(json.dumps({"tried": tried, "others": others}))
 
 

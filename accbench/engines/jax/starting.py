@@ -84,9 +84,9 @@ def _of_torch() -> tuple[tuple[str, ...], tuple[str, ...]]:
         of = torch.ops.mkldnn
         convolutions += ["bfloat16"] * of._is_mkldnn_bf16_supported()
         convolutions += ["float16"] * of._is_mkldnn_fp16_supported()
-    has = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    if any(getattr(torch.cpu, name, lambda: False)() for name in has):
-        products.append("bfloat16")
+        has = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        if any(getattr(torch.cpu, name, lambda: False)() for name in has):
+            products.append("bfloat16")
     return tuple(convolutions), tuple(products)
 
 

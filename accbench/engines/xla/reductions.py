@@ -42,6 +42,7 @@ def _places(given: torch.Tensor, dims: Dims) -> list[int]:
     num = given.dim()
     if not dims:
         return [*range(num)]
+    found: list[int] = []
     least = max(num, 1)
     for dim in dims:
         if not -least <= dim < least:
@@ -49,10 +50,16 @@ def _places(given: torch.Tensor, dims: Dims) -> list[int]:
                 f"Dimension out of range (expected to be in range of [{-least}, {least - 1}], "
                 f"but got {dim})"
             )
-    found = [dim % least for dim in dims]
-    if len(set(found)) < len(found):
-        raise RuntimeError(f"a dim appears multiple times in the list of dims {list(dims)}")
+        if dim % least in found:
+            raise RuntimeError(f"dim {dim % least} appears multiple times in the list of dims")
+        found.append(dim % least)
     return found if num else []
+
+
+def _check_floating(what: str, dtype: torch.dtype) -> None:
+    """Torch refuses whole numbers as well; of these and of complex ones XLA ends the process."""
+    if not dtype.is_floating_point:
+        raise RuntimeError(f"{what} needs a floating point dtype under engine xla, not {dtype}")
 
 
 def _empty(given: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -60,7 +67,7 @@ def _empty(given: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 # The forms that write into a tensor lead to torch_xla's own kernels still.
-def _plain(into: Kernel) -> Kernel:
+def _extreme(into: Kernel) -> Kernel:
     def kernel(given: torch.Tensor, dims: Dims = (), keepdim: bool = False) -> Any:
         return into(given, _places(given, dims), keepdim, out=_empty(given))
 
@@ -72,21 +79,37 @@ def _sum(
 ) -> Any:
     counts = not (given.is_floating_point() or given.is_complex())
     made = dtype or (torch.int64 if counts else given.dtype)
-    return _added(torch.sum, given, dims, keepdim, made, wide=dtype is None)
+    return _added(torch.sum, given, dims, keepdim, made)
 
 
 def _mean(
     given: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    return _added(torch.mean, given, dims, keepdim, dtype or given.dtype, wide=dtype is None)
+    made = dtype or given.dtype
+    _check_floating("mean", made)
+    if not given.is_floating_point():
+        given = given.to(made)
+    return _added(torch.mean, given, dims, keepdim, made)
 
 
-def _added(
-    into: Kernel, given: torch.Tensor, dims: Dims, keepdim: bool, made: torch.dtype, wide: bool
-) -> Any:
-    by = torch.float32 if wide and made in half_ops.TYPES else made
-    out = _empty(given, by)
-    return into(given, _places(given, dims), keepdim, dtype=by, out=out).to(made)
+def _added(into: Kernel, given: torch.Tensor, dims: Dims, keepdim: bool, made: torch.dtype) -> Any:
+    by = torch.float32 if made in half_ops.TYPES else made
+    return into(given, _places(given, dims), keepdim, dtype=by, out=_empty(given, by)).to(made)
+
+
+def _of_all(kernel: Kernel) -> Kernel:
+    """The form that takes no dimensions."""
+
+    def whole(given: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+        return kernel(given, None, dtype=dtype)
+
+    return whole
+
+
+def _logsumexp(given: torch.Tensor, dims: Dims, keepdim: bool = False) -> Any:
+    if not given.is_floating_point():
+        given = given.to(torch.get_default_dtype())
+    return torch.logsumexp(given, _places(given, dims), keepdim, out=_empty(given))
 
 
 def _vector_norm(
@@ -97,6 +120,7 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
+    _check_floating("a vector's norm", given.dtype)
     dims, out = _places(given, dims), _empty(given, dtype)
     return torch.linalg.vector_norm(given, order, dims, keepdim, dtype=dtype, out=out)
 
@@ -120,6 +144,7 @@ def _deviation(into: Kernel, *names: str) -> Kernel:
         correction: float | None = None,
         keepdim: bool = False,
     ) -> Any:
+        _check_floating("a variance or deviation", given.dtype)
         outs = {name: _empty(given) for name in names}
         return into(given, _places(given, dims), correction=correction, keepdim=keepdim, **outs)
 
@@ -131,17 +156,19 @@ def _count_nonzero(given: torch.Tensor, dims: Any = None) -> torch.Tensor:
 
 
 _KERNELS: dict[str, Kernel] = {
-    "amax": _plain(torch.amax),
-    "amin": _plain(torch.amin),
+    "amax": _extreme(torch.amax),
+    "amin": _extreme(torch.amin),
     "count_nonzero": _count_nonzero,
     "count_nonzero.dim_IntList": _count_nonzero,
     "linalg_vector_norm": _vector_norm,
-    "logsumexp": _plain(torch.logsumexp),
+    "logsumexp": _logsumexp,
+    "mean": _of_all(_mean),
     "mean.dim": _mean,
     "norm.ScalarOpt_dim": _norm,
     "norm.ScalarOpt_dim_dtype": _norm,
     "std.correction": _deviation(aten.std.correction_out, "out"),
     "std_mean.correction": _deviation(aten.std_mean.correction_out, "out0", "out1"),
+    "sum": _of_all(_sum),
     "sum.dim_IntList": _sum,
     "var.correction": _deviation(aten.var.correction_out, "out"),
     "var_mean.correction": _deviation(aten.var_mean.correction_out, "out0", "out1"),
