@@ -13,6 +13,9 @@ from types import FrameType
 # systemd, `timeout` and Slurm reach a process directly and through its parent: signals
 # closer together than this are one wish.
 SAME_WISH_S = 1.0
+# Of signals sent one after the other the kernel may give the first to another thread, which then
+# has to be run before this process knows of it.
+_ON_ITS_WAY_S = 0.1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -103,12 +106,15 @@ class StopSignals:
                 signal.signal(number, signal.SIG_IGN if ignored else self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        passed_s = time.monotonic() - self._wished_at
         if number == signal.SIGHUP and self.wish is not None:
             self._has_hung_up = True
             return
-        if number == signal.SIGINT and self._has_hung_up:
-            return
-        passed_s = time.monotonic() - self._wished_at
+        if number == signal.SIGINT and self.wish is not None:
+            if not self._has_hung_up:
+                time.sleep(_ON_ITS_WAY_S)  # a hangup's own handler runs in here
+            if self._has_hung_up:
+                return
         if number == signal.SIGQUIT or (self.wish is not None and passed_s > SAME_WISH_S):
             self.order = self.order or signal.Signals(number)
             self.ordered()
