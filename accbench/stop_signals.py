@@ -15,7 +15,7 @@ from types import FrameType
 SAME_WISH_S = 1.0
 # Of signals sent one after the other the kernel may give the first to another thread, which then
 # has to be run before this process knows of it.
-_ON_ITS_WAY_S = 0.1
+_ON_ITS_WAY_S = 0.3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
