@@ -109,6 +109,14 @@ def as_users_have_it() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def hangups_come() -> Iterator[None]:
+    """Under nohup they are ignored, in the processes that a test starts as well."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="session")
 def images(tmp_path_factory) -> Path:
     """A small mock ImageNet: 3 classes, 48 images to train and 12 to validate."""

@@ -10,6 +10,7 @@ import pytest
 from accbench.stop_signals import StopSignals
 
 
+@pytest.mark.usefixtures("hangups_come")
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_hangup_may_be_known_of_after_the_ctrl_c_that_was_sent_behind_it(hangs_up, monkeypatch):
     """The kernel may give a hangup to another thread, which is run late."""

@@ -146,6 +146,7 @@ def listening_at(pid: int) -> set[str]:
     }
 
 
+@pytest.mark.usefixtures("hangups_come")
 @pytest.mark.parametrize("number", [
     signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
     pytest.param(signal.SIGHUP, marks=pytest.mark.soak),

@@ -159,6 +159,7 @@ def test_ctrl_c_in_a_terminal_reaches_loading_processes_too(images, tmp_path, mo
     assert not processes_of(run_dir)
 
 
+@pytest.mark.usefixtures("hangups_come")
 def test_after_a_hangup_ctrl_c_is_no_order(tmp_path, monkeypatch):
     """A notebook sends both some time after its own interrupt, and takes them for one."""
     monkeypatch.setenv("SLOW_NET_S", "3")
