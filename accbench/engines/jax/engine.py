@@ -53,7 +53,8 @@ class Engine(engines.Engine):
         """The cache's folder. Unset: accbench/jax in the user's cache folder."""
         torch_kernels: Literal["on", "off"] = "on"
         """On a CPU, have torch's own kernels (oneDNN, MKL) compute convolutions, large products of
-        matrices and attention, called from XLA's program, as on a GPU it calls cuDNN and cuBLAS."""
+        matrices, attention and max-pooling, called from XLA's program, as on a GPU it calls cuDNN
+        and cuBLAS."""
         channels_last: Literal["auto", "on", "off"] = "auto"
         """Carry images as NHWC from one convolution to the next. auto: on a CPU, for XLA chooses
         layouts by itself elsewhere."""

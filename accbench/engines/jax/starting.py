@@ -67,6 +67,7 @@ def rules(device: str, options: Any) -> Any:
         weights_by_image=is_on(options.weights_by_image),
         torch_convolutions=convolutions,
         torch_products=products,
+        torch_pools=by_torch,
         pools_by_place=options.pools_by_place == "on",
     )
 

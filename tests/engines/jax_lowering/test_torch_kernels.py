@@ -126,6 +126,35 @@ def test_attention(dtype: torch.dtype, masked: str) -> None:
     assert not against_torch.check(attend, args, how, rules=RULES, calls=_calls(2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("spatial", "how", "by_torch"),
+    [
+        ((9, 8), {"kernel_size": 3, "stride": 2, "padding": 1}, True),
+        ((9, 8), {"kernel_size": 3, "stride": 2, "ceil_mode": True}, True),
+        ((7, 8), {"kernel_size": (2, 3), "stride": (1, 2), "padding": (1, 0)}, True),
+        ((1, 2), {"kernel_size": 1}, True),
+        ((9, 8), {"kernel_size": 3, "stride": 2, "dilation": 2}, False),  # with places of its own
+        ((5, 6, 4), {"kernel_size": 2}, False),
+    ],
+)
+def test_pools(dtype: torch.dtype, spatial: Any, how: Any, by_torch: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(0, 4, (3, 5, *spatial)).to(dtype)  # many are equal
+    x[0, 0, 0, 0] = torch.nan
+    rank = len(spatial)
+    pool, convolve = (F.max_pool2d, F.max_pool3d)[rank - 2], (F.conv2d, F.conv3d)[rank - 2]
+    one = torch.ones(5, 1, *(1,) * rank).to(dtype)
+
+    def function(x: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+        return pool(convolve(x, one, groups=5), **how)
+
+    rules = lowering.Rules(channels_last=True, pools_by_place=True, torch_pools=True)
+    calls = {f"@{torch_calls.TARGET}(": 2 * by_torch}
+    args = (x.requires_grad_(), one)
+    assert not against_torch.check(function, args, {}, rules=rules, calls=calls)
+
+
 def test_what_fails_in_a_call_is_told() -> None:
     @torch_calls.torch_call
     def failing(read: list[torch.Tensor], write: list[torch.Tensor]) -> None:

@@ -29,6 +29,8 @@ class Rules:
     program. On a CPU only. Needs channels_last."""
     torch_products: tuple[str, ...] = ()
     """Likewise large products of matrices, and attention that was captured whole."""
+    torch_pools: bool = False
+    """Likewise max-pooling over two axes."""
     float64_as_float32: bool = False
     """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
 

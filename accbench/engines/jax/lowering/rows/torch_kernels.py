@@ -1,7 +1,8 @@
-"""Convolutions, products of matrices and attention by torch's kernels, where the rules say so.
+"""Convolutions, products of matrices, attention and max-pooling by torch's kernels, where the rules
+say so.
 
-They are oneDNN's and MKL's, which on a CPU are ahead of what XLA has. On a GPU XLA itself calls
-cuDNN and cuBLAS.
+They are oneDNN's, MKL's and torch's own, which on a CPU are ahead of what XLA has. On a GPU XLA
+itself calls cuDNN and cuBLAS.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import fx
 
 from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import opmath
+from accbench.engines.jax.lowering.rows.windows import Windows
 from accbench.engines.jax.lowering.table import lowering
 from accbench.engines.jax.lowering.torch_calls import takes, torch_call
 
@@ -189,6 +191,42 @@ def _multiply(read: list[torch.Tensor], write: list[torch.Tensor], turned: list[
         torch.addmm(read[2], a, b, out=write[0])
     else:
         torch.matmul(a, b, out=write[0])
+
+
+def pools(context: Context, x: Any, w: Windows) -> bool:
+    """Whether max-pooling of x, or its gradient, is torch's to compute."""
+    return context.rules.torch_pools and w.rank == 2 and takes(x)
+
+
+@torch_call
+def _largest(read: list[torch.Tensor], write: list[torch.Tensor], how: Any) -> None:
+    y, _ = torch.ops.aten.max_pool2d_with_indices(_channels_second(read[0]), *how)
+    _channels_second(write[0]).copy_(y)
+
+
+@torch_call
+def _gradient_of_largest(read: list[torch.Tensor], write: list[torch.Tensor], how: Any) -> None:
+    g, x = map(_channels_second, read)
+    # Again, for the indices: no more work than to keep them, of 64 bits each, and to read them.
+    _, indices = torch.ops.aten.max_pool2d_with_indices(x, *how)
+    of_x = torch.ops.aten.max_pool2d_with_indices_backward(g, x, *how, indices)
+    _channels_second(write[0]).copy_(of_x)
+
+
+def largest(x: Any, w: Windows) -> Any:
+    """x (N, H, W, C) -> (N, windows, windows, C)."""
+    shape = (x.shape[0], w.num(0), w.num(1), x.shape[-1])
+    return _largest([jax.ShapeDtypeStruct(shape, x.dtype)], x, how=_of_pool(w))[0]
+
+
+def gradient_of_largest(g: Any, x: Any, w: Windows) -> Any:
+    """What reaches x (N, H, W, C) through `largest`."""
+    return _gradient_of_largest(_like(x), g, x, how=_of_pool(w))[0]
+
+
+def _of_pool(w: Windows) -> list[Any]:
+    """torch's arguments of max-pooling, from the kernel on."""
+    return [*map(list, (w.kernel, w.stride, w.padding, w.dilation)), w.ceil_mode]
 
 
 def _heads_second(tensor: torch.Tensor) -> torch.Tensor:
