@@ -203,7 +203,7 @@ def _start_fork_server(engines: list[str]) -> None:
 
 def in_process(work: Path, engine: str, flags: list[str], quick: bool, log: Path) -> None:
     """The runs of one process."""
-    from accbench.comparing import numerics
+    from accbench.comparing import numerics, roundings
     from accbench.training import worker
 
     with log.open("wb") as file:
@@ -216,8 +216,10 @@ def in_process(work: Path, engine: str, flags: list[str], quick: bool, log: Path
         if status:
             sys.exit(status)
 
+    num_draws = roundings.NUM_DRAWS if engine == "ddp" else 0
+
     def check(task: Any, topology: Any, _started: float, _console: Any) -> None:
-        numerics.check(task, topology, work / "reference")
+        numerics.check(task, topology, work / "reference", num_draws)
 
     do(f"run-{engine}", None, f"--engine={engine}")
     if quick:
