@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from distributed import Client, Event, LocalCluster
+from distributed import Client, LocalCluster
 
 from accbench.launchers.dask import places, run
 from tests.conftest import ROOT
@@ -78,14 +78,12 @@ def test_a_group_that_a_worker_could_not_join_keeps_nobody_apart(client):
     assert [r["rank"] for r in client.gather(run(client, ranks.place))] == [0, 1]
 
 
-def test_ranks_that_wait_for_a_busy_worker_can_be_cancelled(client):
-    address = sorted(client.scheduler_info()["workers"])[1]
-    hold = [
-        client.submit(ranks.wait_for, "release", workers=[address], pure=False) for _ in range(2)
-    ]
+def test_ranks_that_wait_for_a_busy_worker_can_be_cancelled(client, tmp_path):
+    address, release = sorted(client.scheduler_info()["workers"])[1], tmp_path / "release"
+    hold = [client.submit(ranks.wait_for, release, workers=[address], pure=False) for _ in range(2)]
     futures = run(client, ranks.place)
     client.cancel(futures)
-    Event("release", client=client).set()
+    release.touch()
     client.gather(hold)
     assert [r["rank"] for r in client.gather(run(client, ranks.place))] == [0, 1]
 
