@@ -22,6 +22,8 @@ _FURTHEST = 1e30
 _NEGLIGIBLE = 1e-4
 # What an engine that keeps a buffer in another form may be off by after loading it.
 _LOADED = 2.0**-16
+# XLA takes what is too small for a normal number of float32 for zero, also between operations.
+_AS_ZERO = 4 * torch.finfo(torch.float32).tiny
 # A change by less than this part of a tensor is mostly rounding in float32.
 _HELD = 2.0**-14
 
@@ -163,6 +165,8 @@ def _of_updates(own: TrainingState, against: Reference) -> dict[str, float]:
                 if kind == AVERAGE:  # which moves by less than float32 may be able to hold
                     changed += _HELD * _norm(after[key])
                 distance = _away(own.optimizer[name].get(key), after[key])
+                # Squares of gradients of 1e-19, which AdamW adds an epsilon of 1e-8 to the root of.
+                distance = max(0.0, distance - _AS_ZERO * math.sqrt(after[key].numel()))
                 found[f"{kind} of {name}"] = distance / (changed or 1.0)
     return found
 
