@@ -179,7 +179,9 @@ class Trial:
         if slow:
             return f"{_TOO_SLOW} {self.limit_s:.0f} s", self.limit_s
         problem = None
-        if process.exitcode:
+        if (process.exitcode or 0) < 0:  # for want of memory, as a rule
+            problem = f"killed by {signal.Signals(-process.exitcode).name}"
+        elif process.exitcode:
             text = log.read_text(errors="replace").strip().splitlines()
             problem = text[-1] if text else f"exit status {process.exitcode}"
         return problem, time.perf_counter() - started
@@ -317,7 +319,7 @@ def table(base: Path, engines: list[str]) -> str:
     """Model x engine as Markdown, the sums below it, and then why a cell is not `same`."""
     lines = ["| model | px | " + " | ".join(engines) + " |", "| --- " * (len(engines) + 2) + "|"]
     counts = {engine: [0, 0, 0, 0] for engine in engines}
-    reasons = []
+    reasons: dict[tuple[str, str], list[str]] = {}  # of a model in one way, engines
     for folder in sorted(path.parent for path in base.glob("*/flags.json")):
         given = json.loads((folder / "flags.json").read_text())
         model = given[0].partition("=")[2]
@@ -330,14 +332,15 @@ def table(base: Path, engines: list[str]) -> str:
                 for index, counted in enumerate((True, cell.trained, cell.checked, cell.same)):
                     counts[engine][index] += counted
                 if cell.reason:
-                    reasons.append(f"- {model}, {engine}: {cell.reason}")
+                    reasons.setdefault((model, cell.reason), []).append(engine)
         lines.append(f"| {model} | {size} | " + " | ".join(row) + " |")
     sums = [
         f"{engine}: of {number} models {trained} train; {checked} were checked, {same} are the same"
         for engine, (number, trained, checked, same) in counts.items()
         if number
     ]
-    return "\n".join([*lines, "", "; ".join(sums) + ".", "", *reasons])
+    told = [f"- {model}, {', '.join(its)}: {why}" for (model, why), its in reasons.items()]
+    return "\n".join([*lines, "", "; ".join(sums) + ".", "", *told])
 
 
 if __name__ == "__main__":
