@@ -152,8 +152,9 @@ if not getattr(sys.flags, "safe_path", False):
 """
 
 
-# Huge pages; and, in bytes, what is asked for by itself and when the rest is given back: never.
-_MALLOC = ("hugetlb=1", f"mmap_threshold={2**32}", f"trim_threshold={2**34}")
+# Huge pages; in bytes, what is asked for by itself and when the rest is given back: never. And one
+# heap for all threads: a thread's own goes back to the kernel when it is empty, whatever was said.
+_MALLOC = ("hugetlb=1", f"mmap_threshold={2**32}", f"trim_threshold={2**34}", "arena_max=1")
 
 
 def common_env(task: TaskConfig) -> dict[str, str]:
