@@ -1,6 +1,7 @@
 """The engine's options as JAX and the lowering of graphs take them."""
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,32 @@ def keep_compiled(device: str, options: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if device == "cpu":
+        _let_all_workers_write()
     return str(folder)
+
+
+@cache
+def _let_all_workers_write() -> None:
+    """Have each of several processes write what it compiled, and not the first alone.
+
+    JAX takes the key of what is compiled to be the same in all of them. On a CPU it is not: the
+    fingerprint of the devices' topology is in it, which is each process's own. So all but the
+    first would compile at every start, and the first wait for them.
+    """
+    from jax._src import compiler, distributed
+
+    plain = compiler._cache_write
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        state = distributed.global_state
+        process_id, state.process_id = state.process_id, 0
+        try:
+            plain(*args, **kwargs)
+        finally:
+            state.process_id = process_id
+
+    compiler._cache_write = write
 
 
 def rules(device: str, options: Any) -> Any:

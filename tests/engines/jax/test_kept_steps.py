@@ -117,3 +117,14 @@ def test_python_in_the_backward_pass_has_no_digest(way):
     with pytest.raises(fingerprint.UnknownError):
         digest_of(Net(way))
     assert digest_of(Net())  # and nothing of that is left
+
+
+def test_every_worker_finds_what_it_compiled(tmp_path):
+    # On a CPU each has keys of its own in the compiler's cache, and JAX lets the first alone write.
+    cache = tmp_path / "cache"
+    losses = losses_of(tmp_path / "first", cache, "--nproc_per_node=2")
+    compiled = set(cache.rglob("jit_call-*-cache"))
+    assert len(compiled) == 2
+    times = {path: path.stat().st_mtime_ns for path in compiled}
+    assert losses_of(tmp_path / "second", cache, "--nproc_per_node=2") == losses
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("jit_call-*-cache")} == times
