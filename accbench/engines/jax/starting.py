@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accbench import folders
+from accbench.errors import RequestError
 from accbench.pjrt import xla_flags
 
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
@@ -34,14 +35,24 @@ def configure(device: str, flags: str) -> None:
 
 
 def keep_compiled(device: str, options: Any) -> str:
-    """Have JAX keep what it compiles, if the options say so: the folder, or `off: ` and why."""
+    """Have JAX keep what it compiles, if the options say so: the folder, or `off: ` and why.
+
+    Raises:
+        RequestError: the folder can't be made.
+    """
     import jax
 
     if options.compile_cache == "off":
         return "off: --jax.compile_cache off"
     folder = Path(options.cache_dir or folders.of_user_cache("jax"))
     folder = folder / f"{jax.__version__}-{device}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"compiled steps cannot be kept in {folder}: {error.strerror}; name another folder by "
+            "--jax.cache_dir, or keep none by --jax.compile_cache off"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if device == "cpu":
@@ -59,7 +70,9 @@ def _let_all_workers_write() -> None:
     """
     from jax._src import compiler, distributed
 
-    plain = compiler._cache_write
+    plain = getattr(compiler, "_cache_write", None)
+    if plain is None:  # a JAX that does it otherwise: starts are slower, and no less right
+        return
 
     def write(*args: Any, **kwargs: Any) -> None:
         state = distributed.global_state

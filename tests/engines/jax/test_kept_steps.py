@@ -128,3 +128,11 @@ def test_every_worker_finds_what_it_compiled(tmp_path):
     times = {path: path.stat().st_mtime_ns for path in compiled}
     assert losses_of(tmp_path / "second", cache, "--nproc_per_node=2") == losses
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("jit_call-*-cache")} == times
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    done = run(*FLAGS, f"--jax.cache_dir={tmp_path / 'file'}", f"--output_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert "name another folder by --jax.cache_dir" in done.stderr
+    assert "Traceback" not in done.stderr
