@@ -1,5 +1,6 @@
 """A `DataLoader` whose batches are on the device when the loop asks for them."""
 
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,25 +11,51 @@ from torch.utils.data import BatchSampler, DataLoader
 from accbench.data.batch_samplers import IterationBasedBatchSampler
 from accbench.data.prefetch import BackgroundGenerator
 
+# How long a worker process whose connection broke may take to be gone. Its files are
+# closed first, then the system says that it died.
+_DEATH_TIMEOUT_S = 5.0
+
 
 def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
     """A loader's batches, with an error that says so where a worker process is gone.
 
     torch's own says it too, except where the process dies between announcing a
-    batch and handing over its memory.
+    batch and handing over its memory. A data set's own error stays what it is.
     """
+    workers = getattr(batches, "_workers", [])
     while True:
         try:
             batch = next(batches)
         except StopIteration:
             return
         except (EOFError, ConnectionError) as error:
+            # Raised before the system said that the process died, our error would be
+            # followed in the main thread by torch's, which may come while ours is printed.
+            dead = None if _is_from_inside_a_worker(error) else _worker_that_died(workers)
+            if dead is None:
+                raise
             raise RuntimeError(
-                "DataLoader worker exited while it handed over a batch: was it killed, for "
-                "example because the machine is out of memory?"
+                f"DataLoader worker (process {dead.pid}) exited with {dead.exitcode} while it "
+                "handed over a batch: was it killed, for example because the machine is out of "
+                "memory?"
             ) from error
         yield batch
         del batch
+
+
+def _is_from_inside_a_worker(error: BaseException) -> bool:
+    # torch.utils.data raises it anew here, with the traceback from there as its text.
+    return str(error).startswith("Caught ")
+
+
+def _worker_that_died(workers: list[Any]) -> Any | None:
+    end_s = time.monotonic() + _DEATH_TIMEOUT_S
+    while workers and time.monotonic() < end_s:
+        for worker in workers:
+            if not worker.is_alive():
+                return worker
+        time.sleep(0.01)
+    return None
 
 
 class DataLoaderX(DataLoader[Any]):

@@ -3,6 +3,7 @@
 import collections
 import gc
 import importlib.util
+import multiprocessing
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accbench.data.loader import DataLoaderX
+from accbench.data.loader import DataLoaderX, naming_dead_workers
 from accbench.data.nested import tensors_of
 from accbench.data.prefetch import BackgroundGenerator, move
 from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
@@ -197,7 +198,7 @@ def test_loader_can_be_left_and_begun_again(workers):
 ON_XLA = """
 import torch, torch_xla
 from torch.utils.data import TensorDataset
-from accbench.data.loader import DataLoaderX
+from accbench.data.loader import DataLoaderX, naming_dead_workers
 data = TensorDataset(torch.arange(10))
 loader = DataLoaderX(0, device=torch_xla.device(), dataset=data, batch_size=4)
 batches = [batch for batch, in loader]
@@ -406,7 +407,7 @@ def test_what_has_no_state_says_what_has():
 # that happens to be, which may be inside pytest.
 KILLED_WORKER = """
 import os, signal, torch
-from accbench.data.loader import DataLoaderX
+from accbench.data.loader import DataLoaderX, naming_dead_workers
 class Dying(torch.utils.data.Dataset):
     def __len__(self):
         return 100
@@ -430,9 +431,45 @@ def test_killed_worker_process_is_an_error_not_a_hang():
     assert re.search(r"RuntimeError: DataLoader worker .*(killed|exited)", done.stderr)
 
 
+class _LosesItsWorker:
+    """Like torch's, where a worker process dies while it hands over a batch."""
+
+    def __init__(self, worker):
+        self._workers = [worker]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise EOFError
+
+
+def test_worker_that_hands_over_no_more_is_waited_for_until_it_is_gone():
+    # Or torch's own error would come into the main thread while ours is printed.
+    dying = multiprocessing.Process(target=time.sleep, args=(0.5,))
+    dying.start()
+    with pytest.raises(RuntimeError, match=rf"\(process {dying.pid}\) exited with 0 while it"):
+        next(naming_dead_workers(_LosesItsWorker(dying)))
+    assert not dying.is_alive()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lost_connection_of_a_data_set_is_not_called_a_dead_worker(num_workers):
+    class Remote(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            raise ConnectionError("no route to the bucket")
+
+    loader = DataLoaderX(0, device="cpu", dataset=Remote(), num_workers=num_workers)
+    with pytest.raises(ConnectionError, match="no route to the bucket"):
+        next(iter(loader))
+
+
 FULL_SHM = """
 import torch
-from accbench.data.loader import DataLoaderX
+from accbench.data.loader import DataLoaderX, naming_dead_workers
 data = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
 loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=16, num_workers=1)
 list(loader)
