@@ -1,15 +1,16 @@
 """Which models train here, under which engine, and the same as in float64?
 
     python benchmarks/model_sweep.py FOLDER [--engines ddp,inductor,xla] [--kinds NAME,...]
-        [--models NAME,...] [--random N --seed S] [--limit_s S] [--quick] [--table_only]
-        [--kept benchmarks/model_sweep.jsonl] [--docs docs/models.md]
+        [--models NAME,...] [--random N --seed S] [--batch_sizes 2,8] [--limit_s S] [--quick]
+        [--table_only] [--kept benchmarks/model_sweep.jsonl] [--docs docs/models.md]
 
 For each model: float64's reference and plain ddp in both layouts, then each engine in a process
 of its own with a time limit: a run of a few steps, and the numerics pass. With --quick there are
-the runs alone, and losses beside those of ddp. A result is a JSON file, and one that is there is
-not made again, unless it is a quick one and more is asked for. With --kept results are taken from
-that file as well, and put into it, so that a sweep goes on from one machine to the next. Prints a
-table, as Markdown; with --docs puts it between that file's markers.
+the runs alone, and losses beside those of ddp. Where rounding alone takes plain ddp too far from
+float64 to judge anyone, all is done again with the next of the batch sizes. A result is a JSON
+file, and one that is there is not made again, unless it is a quick one and more is asked for. With
+--kept results are taken from that file as well, and put into it, so that a sweep goes on from one
+machine to the next. Prints a table, as Markdown; with --docs puts it between that file's markers.
 """
 
 import argparse
@@ -31,6 +32,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import sweep_models  # noqa: E402
 
 STEPS = 4
+USUAL_BATCH_SIZE = 2
+_BATCH_SIZE = "--batch_size="
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 _FLOORS = {"ddp": (), "ddp-other": ("--ddp.no-channels_last",)}
 _SAME, _TOO_SLOW = "trains the same", "not done after"
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most_parameters", type=float, default=30e6)
+    parser.add_argument("--batch_sizes", type=_numbers, default=(2, 8))
     parser.add_argument("--limit_s", type=float, default=600)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table_only", action="store_true")
@@ -71,9 +75,8 @@ def main() -> None:
     if not flags.table_only:
         _start_fork_server(engines)
         for name, its_flags in models.items():
-            trial = Trial(
-                base / name.replace(":", "-"), name, its_flags, flags.limit_s, flags.quick
-            )
+            folder = base / name.replace(":", "-")
+            trial = Trial(folder, name, its_flags, flags.batch_sizes, flags.limit_s, flags.quick)
             trial.sweep(engines)
             if flags.kept:
                 keep(base, flags.kept)
@@ -85,10 +88,23 @@ def main() -> None:
         flags.docs.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
 def _flags_in(kept: Path) -> dict[str, tuple[str, ...]]:
     """Model -> its flags, of a file of results; models that were drawn at random are in it too."""
     lines = kept.read_text().splitlines() if kept.exists() else []
-    return {found["model"]: tuple(found["flags"]) for found in map(json.loads, lines)}
+    return {
+        found["model"]: tuple(f for f in found["flags"] if not f.startswith(_BATCH_SIZE))
+        for found in map(json.loads, lines)
+    }
+
+
+def _batch_size(flags: list[str]) -> int:
+    """Of a result's flags, which do not tell the usual one."""
+    sizes = [int(flag.removeprefix(_BATCH_SIZE)) for flag in flags if flag.startswith(_BATCH_SIZE)]
+    return sizes[-1] if sizes else USUAL_BATCH_SIZE
 
 
 def take(base: Path, kept: Path) -> None:
@@ -123,6 +139,7 @@ class Trial:
     folder: Path
     model: str
     model_flags: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
     limit_s: float
     quick: bool
 
@@ -133,13 +150,33 @@ class Trial:
 
     def sweep(self, engines: list[str]) -> None:
         """What has a result is left as it is."""
-        wanted = [engine for engine in engines if not self._is_done(engine)]
+        batch_size = None
+        while batch_size != self._next_batch_size():
+            batch_size = self._next_batch_size()
+            self._sweep_at(batch_size, engines)
+
+    def _next_batch_size(self) -> int:
+        """Larger than that of ddp's result, if that was too noisy and there is a larger one."""
+        path = self.folder / "ddp.json"
+        if not path.exists():
+            return self.batch_sizes[0]
+        found = json.loads(path.read_text())
+        size = _batch_size(found["flags"])
+        larger = [one for one in self.batch_sizes if one > size]
+        return larger[0] if larger and _is_too_noisy(found) else size
+
+    def _sweep_at(self, batch_size: int, engines: list[str]) -> None:
+        wanted = [engine for engine in engines if not self._is_done(engine, batch_size)]
         if not wanted:
             return
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
+        own = list(self.model_flags)
+        if batch_size != USUAL_BATCH_SIZE:
+            own.append(f"{_BATCH_SIZE}{batch_size}")
         flags = [
-            f"--model={self.model}", *self.model_flags, "--batch_size=2", "--amp_level=O0",
+            f"--model={self.model}", *self.model_flags, f"{_BATCH_SIZE}{batch_size}",
+            "--amp_level=O0",
             "--lr=1e-4", "--workers=0", "--threads=1", "--device=cpu", "--data=synthetic",
             "--tensorboard=off", f"--synthetic.num_batches={STEPS}", f"--max_steps={STEPS}",
             "--save_interval=0", "--warmup_steps=1", "--log_interval=1",
@@ -152,15 +189,21 @@ class Trial:
             if engine != "ddp":
                 problem, seconds = self._process(engine, flags)
             result = {"quick": self.quick, **_result(self.work, engine, problem, seconds)}
-            text = json.dumps({"model": self.model, "flags": self.model_flags, **result}, indent=1)
+            text = json.dumps({"model": self.model, "flags": own, **result}, indent=1)
             (self.folder / f"{engine}.json").write_text(text + "\n")
             told = result["verdict"] or result["error"] or "trains"
-            print(self.model, engine, told, f"{seconds:.0f} s", flush=True)
+            print(self.model, engine, told, f"batch {batch_size}, {seconds:.0f} s", flush=True)
+            if engine == "ddp" and self._next_batch_size() != batch_size:
+                break  # nobody can be judged
         shutil.rmtree(self.work)
 
-    def _is_done(self, engine: str) -> bool:
+    def _is_done(self, engine: str, batch_size: int) -> bool:
         path = self.folder / f"{engine}.json"
-        return path.exists() and (self.quick or not json.loads(path.read_text())["quick"])
+        if not path.exists():
+            return False
+        found = json.loads(path.read_text())
+        same_size = _batch_size(found["flags"]) == batch_size
+        return same_size and (self.quick or not found["quick"])
 
     def _process(self, engine: str, flags: list[str]) -> tuple[str | None, float]:
         """What went wrong in an engine's process, if anything, and its seconds."""
@@ -185,6 +228,10 @@ class Trial:
             text = log.read_text(errors="replace").strip().splitlines()
             problem = text[-1] if text else f"exit status {process.exitcode}"
         return problem, time.perf_counter() - started
+
+
+def _is_too_noisy(found: dict[str, Any]) -> bool:
+    return (found["reason"] or "").startswith("too noisy")
 
 
 def _start_fork_server(engines: list[str]) -> None:
@@ -273,7 +320,8 @@ class _Cell:
     reason: str | None
 
 
-def _cell(folder: Path, engine: str) -> _Cell | None:
+def _cell(folder: Path, engine: str, batch_size: int) -> _Cell | None:
+    """An engine's result; it says so where it is not of the row's batch size."""
     path = folder / f"{engine}.json"
     if not path.exists():
         return None
@@ -286,12 +334,13 @@ def _cell(folder: Path, engine: str) -> _Cell | None:
         )  # fmt: skip
     same = found["verdict"] == _SAME
     words = {_SAME: "same", "differs": "differs"}.get(found["verdict"], "trains")
-    apart = _apart(folder, found["losses"])
+    apart = _apart(folder, found)
     if found["quick"] and engine != "ddp" and apart is not None:
         words += f", losses {apart:.0e} from ddp's"
-    details = []
+    size = _batch_size(found["flags"])
+    details = [] if size == batch_size else [f"batch {size}"]
     if engine != "ddp":
-        details = [f"{found['num_graphs'] or 0:g} graphs", f"{found['compile_s'] or 0:.0f} s"]
+        details += [f"{found['num_graphs'] or 0:g} graphs", f"{found['compile_s'] or 0:.0f} s"]
         if found["num_recompiles"]:
             details.append(f"{found['num_recompiles']} recompiled")
         if found["num_fallbacks"]:
@@ -301,10 +350,13 @@ def _cell(folder: Path, engine: str) -> _Cell | None:
     return _Cell(", ".join([words, *details]), True, checked, same, reason)
 
 
-def _apart(folder: Path, losses: list[float]) -> float | None:
-    """The largest relative distance of a run's losses from those of ddp."""
+def _apart(folder: Path, found: dict[str, Any]) -> float | None:
+    """The largest relative distance of a run's losses from those of ddp on the same batches."""
     path = folder / "ddp.json"
-    of_ddp = json.loads(path.read_text())["losses"] if path.exists() else []
+    of_ddp = json.loads(path.read_text()) if path.exists() else found | {"losses": []}
+    if _batch_size(of_ddp["flags"]) != _batch_size(found["flags"]):
+        return None
+    of_ddp, losses = of_ddp["losses"], found["losses"]
     if not of_ddp or len(of_ddp) != len(losses) or None in (*of_ddp, *losses):
         return None
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, of_ddp, strict=True))
@@ -317,23 +369,30 @@ def _short(text: str | None) -> str | None:
 
 def table(base: Path, engines: list[str]) -> str:
     """Model x engine as Markdown, the sums below it, and then why a cell is not `same`."""
-    lines = ["| model | px | " + " | ".join(engines) + " |", "| --- " * (len(engines) + 2) + "|"]
+    lines = [
+        "| model | px | batch | " + " | ".join(engines) + " |",
+        "| --- " * (len(engines) + 3) + "|",
+    ]
     counts = {engine: [0, 0, 0, 0] for engine in engines}
     reasons: dict[tuple[str, str], list[str]] = {}  # of a model in one way, engines
     for folder in sorted(path.parent for path in base.glob("*/flags.json")):
         given = json.loads((folder / "flags.json").read_text())
         model = given[0].partition("=")[2]
         size = next((f.partition("=")[2] for f in given if f.startswith("--image_size=")), "")
+        of_ddp = folder / "ddp.json"
+        batch_size = _batch_size(
+            json.loads(of_ddp.read_text())["flags"] if of_ddp.exists() else given
+        )
         row = []
         for engine in engines:
-            cell = _cell(folder, engine)
+            cell = _cell(folder, engine, batch_size)
             row.append("" if cell is None else cell.words)
             if cell is not None:
                 for index, counted in enumerate((True, cell.trained, cell.checked, cell.same)):
                     counts[engine][index] += counted
                 if cell.reason:
                     reasons.setdefault((model, cell.reason), []).append(engine)
-        lines.append(f"| {model} | {size} | " + " | ".join(row) + " |")
+        lines.append(f"| {model} | {size} | {batch_size} | " + " | ".join(row) + " |")
     sums = [
         f"{engine}: of {number} models {trained} train; {checked} were checked, {same} are the same"
         for engine, (number, trained, checked, same) in counts.items()
