@@ -73,6 +73,11 @@ _COLUMNS: dict[str, Callable[[RowResult], str]] = {
     "break-even steps": break_even,
     "peak MiB": peak_mib,
 }
+_SHARPER = (
+    "too noisy: rounding alone, in plain ddp, could hide a wrong gradient; larger batches or "
+    "images, float32, or a network whose residual branches begin at zero (timm:resnet50) make "
+    "a sharp test"
+)
 LEFT = ("engine", "verdict", "numerics")
 
 
@@ -98,6 +103,8 @@ def notes(result: Result) -> list[str]:
         if tested:
             lines.append(f"{row.name}: numerics: {tested}")
         lines += _extras(row, result)
+    if any(row.numerics.is_too_noisy for row in result.rows):
+        lines.append(_SHARPER)
     return lines
 
 

@@ -17,6 +17,7 @@ from accbench.report.run import Run
 from accbench.report.statistics import in_most
 
 SAME, DIFFERS, NOT_CHECKED = "trains the same", "differs", "not checked"
+_TOO_NOISY = "too noisy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Numerics:
     """Likewise of an error that is there in all steps."""
     tested: tuple[str, ...] = ()
     """What was looked at beside the steps."""
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether rounding alone, in plain ddp, could hide what would be a difference."""
+        return (self.reason or "").startswith(_TOO_NOISY)
 
 
 # A difference in a step is told before one that only many steps show, and that before others.
@@ -242,7 +248,7 @@ class Findings:
             return dataclasses.replace(common, verdict=NOT_CHECKED, reason=unknown)
         if not all(sharp) or not sharp:
             step = sharp.index(False) + 1 if sharp else 1
-            reason = f"too noisy at step {step} ({sum(sharp)} of {len(sharp)} were sharp tests)"
+            reason = f"{_TOO_NOISY} at step {step} ({sum(sharp)} of {len(sharp)} were sharp tests)"
             return dataclasses.replace(common, verdict=NOT_CHECKED, reason=reason)
         return common
 

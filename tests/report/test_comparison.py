@@ -311,6 +311,8 @@ def test_steps_that_are_too_noisy_are_no_test(folder):
     found = row_of(folder, "xla").numerics
     assert found.verdict == "not checked"
     assert found.reason == "too noisy at step 2 (2 of 3 were sharp tests)"
+    told = publish.render([comparison.read(folder, allow_mixed=True)], "md")
+    assert told.count("make a sharp test") == 1
     fakes.write_run(
         folder / "numerics" / "xla", fakes.numerics("xla", 2e-5, distances=distances(scale=-0.9))
     )

@@ -107,6 +107,7 @@ def rules(device: str, options: Any) -> Any:
         torch_convolutions=convolutions,
         torch_products=products,
         torch_pools=by_torch,
+        torch_norms=by_torch,
         pools_by_place=options.pools_by_place == "on",
     )
 

@@ -112,10 +112,11 @@ def capture(
 ) -> tuple[torch.fx.GraphModule, Any]:
     """The flat graph of a module without inputs, of forward alone or with backward."""
     from accbench.engines.jax import lowering
+    from accbench.engines.jax.noting import Noting  # as the engine captures
 
-    # torch leaves a variable of inductor's behind.
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][not whole_attention :]
-    with mock.patch.dict(os.environ), sdpa_kernel(backends):
+    # torch leaves a variable of inductor's behind.
+    with mock.patch.dict(os.environ), sdpa_kernel(backends), Noting():
         return aot_export_module(
             module,
             (),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from accbench.errors import RequestError
 
@@ -13,6 +14,8 @@ jnp = pytest.importorskip("jax.numpy")
 
 from accbench.engines.jax.lowering import jax_dtype, to_jax  # noqa: E402
 from accbench.engines.jax.lowering.dtypes import result_type  # noqa: E402
+
+from . import against_torch  # noqa: E402
 
 DTYPES = (
     torch.float32,
@@ -59,3 +62,34 @@ def test_what_int32_cannot_hold_is_refused_where_it_comes_in() -> None:
 def test_complex_numbers_are_refused() -> None:
     with pytest.raises(RequestError, match="no torch.complex64"):
         to_jax(torch.ones(2, dtype=torch.complex64))
+
+
+def _batch_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, torch.zeros(6), torch.ones(6), w, b, training=True)
+
+
+def _layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x.movedim(1, -1), (6,), w, b)
+
+
+def _group_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.group_norm(x, 2, w, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [_batch_norm, _layer_norm, _group_norm])
+def test_norms_of_16_bits_with_parameters_of_32_round_no_gradient(
+    dtype: torch.dtype, norm: Any
+) -> None:
+    """As torch's kernels do, whatever its decompositions note on a CPU."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 5, 5).to(dtype).requires_grad_()
+    w, b = (torch.rand(6).requires_grad_() for _ in range(2))
+    module = against_torch.Wrapped(norm, (x, w, b), {})
+    by_torch = against_torch.eager(module)
+    of_x, *others = against_torch.through_jax(module).gradients
+    assert not against_torch.difference(of_x, by_torch.gradients[0], by_torch.gradients[0])
+    for ours, eager in zip(others, by_torch.gradients[1:], strict=True):
+        assert (ours != ours.to(dtype).float()).any()
+        if norm is not _layer_norm:  # of which torch's own are rounded
+            torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)

@@ -155,6 +155,37 @@ def test_pools(dtype: torch.dtype, spatial: Any, how: Any, by_torch: bool) -> No
     assert not against_torch.check(function, args, {}, rules=rules, calls=calls)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("spatial", "of_channels", "by_torch"),
+    [
+        ((9, 8), ["weight", "bias"], NAMES),
+        ((9, 8), ["weight"], NAMES),
+        ((9, 8), [], ["float32"]),  # torch has statistics in 16 bits then
+        ((1, 1), ["weight", "bias"], NAMES),
+        ((7,), ["weight", "bias"], []),
+        ((5, 6, 4), ["weight", "bias"], NAMES),
+    ],
+)
+def test_norms(dtype: torch.dtype, spatial: Any, of_channels: list[str], by_torch: Any) -> None:
+    (x,), vectors = (
+        _draw(dtype, (3, 5, *spatial)),
+        _draw(torch.float32, *[(5,) for _ in of_channels]),
+    )
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(spatial) - 1]
+    one = torch.ones(5, 1, *(1,) * len(spatial)).to(dtype)
+
+    def function(x: torch.Tensor, one: torch.Tensor, *vectors: Any) -> Any:
+        given = dict(zip(of_channels, vectors, strict=True))
+        moved = given.get("weight", torch.ones(5)).detach().clone(), torch.ones(5)
+        stats = moved if "bias" in given else (None, None)
+        return F.batch_norm(convolve(x, one, groups=5), *stats, **given, training=True), *stats
+
+    rules = lowering.Rules(channels_last=True, torch_norms=True)
+    calls = {f"@{torch_calls.TARGET}(": 2 * (str(dtype).removeprefix("torch.") in by_torch)}
+    assert not against_torch.check(function, (x, one, *vectors), {}, rules=rules, calls=calls)
+
+
 def test_what_fails_in_a_call_is_told() -> None:
     @torch_calls.torch_call
     def failing(read: list[torch.Tensor], write: list[torch.Tensor]) -> None:

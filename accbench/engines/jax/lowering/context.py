@@ -31,6 +31,8 @@ class Rules:
     """Likewise large products of matrices, and attention that was captured whole."""
     torch_pools: bool = False
     """Likewise max-pooling over two axes."""
+    torch_norms: bool = False
+    """Likewise BatchNorm in training."""
     float64_as_float32: bool = False
     """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
 

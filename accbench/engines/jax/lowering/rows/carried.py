@@ -139,17 +139,46 @@ def convolution_backward(
 def batch_norm(context: Context, input: Any, *args: Any) -> Any:
     if not isinstance(input, ChannelsLast):
         return NotImplemented
-    function = normalization.BATCH_NORMS[str(context.node.target)]
-    y, *rest = function(input.array, *args, axis=-1)
+    name = str(context.node.target)
+    more = {"train": _normalizing(context)} if name in normalization.TRAINING else {}
+    y, *rest = normalization.BATCH_NORMS[name](input.array, *args, axis=-1, **more)
     return (ChannelsLast(y), *rest)
 
 
+def _normalizing(context: Context) -> normalization.Train:
+    def train(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: Any, *how: Any) -> Any:
+        by_torch = torch_kernels.normalizes(context, x, weight, momentum, bias, mean, var)
+        module = torch_kernels if by_torch else normalization
+        return module.batch_norm_train(x, weight, bias, mean, var, momentum, *how)
+
+    return train
+
+
 @channels_last("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
-def batch_norm_backward(context: Context, grad_out: Any, input: Any, *args: Any) -> Any:
+def batch_norm_backward(
+    context: Context,
+    grad_out: Any,
+    input: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    *reserve: Any,
+) -> Any:
     if not isinstance(input, ChannelsLast):
         return NotImplemented
-    function = normalization.BATCH_NORMS[str(context.node.target)]
-    of_input, *rest = function(last(grad_out), input.array, *args, axis=-1)
+    g, x, saved = last(grad_out), input.array, (save_mean, save_invstd)
+    if train and torch_kernels.normalizes(context, x, weight, 0, *saved) and g.dtype == x.dtype:
+        computed = torch_kernels.batch_norm_backward(g, x, weight, *saved, eps, output_mask)
+    else:
+        function = normalization.BATCH_NORMS[str(context.node.target)]
+        how = (running_mean, running_var, *saved, train, eps, output_mask, *reserve)
+        computed = function(g, x, weight, *how, axis=-1)
+    of_input, *rest = computed
     return (None if of_input is None else ChannelsLast(of_input), *rest)
 
 

@@ -10,6 +10,9 @@ from jax import lax
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.table import lowering
 
+Train = Callable[..., tuple[Any, Any, Any, Any, Any]]
+"""What `batch_norm_train` does, by this module or another."""
+
 
 def channels(vector: Any, ndim: int, axis: int = 1) -> Any:
     """(C,) -> (C, 1, ...): to be broadcast over (N, C, *spatial), or along another axis."""
@@ -88,9 +91,10 @@ def batch_norm_functional(
     momentum: float,
     eps: float,
     axis: int = 1,
+    train: Train = batch_norm_train,
 ) -> tuple[Any, ...]:
     if training:
-        return batch_norm_train(input, weight, bias, running_mean, running_var, momentum, eps, axis)
+        return train(input, weight, bias, running_mean, running_var, momentum, eps, axis)
     y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps, axis)
     empty = _none(jnp.float32)
     return y, empty, empty, running_mean, running_var
@@ -98,9 +102,16 @@ def batch_norm_functional(
 
 @lowering("aten._native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
-    input: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float, axis: int = 1
+    input: Any,
+    weight: Any,
+    bias: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    axis: int = 1,
+    train: Train = batch_norm_train,
 ) -> tuple[Any, ...]:
-    return batch_norm_train(input, weight, bias, None, None, momentum, eps, axis)[:3]
+    return train(input, weight, bias, None, None, momentum, eps, axis)[:3]
 
 
 @lowering("aten._native_batch_norm_legit_no_training.default")
@@ -129,9 +140,10 @@ def native_batch_norm(
     momentum: float,
     eps: float,
     axis: int = 1,
+    train: Train = batch_norm_train,
 ) -> tuple[Any, ...]:
     """Without statistics that run, or in evaluation: else a graph has the functional one."""
-    how = (input, weight, bias, running_mean, running_var, training, momentum, eps, axis)
+    how = (input, weight, bias, running_mean, running_var, training, momentum, eps, axis, train)
     return batch_norm_functional(*how)[:3]
 
 
@@ -145,8 +157,9 @@ def batch_norm_with_update(
     momentum: float,
     eps: float,
     axis: int = 1,
+    train: Train = batch_norm_train,
 ) -> tuple[Any, ...]:
-    y, mean, invstd, moved_mean, moved_var = batch_norm_train(
+    y, mean, invstd, moved_mean, moved_var = train(
         input, weight, bias, running_mean, running_var, momentum, eps, axis
     )
     return y, mean, invstd, _none(jnp.uint8), moved_mean, moved_var
@@ -218,6 +231,11 @@ def batch_norm_backward_with_reserve(
     return batch_norm_backward(grad_out, input, weight, *statistics, update, eps, output_mask, axis)
 
 
+# Those that train as they are told to.
+TRAINING = frozenset({
+    "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats",
+    "aten._batch_norm_with_update_functional.default", "aten.native_batch_norm.default",
+})  # fmt: skip
 # By operation, for the other order of axes.
 BATCH_NORMS: dict[str, Callable[..., Any]] = {
     "aten._native_batch_norm_legit_functional.default": batch_norm_functional,
