@@ -54,7 +54,8 @@ def keep_compiled(device: str, options: Any) -> str:
             "--jax.cache_dir, or keep none by --jax.compile_cache off"
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if device == "cpu":
         _let_all_workers_write()
     return str(folder)
@@ -107,7 +108,9 @@ def rules(device: str, options: Any) -> Any:
         torch_convolutions=convolutions,
         torch_products=products,
         torch_pools=by_torch,
-        torch_norms=by_torch,
+        # In float32 XLA's fused norms take as long, and less memory.
+        torch_norms=("bfloat16", "float16") if by_torch else (),
+        torch_updates=by_torch,
         pools_by_place=options.pools_by_place == "on",
     )
 

@@ -144,7 +144,10 @@ def _updated(
     taken = jnp.where(overflow, 0.0, 1.0) if may_skip else 1.0
     counts = state["counts"].at[trained].add(taken)
     keys = optimizers.STATE_KEYS[plan.optimizer]
-    for place, gradient in zip(captured.trained, gradients, strict=True):
+    of_trained = dict(zip(captured.trained, gradients, strict=True))
+    if plan.rules.torch_updates and plan.optimizer == "adamw" and not may_skip:
+        _update_by_torch(plan, state, rates, of_trained, counts)
+    for place, gradient in of_trained.items():
         group, parameter = plan.group_of[place], state["parameters"][place]
         before = {key: state[key][place] for key in keys}
         moved, after = updates.RULES[plan.optimizer](
@@ -160,3 +163,27 @@ def _updated(
             a + (1 - plan.ema_decay) * (p - a) for a, p in pairs_of_averages
         ]
     return {**state, "counts": counts}
+
+
+def _update_by_torch(
+    plan: Plan, state: Tree, rates: Tree, gradients: dict[int, Any], counts: Any
+) -> None:
+    """Take a group's float32 parameters together out of `gradients`, and update their state."""
+    for group, settings in enumerate(plan.groups):
+        places = [
+            place for place, gradient in gradients.items()
+            if plan.group_of[place] == group and gradient.size
+            and gradient.dtype == state["parameters"][place].dtype == jnp.float32
+        ]  # fmt: skip
+        if not places:
+            continue
+        keys = optimizers.STATE_KEYS[plan.optimizer]
+        moved = updates.adamw_by_torch(
+            settings, rates["lr"][group], [state["parameters"][place] for place in places],
+            [gradients.pop(place) for place in places],
+            [{key: state[key][place] for key in keys} for place in places], counts, places,
+        )  # fmt: skip
+        for place, (parameter, after) in zip(places, moved, strict=True):
+            state["parameters"][place] = parameter
+            for key in keys:
+                state[key][place] = after[key]

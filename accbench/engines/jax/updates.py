@@ -8,9 +8,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
+
+from accbench.engines.jax.lowering.torch_calls import torch_call
 
 Array = Any
 # Elements that are searched for overflows together.
@@ -40,6 +44,43 @@ def adamw(
     root = jnp.sqrt(square) / jnp.sqrt(correction2) + settings["eps"]
     moved = parameter * rates.kept - (rates.lr / correction1) * (mean / root)
     return moved, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+@torch_call
+def _adamw_in_place(
+    read: list[torch.Tensor], write: list[torch.Tensor], places: list[int], settings: Any
+) -> None:
+    num = len(places)
+    parameters, means, squares = write[:num], write[num : 2 * num], write[2 * num :]
+    *gradients, lr, counts = read[3 * num :]
+    steps = counts.unbind()
+    torch._fused_adamw_(
+        parameters, gradients, means, squares, [], [steps[place] for place in places], lr=lr,
+        amsgrad=False, maximize=False, **settings,
+    )  # fmt: skip
+
+
+def adamw_by_torch(
+    settings: dict[str, Any], lr: Array, parameters: list[Array], gradients: list[Array],
+    states: list[dict[str, Array]], counts: Array, places: list[int],
+) -> list[tuple[Array, dict[str, Array]]]:  # fmt: skip
+    """As `adamw` of each of a group's parameters, all float32, by torch's own kernel on a CPU.
+
+    Args:
+        counts: (parameters of the model,) float32, of steps with this one.
+        places: the parameters' among those.
+    """
+    beta1, beta2 = settings["betas"]
+    how = {"beta1": beta1, "beta2": beta2, "weight_decay": settings["weight_decay"]}
+    changed = [*parameters, *(s["exp_avg"] for s in states), *(s["exp_avg_sq"] for s in states)]
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed]
+    moved = _adamw_in_place(
+        results, *changed, *gradients, lr, counts, in_place=len(changed), places=places,
+        settings=how | {"eps": settings["eps"]},
+    )  # fmt: skip
+    num = len(parameters)
+    of_each = zip(moved[:num], moved[num : 2 * num], moved[2 * num :], strict=True)
+    return [(p, {"exp_avg": mean, "exp_avg_sq": square}) for p, mean, square in of_each]
 
 
 def sgd(

@@ -181,7 +181,7 @@ def test_norms(dtype: torch.dtype, spatial: Any, of_channels: list[str], by_torc
         stats = moved if "bias" in given else (None, None)
         return F.batch_norm(convolve(x, one, groups=5), *stats, **given, training=True), *stats
 
-    rules = lowering.Rules(channels_last=True, torch_norms=True)
+    rules = lowering.Rules(channels_last=True, torch_norms=NAMES)
     calls = {f"@{torch_calls.TARGET}(": 2 * (str(dtype).removeprefix("torch.") in by_torch)}
     assert not against_torch.check(function, (x, one, *vectors), {}, rules=rules, calls=calls)
 

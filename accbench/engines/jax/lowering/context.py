@@ -31,8 +31,10 @@ class Rules:
     """Likewise large products of matrices, and attention that was captured whole."""
     torch_pools: bool = False
     """Likewise max-pooling over two axes."""
-    torch_norms: bool = False
-    """Likewise BatchNorm in training."""
+    torch_norms: tuple[str, ...] = ()
+    """Likewise BatchNorm in training, of these dtypes."""
+    torch_updates: bool = False
+    """Likewise AdamW, where no step is left out."""
     float64_as_float32: bool = False
     """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
 

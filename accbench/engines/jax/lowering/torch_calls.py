@@ -9,6 +9,7 @@ costs some 50 µs (docs/measured.md), and needs Python's lock.
 import contextlib
 import ctypes as C
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -29,10 +30,8 @@ _functions: dict[str, Function] = {}
 _EXTENSION_METADATA = 1
 _INTERNAL_ERROR = 13  # XLA_FFI_Error_Code_INTERNAL
 _MAJOR, _MINOR = 0, 1
-# xla::PrimitiveType
-_DTYPES = {
-    1: torch.bool, 10: torch.float16, 11: torch.float32, 12: torch.float64, 16: torch.bfloat16,
-}  # fmt: skip
+# Tensors of one dtype and shape that are kept: memory is where it was in most steps.
+_MOST_VIEWS = 4096
 
 
 class _Extension(C.Structure):
@@ -109,15 +108,21 @@ def torch_call(function: Function) -> Callable[..., Any]:
     The function takes a list of tensors to read, a list of tensors to write its results into, and
     keyword arguments that JSON can hold. What it becomes takes the shapes and dtypes of the results
     (of each a `jax.ShapeDtypeStruct`), the arrays, and the same keyword arguments, and returns
-    a list of arrays.
+    a list of arrays. With `in_place` so many results are the first so many arrays, in their
+    memory, which holds these when the function is called.
     """
     name = f"{function.__module__}.{function.__name__}"
     _functions[name] = function
 
-    def call(results: Sequence[jax.ShapeDtypeStruct], *arrays: Any, **how: Any) -> list[Any]:
+    def call(
+        results: Sequence[jax.ShapeDtypeStruct], *arrays: Any, in_place: int = 0, **how: Any
+    ) -> list[Any]:
         register()
-        what = json.dumps([name, how], sort_keys=True)
-        return [*jax.ffi.ffi_call(TARGET, tuple(results))(*arrays, what=what)]
+        kinds = [[[str(a.dtype), a.shape] for a in given] for given in (arrays, results)]
+        what = json.dumps([name, how, *kinds], sort_keys=True)
+        aliases = {place: place for place in range(in_place)}
+        made = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=aliases)
+        return [*made(*arrays, what=what)]
 
     return call
 
@@ -148,10 +153,10 @@ def _handle(frame_at: Any) -> int | None:
             torch.set_num_threads(torch.get_num_threads())
             _thread.is_ready = True
         span = frame.attributes.values[0].contents
-        function, how = _call(C.string_at(span.data, span.size))
+        function, how, read, write = _call(C.string_at(span.data, span.size))
         one = _alone if torch.get_num_threads() > 1 else contextlib.nullcontext()
         with one, torch.inference_mode():
-            function(_tensors(frame.arguments), _tensors(frame.results), **how)
+            function(_tensors(frame.arguments, read), _tensors(frame.results, write), **how)
     except BaseException as error:  # in a thread of XLA's nobody else would see it
         message = f"{type(error).__name__}: {error}".encode()
         given = _ErrorArguments(C.sizeof(_ErrorArguments), None, message, _INTERNAL_ERROR)
@@ -163,21 +168,37 @@ def _handle(frame_at: Any) -> int | None:
 _handler = C.CFUNCTYPE(C.c_void_p, C.POINTER(_Frame))(_handle)
 
 
+class _Kind:
+    """Tensors of one dtype and shape, where arrays lie."""
+
+    def __init__(self, dtype: str, sizes: Sequence[int]) -> None:
+        self.dtype, self.sizes = getattr(torch, dtype), list(sizes)
+        self._memory = C.c_char * (self.dtype.itemsize * math.prod(sizes))
+        self._views: dict[int, torch.Tensor] = {}
+
+    def at(self, address: int) -> torch.Tensor:
+        view = self._views.get(address)
+        if view is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            memory = self._memory.from_address(address)
+            view = torch.frombuffer(memory, dtype=self.dtype).view(self.sizes)
+            self._views[address] = view
+        return view
+
+
 @cache
-def _call(what: bytes) -> tuple[Function, dict[str, Any]]:
-    name, how = json.loads(what)
-    return _functions[name], how
+def _kind(dtype: str, sizes: tuple[int, ...]) -> _Kind:
+    return _Kind(dtype, sizes)
 
 
-def _tensors(buffers: _Buffers) -> list[torch.Tensor]:
-    return [_tensor(buffers.buffers[place].contents) for place in range(buffers.size)]
+@cache
+def _call(what: bytes) -> tuple[Function, dict[str, Any], list[_Kind], list[_Kind]]:
+    name, how, *kinds = json.loads(what)
+    read, write = ([_kind(dtype, tuple(sizes)) for dtype, sizes in given] for given in kinds)
+    return _functions[name], how, read, write
 
 
-def _tensor(buffer: _Buffer) -> torch.Tensor:
-    sizes = buffer.dims[: buffer.rank]
-    dtype = _DTYPES[buffer.dtype]
-    num_bytes = dtype.itemsize
-    for size in sizes:
-        num_bytes *= size
-    memory = (C.c_char * num_bytes).from_address(buffer.data)
-    return torch.frombuffer(memory, dtype=dtype).view(sizes)
+def _tensors(buffers: _Buffers, kinds: list[_Kind]) -> list[torch.Tensor]:
+    at = buffers.buffers
+    return [kind.at(at[place].contents.data) for place, kind in enumerate(kinds)]

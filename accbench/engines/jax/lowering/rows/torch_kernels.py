@@ -241,7 +241,7 @@ def normalizes(context: Context, x: Any, weight: Any, momentum: Any, *of_channel
     # Without a weight torch computes statistics in x's own 16 bits.
     wide = weight is not None or str(x.dtype) == "float32"
     return (
-        context.rules.torch_norms
+        str(x.dtype) in context.rules.torch_norms
         and takes(x)
         and x.ndim in (4, 5)  # torch writes no other with its channels last
         and x.size > x.shape[-1]  # a single value has no variance
