@@ -31,7 +31,7 @@ _EXTENSION_METADATA = 1
 _INTERNAL_ERROR = 13  # XLA_FFI_Error_Code_INTERNAL
 _MAJOR, _MINOR = 0, 1
 # Tensors of one dtype and shape that are kept: memory is where it was in most steps.
-_MOST_VIEWS = 4096
+_MOST_VIEWS = 1024
 
 
 class _Extension(C.Structure):
