@@ -176,9 +176,8 @@ class Trial:
             own.append(f"{_BATCH_SIZE}{batch_size}")
         flags = [
             f"--model={self.model}", *self.model_flags, f"{_BATCH_SIZE}{batch_size}",
-            "--amp_level=O0",
-            "--lr=1e-4", "--workers=0", "--threads=1", "--device=cpu", "--data=synthetic",
-            "--tensorboard=off", f"--synthetic.num_batches={STEPS}", f"--max_steps={STEPS}",
+            "--amp_level=O0", "--lr=1e-4", "--workers=0", "--threads=1", "--device=cpu",
+            "--data=synthetic", "--tensorboard=off", f"--synthetic.num_batches={STEPS}", f"--max_steps={STEPS}",
             "--save_interval=0", "--warmup_steps=1", "--log_interval=1",
         ]  # fmt: skip
         (self.folder / "flags.json").write_text(json.dumps(flags))
@@ -231,7 +230,9 @@ class Trial:
 
 
 def _is_too_noisy(found: dict[str, Any]) -> bool:
-    return (found["reason"] or "").startswith("too noisy")
+    from accbench.report import numerics
+
+    return numerics.Numerics(found["verdict"], reason=found["reason"]).is_too_noisy
 
 
 def _start_fork_server(engines: list[str]) -> None:

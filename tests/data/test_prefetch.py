@@ -198,7 +198,7 @@ def test_loader_can_be_left_and_begun_again(workers):
 ON_XLA = """
 import torch, torch_xla
 from torch.utils.data import TensorDataset
-from accbench.data.loader import DataLoaderX, naming_dead_workers
+from accbench.data.loader import DataLoaderX
 data = TensorDataset(torch.arange(10))
 loader = DataLoaderX(0, device=torch_xla.device(), dataset=data, batch_size=4)
 batches = [batch for batch, in loader]
@@ -407,7 +407,7 @@ def test_what_has_no_state_says_what_has():
 # that happens to be, which may be inside pytest.
 KILLED_WORKER = """
 import os, signal, torch
-from accbench.data.loader import DataLoaderX, naming_dead_workers
+from accbench.data.loader import DataLoaderX
 class Dying(torch.utils.data.Dataset):
     def __len__(self):
         return 100
@@ -469,7 +469,7 @@ def test_lost_connection_of_a_data_set_is_not_called_a_dead_worker(num_workers):
 
 FULL_SHM = """
 import torch
-from accbench.data.loader import DataLoaderX, naming_dead_workers
+from accbench.data.loader import DataLoaderX
 data = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
 loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=16, num_workers=1)
 list(loader)

@@ -168,10 +168,8 @@ def test_pools(dtype: torch.dtype, spatial: Any, how: Any, by_torch: bool) -> No
     ],
 )
 def test_norms(dtype: torch.dtype, spatial: Any, of_channels: list[str], by_torch: Any) -> None:
-    (x,), vectors = (
-        _draw(dtype, (3, 5, *spatial)),
-        _draw(torch.float32, *[(5,) for _ in of_channels]),
-    )
+    (x,) = _draw(dtype, (3, 5, *spatial))
+    vectors = _draw(torch.float32, *[(5,) for _ in of_channels])
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(spatial) - 1]
     one = torch.ones(5, 1, *(1,) * len(spatial)).to(dtype)
 

@@ -155,30 +155,20 @@ def _normalizing(context: Context) -> normalization.Train:
 
 
 @channels_last("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
-def batch_norm_backward(
-    context: Context,
-    grad_out: Any,
-    input: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    save_mean: Any,
-    save_invstd: Any,
-    train: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    *reserve: Any,
-) -> Any:
+def batch_norm_backward(context: Context, grad_out: Any, input: Any, *args: Any) -> Any:
     if not isinstance(input, ChannelsLast):
         return NotImplemented
-    g, x, saved = last(grad_out), input.array, (save_mean, save_invstd)
-    if train and torch_kernels.normalizes(context, x, weight, 0, *saved) and g.dtype == x.dtype:
-        computed = torch_kernels.batch_norm_backward(g, x, weight, *saved, eps, output_mask)
+    g, x = last(grad_out), input.array
+    weight, _, _, mean, invstd, train, eps, mask = args[:8]
+    if (
+        train
+        and torch_kernels.normalizes(context, x, weight, 0, mean, invstd)
+        and g.dtype == x.dtype
+    ):
+        of_input, *rest = torch_kernels.batch_norm_backward(g, x, weight, mean, invstd, eps, mask)
     else:
         function = normalization.BATCH_NORMS[str(context.node.target)]
-        how = (running_mean, running_var, *saved, train, eps, output_mask, *reserve)
-        computed = function(g, x, weight, *how, axis=-1)
-    of_input, *rest = computed
+        of_input, *rest = function(g, x, *args, axis=-1)
     return (None if of_input is None else ChannelsLast(of_input), *rest)
 
 
