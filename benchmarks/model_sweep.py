@@ -177,8 +177,8 @@ class Trial:
         flags = [
             f"--model={self.model}", *self.model_flags, f"{_BATCH_SIZE}{batch_size}",
             "--amp_level=O0", "--lr=1e-4", "--workers=0", "--threads=1", "--device=cpu",
-            "--data=synthetic", "--tensorboard=off", f"--synthetic.num_batches={STEPS}", f"--max_steps={STEPS}",
-            "--save_interval=0", "--warmup_steps=1", "--log_interval=1",
+            "--data=synthetic", "--tensorboard=off", f"--synthetic.num_batches={STEPS}",
+            f"--max_steps={STEPS}", "--save_interval=0", "--warmup_steps=1", "--log_interval=1",
         ]  # fmt: skip
         (self.folder / "flags.json").write_text(json.dumps(flags))
         problem, seconds = None, 0.0
