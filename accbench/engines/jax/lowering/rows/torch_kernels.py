@@ -23,8 +23,8 @@ from accbench.engines.jax.lowering.torch_calls import takes, torch_call
 Sizes = Sequence[int]
 
 # Multiplications below which XLA's own product is as fast or faster, as measured: a call costs
-# some 50 microseconds (docs/measured.md).
-_FEW = 2**27
+# some 50 microseconds (docs/measured.md). Of 16 bits XLA makes products in float32.
+_FEW, _FEW_IN_16_BITS = 2**27, 2**25
 
 
 def _channels_second(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,8 @@ def convolves(context: Context, x: Any, w: Any, shape: Sizes, how: Sequence[Any]
 
 def _pays(context: Context, array: Any, num: int) -> bool:
     """A product of so many multiplications of such an array's elements."""
-    return num >= _FEW and str(array.dtype) in context.rules.torch_products
+    few = _FEW if array.dtype == jnp.float32 else _FEW_IN_16_BITS
+    return num >= few and str(array.dtype) in context.rules.torch_products
 
 
 def convolution(x: Any, w: Any, bias: Any, shape: Sizes, how: Sequence[Any]) -> Any:
