@@ -56,9 +56,9 @@ def wide(num_classes: int) -> nn.Module:
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
-        nn.Linear(256, 128),
+        nn.Linear(256, 1024),
         nn.ReLU(),
-        nn.Linear(128, num_classes),
+        nn.Linear(1024, num_classes),
     )
 
 

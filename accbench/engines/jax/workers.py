@@ -26,6 +26,9 @@ from accbench.training.process_group import Topology
 _AXIS = "workers"
 # Smaller arrays are whole on every worker: a collective costs more than they do.
 _LEAST_PARTED = 1024
+# Arrays of so many elements are reduced by themselves: to put them behind others and take them
+# back is to copy them twice (docs/measured.md).
+_LEAST_APART = 2**18
 
 Axis = int | None
 """Along which an array is parted between the workers; None where each has all of it."""
@@ -129,7 +132,7 @@ class Workers:
     Args:
         shards: part large arrays of `state` between the workers.
         by_gloo: XLA on a CPU reduces, which has gloo take array after array and waits for each: so
-            they are put behind each other.
+            small ones are put behind each other.
     """
 
     def __init__(self, topology: Topology, shards: bool = False, by_gloo: bool = False) -> None:
@@ -189,8 +192,13 @@ class Workers:
             return tree
         if not self._by_gloo:
             return lax.pmean(tree, _AXIS)
-        flat, restored = ravel_pytree(tree)
-        return restored(lax.pmean(flat, _AXIS))
+        leaves, structure = jax.tree.flatten(tree)
+        large = {place: leaf for place, leaf in enumerate(leaves) if leaf.size >= _LEAST_APART}
+        small = {place: leaf for place, leaf in enumerate(leaves) if place not in large}
+        flat, restored = ravel_pytree(small)
+        flat, large = lax.pmean((flat, large), _AXIS)
+        means = large | restored(flat)
+        return jax.tree.unflatten(structure, [means[place] for place in range(len(leaves))])
 
     def whole(self, array: Any, axis: Axis) -> Any:
         """Inside of functions: all of an array of `state`."""
