@@ -22,7 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that are small enough for a test."""
-    monkeypatch.setattr(torch_kernels, "_FEW", 1)
+    for limit in ("_FEW", "_FEW_IN_16_BITS"):
+        monkeypatch.setattr(torch_kernels, limit, 1)
 
 
 def _draw(dtype: torch.dtype, *sizes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from accbench.engines.jax.lowering.rows import (
     reductions,
     shapes,
     torch_kernels,
+    torch_norms,
 )
 from accbench.engines.jax.lowering.rows.windows import windows
 
@@ -147,8 +148,8 @@ def batch_norm(context: Context, input: Any, *args: Any) -> Any:
 
 def _normalizing(context: Context) -> normalization.Train:
     def train(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: Any, *how: Any) -> Any:
-        by_torch = torch_kernels.normalizes(context, x, weight, momentum, bias, mean, var)
-        module = torch_kernels if by_torch else normalization
+        by_torch = torch_norms.normalizes(context, x, weight, momentum, bias, mean, var)
+        module = torch_norms if by_torch else normalization
         return module.batch_norm_train(x, weight, bias, mean, var, momentum, *how)
 
     return train
@@ -160,12 +161,8 @@ def batch_norm_backward(context: Context, grad_out: Any, input: Any, *args: Any)
         return NotImplemented
     g, x = last(grad_out), input.array
     weight, _, _, mean, invstd, train, eps, mask = args[:8]
-    if (
-        train
-        and torch_kernels.normalizes(context, x, weight, 0, mean, invstd)
-        and g.dtype == x.dtype
-    ):
-        of_input, *rest = torch_kernels.batch_norm_backward(g, x, weight, mean, invstd, eps, mask)
+    if train and torch_norms.normalizes(context, x, weight, 0, mean, invstd) and g.dtype == x.dtype:
+        of_input, *rest = torch_norms.batch_norm_backward(g, x, weight, mean, invstd, eps, mask)
     else:
         function = normalization.BATCH_NORMS[str(context.node.target)]
         of_input, *rest = function(g, x, *args, axis=-1)

@@ -1,5 +1,5 @@
-"""Convolutions, products of matrices, attention, max-pooling and BatchNorm by torch's kernels,
-where the rules say so.
+"""Convolutions, products of matrices, attention and max-pooling by torch's kernels, where the
+rules say so.
 
 They are oneDNN's, MKL's and torch's own, which on a CPU are ahead of what XLA has. On a GPU XLA
 itself calls cuDNN and cuBLAS.
@@ -27,9 +27,14 @@ Sizes = Sequence[int]
 _FEW, _FEW_IN_16_BITS = 2**27, 2**25
 
 
-def _channels_second(tensor: torch.Tensor) -> torch.Tensor:
+def channels_second(tensor: torch.Tensor) -> torch.Tensor:
     """(N, *spatial, C) as (N, C, *spatial), where it lies."""
     return tensor.movedim(-1, 1)
+
+
+def like(*arrays: Any) -> list[jax.ShapeDtypeStruct]:
+    """Results of a call, as these arrays are."""
+    return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
 
 
 def _image(tensor: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -38,7 +43,7 @@ def _image(tensor: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     Copied where that is less than oneDNN would do to the kernel's weights, which it has to put
     into another order for an image with its channels last.
     """
-    image = _channels_second(tensor)
+    image = channels_second(tensor)
     return image.contiguous() if w.numel() > tensor.numel() else image
 
 
@@ -47,7 +52,7 @@ def _convolve(read: list[torch.Tensor], write: list[torch.Tensor], how: Any) -> 
     x, w = read[:2]
     bias = read[2] if len(read) > 2 else None
     y = torch.ops.aten.convolution(_image(x, w), w, bias, *how)
-    _channels_second(write[0]).copy_(y)
+    channels_second(write[0]).copy_(y)
 
 
 @torch_call
@@ -60,7 +65,7 @@ def _convolve_backward(
     )
     places = iter(write)
     if mask[0]:
-        _channels_second(next(places)).copy_(computed[0])
+        channels_second(next(places)).copy_(computed[0])
     if mask[1]:
         next(places).copy_(computed[1])
 
@@ -106,7 +111,7 @@ def convolution_backward(
     """g and x channels last -> the gradients of x and w; None where the mask has False."""
     if _is_product(w, how):
         return _product_backward(g, x, w, how[0], mask)
-    results = _like(*(array for array, wanted in zip((x, w), mask, strict=True) if wanted))
+    results = like(*(array for array, wanted in zip((x, w), mask, strict=True) if wanted))
     computed = iter(_convolve_backward(results, g, x, w, how=list(how), mask=list(mask)))
     of_x, of_w = (next(computed) if wanted else None for wanted in mask)
     return of_x, of_w
@@ -201,17 +206,17 @@ def pools(context: Context, x: Any, w: Windows) -> bool:
 
 @torch_call
 def _largest(read: list[torch.Tensor], write: list[torch.Tensor], how: Any) -> None:
-    y, _ = torch.ops.aten.max_pool2d_with_indices(_channels_second(read[0]), *how)
-    _channels_second(write[0]).copy_(y)
+    y, _ = torch.ops.aten.max_pool2d_with_indices(channels_second(read[0]), *how)
+    channels_second(write[0]).copy_(y)
 
 
 @torch_call
 def _gradient_of_largest(read: list[torch.Tensor], write: list[torch.Tensor], how: Any) -> None:
-    g, x = map(_channels_second, read)
+    g, x = map(channels_second, read)
     # Again, for the indices: no more work than to keep them, of 64 bits each, and to read them.
     _, indices = torch.ops.aten.max_pool2d_with_indices(x, *how)
     of_x = torch.ops.aten.max_pool2d_with_indices_backward(g, x, *how, indices)
-    _channels_second(write[0]).copy_(of_x)
+    channels_second(write[0]).copy_(of_x)
 
 
 def largest(x: Any, w: Windows) -> Any:
@@ -222,94 +227,12 @@ def largest(x: Any, w: Windows) -> Any:
 
 def gradient_of_largest(g: Any, x: Any, w: Windows) -> Any:
     """What reaches x (N, H, W, C) through `largest`."""
-    return _gradient_of_largest(_like(x), g, x, how=_of_pool(w))[0]
+    return _gradient_of_largest(like(x), g, x, how=_of_pool(w))[0]
 
 
 def _of_pool(w: Windows) -> list[Any]:
     """torch's arguments of max-pooling, from the kernel on."""
     return [*map(list, (w.kernel, w.stride, w.padding, w.dilation)), w.ceil_mode]
-
-
-def normalizes(context: Context, x: Any, weight: Any, momentum: Any, *of_channels: Any) -> bool:
-    """Whether BatchNorm in training, or its gradients, are torch's to compute.
-
-    Args:
-        x: channels last.
-        momentum: a number; an array is not handed over.
-        of_channels: bias and statistics, or None.
-    """
-    given = [array for array in (weight, *of_channels) if array is not None]
-    # Without a weight torch computes statistics in x's own 16 bits.
-    wide = weight is not None or str(x.dtype) == "float32"
-    return (
-        str(x.dtype) in context.rules.torch_norms
-        and takes(x)
-        and x.ndim in (4, 5)  # torch writes no other with its channels last
-        and x.size > x.shape[-1]  # a single value has no variance
-        and isinstance(momentum, int | float)
-        and wide
-        and all(str(array.dtype) == "float32" for array in given)
-    )
-
-
-@torch_call
-def _normalize(
-    read: list[torch.Tensor], write: list[torch.Tensor], given: list[bool], how: Any
-) -> None:
-    x, *others = read
-    places = iter(others)
-    weight, bias = (next(places) if is_given else None for is_given in given)
-    y, batch_mean, invstd, *moved = write
-    for place, running in zip(moved, read[len(read) - len(moved) :], strict=True):
-        place.copy_(running)  # which torch then moves where it is
-    torch.ops.aten.native_batch_norm.out(
-        _channels_second(x), weight, bias, *(moved or (None, None)), True, *how,
-        out=_channels_second(y), save_mean=batch_mean, save_invstd=invstd,
-    )  # fmt: skip
-
-
-def batch_norm_train(
-    input: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float, axis: int
-) -> tuple[Any, Any, Any, Any, Any]:
-    """As `normalization.batch_norm_train`, of channels last."""
-    arrays, given = (weight, bias, mean, var), [weight is not None, bias is not None]
-    per_channel = jax.ShapeDtypeStruct(input.shape[-1:], jnp.float32)
-    results = [*_like(input), *[per_channel] * (2 if mean is None else 4)]
-    y, batch_mean, invstd, *moved = _normalize(
-        results, input, *(a for a in arrays if a is not None), given=given, how=[momentum, eps]
-    )
-    return y, batch_mean, invstd, *(moved or (None, None))
-
-
-@torch_call
-def _normalize_backward(
-    read: list[torch.Tensor], write: list[torch.Tensor], eps: float, mask: list[bool]
-) -> None:
-    g, x, mean, invstd, *weight = read
-    computed = torch.ops.aten.native_batch_norm_backward(
-        _channels_second(g), _channels_second(x), weight[0] if weight else None, None, None,
-        mean, invstd, True, eps, mask,
-    )  # fmt: skip
-    places = iter(write)
-    if mask[0]:
-        _channels_second(next(places)).copy_(computed[0])
-    for gradient, wanted in zip(computed[1:], mask[1:], strict=True):
-        if wanted:
-            next(places).copy_(gradient)
-
-
-def batch_norm_backward(
-    grad_out: Any, input: Any, weight: Any, save_mean: Any, save_invstd: Any, eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Of channels last -> gradients of input, weight and bias; None where the mask has False."""
-    per_channel = jax.ShapeDtypeStruct(input.shape[-1:], jnp.float32)
-    all_results = (*_like(input), per_channel, per_channel)
-    results = [one for one, wanted in zip(all_results, output_mask, strict=True) if wanted]
-    arrays = (grad_out, input, save_mean, save_invstd, *([] if weight is None else [weight]))
-    computed = iter(_normalize_backward(results, *arrays, eps=eps, mask=list(output_mask)))
-    of_x, of_w, of_b = (next(computed) if wanted else None for wanted in output_mask)
-    return of_x, of_w, of_b
 
 
 def _heads_second(tensor: torch.Tensor) -> torch.Tensor:
@@ -343,10 +266,6 @@ def _swapped(*arrays: Any) -> list[Any]:
     return [jnp.swapaxes(array, 1, 2) for array in arrays]
 
 
-def _like(*arrays: Any) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-
-
 # Captured only where `torch_products` has its dtype; else attention is taken apart.
 @lowering("aten._scaled_dot_product_flash_attention_for_cpu.default")
 def attention(
@@ -370,7 +289,7 @@ def attention_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     given = _swapped(grad_out, query, key, value, out)
     how = {"is_causal": is_causal, "scale": scale}
-    computed = _attend_backward(_like(*given[1:4]), *given, logsumexp, *_given(attn_mask), how=how)
+    computed = _attend_backward(like(*given[1:4]), *given, logsumexp, *_given(attn_mask), how=how)
     return tuple(_swapped(*computed))
 
 
