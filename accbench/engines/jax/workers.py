@@ -186,19 +186,18 @@ class Workers:
         part = array.addressable_data(0)
         return part[0] if is_own else part
 
-    def mean(self, tree: Any) -> Any:
+    def _mean(self, arrays: list[Any]) -> list[Any]:
         """Inside of functions: the mean over the workers."""
-        if self._mesh is None or not jax.tree.leaves(tree):
-            return tree
+        if self._mesh is None or not arrays:
+            return arrays
         if not self._by_gloo:
-            return lax.pmean(tree, _AXIS)
-        leaves, structure = jax.tree.flatten(tree)
-        large = {place: leaf for place, leaf in enumerate(leaves) if leaf.size >= _LEAST_APART}
-        small = {place: leaf for place, leaf in enumerate(leaves) if place not in large}
+            return list(lax.pmean(arrays, _AXIS))
+        large = {place: a for place, a in enumerate(arrays) if a.size >= _LEAST_APART}
+        small = {place: a for place, a in enumerate(arrays) if place not in large}
         flat, restored = ravel_pytree(small)
         flat, large = lax.pmean((flat, large), _AXIS)
         means = large | restored(flat)
-        return jax.tree.unflatten(structure, [means[place] for place in range(len(leaves))])
+        return [means[place] for place in range(len(arrays))]
 
     def whole(self, array: Any, axis: Axis) -> Any:
         """Inside of functions: all of an array of `state`."""
@@ -207,9 +206,9 @@ class Workers:
     def mean_parts(self, arrays: list[Any], axes: Sequence[Axis]) -> list[Any]:
         """Inside of functions: of the mean over the workers, the parts that this one keeps."""
         if self._mesh is None or not any(axis is not None for axis in axes):
-            return list(self.mean(arrays))
+            return self._mean(arrays)
         num = self._mesh.size
-        means = iter(self.mean([a for a, axis in zip(arrays, axes, strict=True) if axis is None]))
+        means = iter(self._mean([a for a, axis in zip(arrays, axes, strict=True) if axis is None]))
         return [
             next(means) if axis is None
             else lax.psum_scatter(array, _AXIS, scatter_dimension=axis, tiled=True) / num
