@@ -333,9 +333,14 @@ def _cell(folder: Path, engine: str, batch_size: int) -> _Cell | None:
             f"{len(found['losses'])} steps in time" if slow else "does not train",
             False, False, False, _short(found["error"]),
         )  # fmt: skip
+    from accbench.report import losses
+
+    apart = _apart(folder, found)
+    if apart is not None and apart > losses.FAR:  # the pass gives dropout, the run draws its own
+        reason = f"its losses are {apart:.0e} times ddp's away from them"
+        return _Cell("wrong losses", False, False, False, reason)
     same = found["verdict"] == _SAME
     words = {_SAME: "same", "differs": "differs"}.get(found["verdict"], "trains")
-    apart = _apart(folder, found)
     if found["quick"] and engine != "ddp" and apart is not None:
         words += f", losses {apart:.0e} from ddp's"
     size = _batch_size(found["flags"])

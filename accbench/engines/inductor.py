@@ -21,7 +21,7 @@ from torch import nn
 
 from accbench import engines, extras
 from accbench.config import TaskConfig
-from accbench.engines import ddp, places
+from accbench.engines import ddp, inductor_mends, places
 from accbench.training.process_group import Topology
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
@@ -109,18 +109,25 @@ class Engine(ddp.Engine):
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+        mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        decompositions = None
         if self.device.type == "cpu":
             pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
+            if inductor_mends.are_needed():
+                mended, decompositions = inductor_mends.mended, inductor_mends.decompositions()
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
         def in_turn(*args: Any, **kwargs: Any) -> Any:
-            with self._compiling_alone():
+            with self._compiling_alone(), mended():  # a backward pass is compiled later
                 return compile_fx_inner(*args, **kwargs)
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            return self._counted(
-                compile_fx(graph, inputs, inner_compile=in_turn, config_patches=patches)
-            )
+            with mended():
+                compiled = compile_fx(
+                    graph, inputs, inner_compile=in_turn, config_patches=patches,
+                    decompositions=decompositions,
+                )  # fmt: skip
+            return self._counted(compiled)
 
         return backend
 

@@ -20,6 +20,9 @@ CONFIDENCE = 0.9995
 SMALLEST = 0.5
 # In how many spreads the baseline must have learned something for the second test.
 LEARNED = 4.0
+# Times its own size and spread that the baseline's loss is missed by in every round, for a third
+# test: what is that far off is wrong, however it scatters and however little was learned.
+FAR = 10.0
 
 
 def judge(baseline: Row, row: Row) -> str | None:
@@ -45,6 +48,8 @@ def part(row: np.ndarray, baseline: np.ndarray) -> bool:
     error = apart.std(ddof=1) / np.sqrt(apart.size)
     certain = t_quantile(CONFIDENCE, apart.size - 1) * error
     if abs(apart.mean()) > max(SMALLEST * unit, certain):
+        return True
+    if (abs(apart) > FAR * (abs(at_end(baseline)) + unit)).all():
         return True
     # Two or three differences are rarely certain, but what does not learn at all is seen.
     learned = (baseline[:, 0] - at_end(baseline)).mean()

@@ -1,12 +1,13 @@
 """torch.compile in whole runs: graphs that ran are counted, and what was not compiled."""
 
+import json
 import shutil
 
 import pytest
 
 from accbench.recording import records
 from accbench.report import run as runs
-from tests.conftest import TINY, end_of, of_kind, run
+from tests.conftest import TINY, end_of, of_kind, python, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
@@ -51,3 +52,17 @@ def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert end_of(tmp_path).num_fallbacks >= 1
+
+
+def test_faults_of_inductor_are_mended(cache):
+    """Dropout in place that was multiplied before it was drawn, a buffer of one value for 320."""
+    done = python("-m", "tests.engines.inductor_faults", cache)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    found = json.loads(line)
+    assert len(found["kept"]) == 8 * 320
+    # of dropout of 0.25
+    assert all(value == 0 or value == pytest.approx(4 / 3, rel=1e-3) for value in found["kept"])
+    assert 0.15 < found["kept"].count(0.0) / len(found["kept"]) < 0.35
+    assert len(found["far"]) == 4
+    assert max(found["far"]) < 1e-5

@@ -399,6 +399,16 @@ def test_what_does_not_learn_is_seen_in_few_rounds(tmp_path, rounds):
     assert row_of(folder, "xla").verdict == "slower"
 
 
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_what_is_far_off_is_seen_however_it_scatters(rounds):
+    """What memory that nothing was written to gave for a loss, of 2.3 in all windows."""
+    baseline = 2.3 + 0.1 * np.random.default_rng(0).normal(size=(rounds, 8))
+    row = baseline + np.array([3e35, 2e27, 5e30])[:rounds, None]
+    assert losses.part(row, baseline)
+    row[0] = baseline[0]  # a round in which it was not so is no proof
+    assert not losses.part(row, baseline)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_losses_as_far_apart_as_rounding_puts_them_are_the_same(folder, sign):
     """Sure, for it is the same in each round, and smaller than what seeds do."""
