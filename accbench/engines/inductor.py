@@ -110,11 +110,10 @@ class Engine(ddp.Engine):
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
         mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        decompositions = None
         if self.device.type == "cpu":
             pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
             if inductor_mends.are_needed():
-                mended, decompositions = inductor_mends.mended, inductor_mends.decompositions()
+                mended = inductor_mends.mended
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
         def in_turn(*args: Any, **kwargs: Any) -> Any:
@@ -123,10 +122,7 @@ class Engine(ddp.Engine):
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             with mended():
-                compiled = compile_fx(
-                    graph, inputs, inner_compile=in_turn, config_patches=patches,
-                    decompositions=decompositions,
-                )  # fmt: skip
+                compiled = compile_fx(graph, inputs, inner_compile=in_turn, config_patches=patches)
             return self._counted(compiled)
 
         return backend

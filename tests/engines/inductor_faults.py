@@ -2,7 +2,8 @@
 
     python -m tests.engines.inductor_faults CACHE_FOLDER
 
-Prints JSON: how far an evaluation is from eager, and what dropout in place made of its input.
+Prints JSON: how far evaluations and gradients are from eager's, and what dropout in place made of
+its input.
 """
 
 import copy
@@ -17,7 +18,7 @@ import accbench
 
 
 class Net(nn.Module):
-    """In training BatchNorm, mean and dropout in place; in evaluation the end of a ConvNeXt."""
+    """The end of a ConvNeXt, and BatchNorm, mean and dropout in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,13 +26,24 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.randn(320, 1, 1))
         self.batch_norm, self.layer_norm = nn.BatchNorm2d(320), nn.LayerNorm(320)
         self.dropout = nn.Dropout(0.25, inplace=True)
+        self.classes = nn.Linear(320, 10)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(N, 3, 8, 8) to (N, 320)."""
-        if self.training:
+    def forward(self, images: torch.Tensor, drops: bool = False) -> torch.Tensor:
+        """(N, 3, 8, 8) to logits (N, 10) or to what dropout leaves (N, 320)."""
+        if drops:
             return self.dropout(self.batch_norm(self.left(images)).mean([2, 3]))
-        pixels = self.left(images) * self.scale + self.right(images)
-        return self.layer_norm(pixels.mean([2, 3], keepdim=True).permute(0, 2, 3, 1)).flatten(1)
+        pixels = self.right(images)
+        if not self.training:
+            pixels = pixels + self.left(images) * self.scale
+        mean = self.layer_norm(pixels.mean([2, 3], keepdim=True).permute(0, 2, 3, 1))
+        return self.classes(mean.permute(0, 3, 1, 2).flatten(1))
+
+
+def gradient(model: Net) -> torch.Tensor:
+    """Of the convolution before the mean, which is then as new."""
+    found = model.right.weight.grad.clone()
+    model.zero_grad()
+    return found
 
 
 def main() -> None:
@@ -40,22 +52,27 @@ def main() -> None:
     batches = torch.randn(8, 3, 8, 8)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
     eager = copy.deepcopy(plain)
-    model, optimizer, loader = accbench.accelerate(
+    run = accbench.accelerate(
         plain, optimizer, DataLoader(batches, batch_size=2), engine="inductor", amp_level="O0",
-        device="cpu", inductor={"cache_dir": sys.argv[1]}, tensorboard="off",
-        output_dir=f"{sys.argv[1]}/run",
+        device="cpu", tensorboard="off", output_dir=f"{sys.argv[1]}/run",
+        inductor={"cache_dir": sys.argv[1], "find_unused_parameters": True},
     )  # fmt: skip
-    kept, far = [], []
+    model, optimizer, loader = run
+    kept, gradients, outputs = [], [], []
     for images in loader:
-        dropped = model(images).detach()
-        whole = eager.batch_norm(eager.left(images)).mean([2, 3]).detach()
-        kept += (dropped / whole).flatten().tolist()
+        run.backward(model(images).square().mean())
+        optimizer.step()
+        eager(images).square().mean().backward()
+        own, right = gradient(plain), gradient(eager)
+        gradients.append(float((own - right).norm() / right.norm()))
+        whole = eager.batch_norm(eager.left(images)).mean([2, 3])
+        kept += (model(images, drops=True) / whole).flatten().tolist()
     model.eval()
     eager.eval()
     with torch.no_grad():
         for images in batches.split(2):
-            far.append(float((model(images) - eager(images)).abs().max()))
-    print(json.dumps({"kept": kept, "far": far}))
+            outputs.append(float((model(images) - eager(images)).abs().max()))
+    print(json.dumps({"kept": kept, "gradients": gradients, "outputs": outputs}))
 
 
 main()
