@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from accbench import engines
 from accbench.config import TaskConfig
@@ -98,8 +99,12 @@ class Engine(engines.Engine):
 
     def _moved(self, model: nn.Module) -> nn.Module:
         places = sharing.places(model)
-        model = model.to(self.device, memory_format=self.memory_format)  # type: ignore[call-overload]
+        model = model.to(self.device)
         sharing.tie(places)  # of buffers a move makes one for each place
+        for tensor in (*model.parameters(), *model.buffers()):
+            # Module.to takes tensors of five dimensions for images too, and fails.
+            if not is_lazy(tensor) and tensor.dim() == 4:
+                tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
         return model
 
     def _distributed(self, model: nn.Module) -> nn.Module:

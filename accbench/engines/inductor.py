@@ -35,6 +35,21 @@ def _in_a_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
     return f"the graph breaks: {what}{f' at {where}' if where else ''}"
 
 
+def _compile_anew_where_others_train(model: nn.Module) -> None:
+    """Dynamo doesn't look at parameters' `requires_grad`: what is unfrozen would never train."""
+    compiled: Any = model._compiled_call_impl
+    before: list[bool] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = [parameter.requires_grad for parameter in model.parameters()]
+        if before and now != before:
+            torch._dynamo.reset_code_caches()
+        before[:] = now
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = call
+
+
 class Engine(ddp.Engine):
     """torch.compile with inductor under DistributedDataParallel; the rest as in ddp."""
 
@@ -101,6 +116,7 @@ class Engine(ddp.Engine):
             # would compile nothing. torch.compile(model) adds a frame there, too.
             call = wrap_inline(model._call_impl)
             model._compiled_call_impl = torch.compile(call, backend=backend, dynamic=dynamic)
+        _compile_anew_where_others_train(model)
         return model
 
     def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:

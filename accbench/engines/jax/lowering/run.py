@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from accbench.engines import places
 from accbench.engines.jax.lowering import dtypes, layout, table
@@ -132,7 +133,8 @@ def _last_uses(graph_module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
 def _constant(graph_module: fx.GraphModule, node: fx.Node) -> Any:
     value = operator.attrgetter(str(node.target))(graph_module)
     if isinstance(value, torch.Tensor):
-        return dtypes.to_jax(value, f"the constant {node.target}")
+        with unset_fake_temporarily():  # AOTAutograd compiles among fake tensors
+            return dtypes.to_jax(value, f"the constant {node.target}")
     return value
 
 

@@ -176,8 +176,8 @@ def softplus_backward(grad_output: Any, self: Any, beta: Any, threshold: Any) ->
 
 @lowering("aten.log_sigmoid_forward.default")
 def log_sigmoid_forward(self: Any) -> Any:
-    """The second is a buffer of torch's CPU kernel, of no meaning; ours isn't filled."""
-    return computed(jax.nn.log_sigmoid, self.dtype, self), None
+    """The second is a buffer of torch's CPU kernel, of no meaning; AOTAutograd wants a tensor."""
+    return computed(jax.nn.log_sigmoid, self.dtype, self), jnp.zeros_like(self)
 
 
 @lowering("aten.log_sigmoid_backward.default")

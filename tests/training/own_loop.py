@@ -1,0 +1,77 @@
+"""A loop of one's own, plain and through an engine; layers are unfrozen in its second half.
+
+    python -m tests.training.own_loop ENGINE FOLDER
+
+Prints JSON: losses, and how far the weights end from those of the plain loop.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import accbench
+
+STEPS = 8
+
+
+class Net(nn.Module):
+    """A convolution over time and space, ELU, constants made as it runs, a log-sigmoid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Conv3d(1, 4, 2)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, clips: torch.Tensor) -> torch.Tensor:
+        """(N, 1, 3, 4, 4) to (N, 3)."""
+        found = functional.elu(self.backbone(clips)).mean([2, 3, 4])
+        found = found * torch.tensor([1.0, 0.5, 2.0, 1.5], device=found.device)
+        return functional.logsigmoid(self.head(found[:, [0, 2, 1, 3]]))
+
+
+def train(
+    model: nn.Module, optimizer: Any, loader: Any, backward: Callable[[torch.Tensor], None]
+) -> list[float]:
+    losses = []
+    for step, (clips, classes) in enumerate(loader):
+        if step == STEPS // 2:
+            model.backbone.requires_grad_(True)
+        optimizer.zero_grad()
+        loss = functional.nll_loss(model(clips), classes)
+        backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    engine, folder = sys.argv[1:]
+    torch.manual_seed(0)
+    plain = Net()
+    plain.backbone.requires_grad_(False)
+    own = copy.deepcopy(plain)
+    data = TensorDataset(torch.randn(STEPS * 4, 1, 3, 4, 4), torch.randint(3, (STEPS * 4,)))
+    loader = DataLoader(data, batch_size=4)
+    run = accbench.accelerate(
+        own, torch.optim.SGD(own.parameters(), 0.5), loader, engine=engine, amp_level="O0",
+        device="cpu", tensorboard="off", output_dir=folder,
+    )  # fmt: skip
+    # After `accelerate`, for XLA wants to be opened before anything is differentiated.
+    expected = train(plain, torch.optim.SGD(plain.parameters(), 0.5), loader, torch.Tensor.backward)
+    losses = train(*run, run.backward)
+    weights = dict(plain.state_dict())
+    far = max(
+        float((tensor.cpu() - weights[name]).norm() / weights[name].norm())
+        for name, tensor in own.state_dict().items()
+    )
+    print(json.dumps({"plain": expected, "losses": losses, "far": far}))
+
+
+main()
