@@ -40,6 +40,14 @@ def end_groups(pids: Iterable[int]) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
+# What torch says -> what a person can do about it here.
+_HINTS = {
+    "view size is not compatible with input tensor's size and stride": " (engines ddp and inductor "
+    "have images in channels_last; --ddp.no-channels_last or --inductor.no-channels_last, or "
+    "x.flatten(1) in the model)",
+}
+
+
 def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]) -> Failure:
     """The failure that caused the others, of the ranks that did not end well.
 
@@ -65,6 +73,7 @@ def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]
     if error["name"] == "StoppedError":
         return Failure("interrupted", error["message"], exit_status=STOPPED_STATUS)
     line = f"rank {rank} failed: {error['name']}: {' '.join(error['message'].split())}"
+    line += next((hint for words, hint in _HINTS.items() if words in line), "")
     status = end_status(error["name"], error["message"])
     return Failure(status, line, f"rank {rank}: {error['traceback']}", at=error["unix_time"])
 

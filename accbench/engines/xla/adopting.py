@@ -32,9 +32,12 @@ def adopt(optimizer: Any, send: Send, as_vectors: bool) -> None:
     """
     form = _FORMS.get(type(optimizer))
     if form is None:
+        on_device = not isinstance(optimizer, torch.optim.Adadelta)  # torch allows it no XLA
         for group in optimizer.param_groups:
-            group |= {name: True for name in ("capturable",) if name in group}
+            group |= {name: on_device for name in ("capturable",) if name in group}
             group |= {name: False for name in ("fused", "foreach") if name in group}
+            if group.get("capturable"):
+                _send_counts(optimizer, send)
         return
     for group in optimizer.param_groups:
         for name in ("amsgrad", "differentiable"):
@@ -50,11 +53,19 @@ def adopt(optimizer: Any, send: Send, as_vectors: bool) -> None:
         optimizer.as_vectors = as_vectors
 
     def place(optimizer: Any) -> None:
+        make_state(optimizer, send)
         _place(optimizer, send)
 
-    make_state(optimizer, send)
     place(optimizer)
     optimizer.register_load_state_dict_post_hook(place)
+
+
+def _send_counts(optimizer: Any, send: Send) -> None:
+    """Of a state that was loaded before: what torch asks for on the parameters' device."""
+    for state in optimizer.state.values():
+        for name in ("step", "mu_product"):  # the latter is NAdam's
+            if isinstance(state.get(name), torch.Tensor) and state[name].device.type == "cpu":
+                state[name] = send(state[name])
 
 
 def make_state(optimizer: Any, send: Send) -> None:
@@ -67,11 +78,13 @@ def make_state(optimizer: Any, send: Send) -> None:
             keys = ["momentum_buffer"] if group["momentum"] else []
         for parameter in group["params"]:
             state = optimizer.state[parameter]
+            # torch's own SGD counts nothing; its buffer tells that there was a first step.
+            count = float(any(state.get(key) is not None for key in keys))
             for key in keys:
                 if state.get(key) is None:
                     state[key] = send(torch.zeros(parameter.shape, dtype=parameter.dtype))
             if "step" not in state:
-                state["step"] = send(torch.zeros(()))
+                state["step"] = send(torch.tensor(count))
 
 
 def _place(optimizer: sync_free.SharedCounts, send: Send) -> None:
