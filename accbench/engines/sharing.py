@@ -37,6 +37,17 @@ def tie(places_before: Places) -> None:
             other[its_name] = owner[name]
 
 
+def carry_over(given: Any, made: Any) -> None:
+    """What a person hung on a parameter, attributes and hooks, for the one in its place."""
+    if made is given:
+        return
+    vars(made).update(vars(given))
+    for hook in (given._backward_hooks or {}).values():
+        made.register_hook(hook)
+    for hook in (getattr(given, "_post_accumulate_grad_hooks", None) or {}).values():
+        made.register_post_accumulate_grad_hook(hook)
+
+
 def refuse_views(net: nn.Module) -> None:
     """Parameters that share their memory without being one come apart in a move, unseen.
 

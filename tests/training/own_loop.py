@@ -1,4 +1,5 @@
-"""A loop of one's own, plain and through an engine; layers are unfrozen in its second half.
+"""A loop of one's own, plain and through an engine; parameters have hooks and attributes, and
+layers are unfrozen in the second half.
 
     python -m tests.training.own_loop ENGINE FOLDER
 
@@ -36,6 +37,10 @@ class Net(nn.Module):
         return functional.logsigmoid(self.head(found[:, [0, 2, 1, 3]]))
 
 
+def halve(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * parameter.rate
+
+
 def train(
     model: nn.Module, optimizer: Any, loader: Any, backward: Callable[[torch.Tensor], None]
 ) -> list[float]:
@@ -57,6 +62,10 @@ def main() -> None:
     plain = Net()
     plain.backbone.requires_grad_(False)
     own = copy.deepcopy(plain)
+    for net in (plain, own):  # before `accelerate`
+        net.head.bias.register_hook(lambda gradient: gradient / 2)
+        net.head.weight.register_post_accumulate_grad_hook(halve)
+        net.head.weight.rate = 0.5
     data = TensorDataset(torch.randn(STEPS * 4, 1, 3, 4, 4), torch.randint(3, (STEPS * 4,)))
     loader = DataLoader(data, batch_size=4)
     run = accbench.accelerate(

@@ -199,9 +199,11 @@ class Engine(engines.Engine):
     def prepare(self, model: nn.Module) -> nn.Module:
         batchnorm.average_cumulatively(model)
         lstm.as_loops(model)
-        places = sharing.places(model)
+        places, given = sharing.places(model), dict(model.named_parameters())
         model = model.to(self.device)
         sharing.tie(places)  # XLA's tensors are new ones, one for each place
+        for name, parameter in model.named_parameters():
+            sharing.carry_over(given[name], parameter)
         return model
 
     @staticmethod
