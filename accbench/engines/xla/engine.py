@@ -33,7 +33,6 @@ from accbench.engines.xla import (
     buckets,
     cuda,
     device_module,
-    elu,
     host_reduction,
     importing,
     lstm,
@@ -140,7 +139,6 @@ class Engine(engines.Engine):
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         norms.replace_kernels(self._lean)
         reductions.replace_kernels()
-        elu.replace_kernel()
         self._replay = self._start_replay()
         self._anew = self._lean and self._replay is None  # a recording has its places
         if self.scaler is not None:

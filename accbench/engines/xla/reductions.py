@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accbench.engines import half_ops
-from accbench.engines.xla import importing
+from accbench.engines.xla import elu, importing
 
 Dims = Sequence[int] | None
 Kernel = Callable[..., Any]
@@ -33,7 +33,7 @@ def replace_kernels() -> None:
     _library.append(library)
     with warnings.catch_warnings():  # of kernels that are replaced
         warnings.simplefilter("ignore", UserWarning)
-        for name, kernel in _KERNELS.items():
+        for name, kernel in (*_KERNELS.items(), ("elu_backward", elu.elu_backward)):
             library.impl(name, kernel, "XLA")
 
 
