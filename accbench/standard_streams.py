@@ -1,12 +1,14 @@
 """Standard output and error as a command may find them: of few characters, or closed early."""
 
+import contextlib
 import functools
 import io
+import logging
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
 P = ParamSpec("P")
@@ -17,6 +19,17 @@ def take_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def without_fake_tensors_log() -> Iterator[None]:
+    """What torch raises as it traces a model is told once, by whoever gets it, and not twice."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 def drop_output() -> None:

@@ -83,7 +83,7 @@ class ShallowFace(ArcFace):
 def leaves_the_compiler(num_classes: int) -> nn.Module:
     """Has a pooling that torch_xla 2.8.1 knows no XLA operation for."""
     net = tiny(num_classes)
-    net.insert(3, nn.AdaptiveAvgPool2d(4))
+    net.insert(3, nn.AdaptiveMaxPool2d(4))
     return net
 
 
@@ -703,3 +703,22 @@ class Recolours(Spec):
 
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
         raise NotImplementedError
+
+
+class _Joined(nn.Module):
+    """As PyTorch's tutorials end their convolutions: channels and pixels joined by `view`."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Linear(8 * 7 * 7, num_classes)
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        found = self.image(images_NCHW)
+        scores: torch.Tensor = self.head(found.view(len(found), -1))
+        return scores
+
+
+def joined(num_classes: int) -> nn.Module:
+    """Of images of 16 pixels."""
+    return _Joined(num_classes)

@@ -18,7 +18,7 @@ from torch import nn
 from accbench.config import TaskConfig
 from accbench.engines import checkpointing, sharing, state
 from accbench.engines.state import Tensors, TrainingState
-from accbench.errors import ReductionError
+from accbench.errors import ReductionError, RequestError
 from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
 
 Batch = Any
@@ -153,7 +153,19 @@ class Engine(abc.ABC):
         """Backward passes in this average nothing yet: `apply_gradients` will."""
         return nullcontext()
 
-    # `apply_gradients` in parts, for a loop and an optimizer of a user's own.
+    # For a loop of a user's own: how it calls the model, and `apply_gradients` in parts.
+
+    def calling(self) -> AbstractContextManager[Any]:
+        """The loop's calls of the model run in this."""
+        return self.autocast()
+
+    def given(self, batch: Batch) -> Batch:
+        """A batch on the device, as the loop may do anything with."""
+        return batch
+
+    def results(self, nest: Any) -> Any:
+        """What the model has returned, as the loop may do anything with."""
+        return nest
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Make an optimizer that a user built one for this engine; it stays the same object.
@@ -301,10 +313,12 @@ class Engine(abc.ABC):
         """`prepare`, after which the same parameters and buffers must be one tensor as before.
 
         Raises:
-            RequestError: parameters share memory in a way that cannot be kept.
+            RequestError: parameters share memory in a way that cannot be kept, or none trains.
             RuntimeError: they are not, so that another model would be trained.
         """
         sharing.refuse_views(net)
+        if not any(parameter.requires_grad for parameter in net.parameters()):
+            raise RequestError("the model has no parameter that trains (requires_grad)")
         if self.task.checkpoint_modules:
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
             checkpointing.apply(net, names, self.computed_again)

@@ -18,9 +18,10 @@ from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import optimizers, sharing
+from accbench.engines import layouts, optimizers, sharing
 from accbench.errors import RequestError
 from accbench.recording import provenance
+from accbench.recording.terminal import log
 from accbench.training.process_group import Topology
 
 # The flag's name from torch 2.15 on, and the one before, which warns there.
@@ -45,7 +46,8 @@ class Engine(engines.Engine):
         """Options of the engine ddp."""
 
         channels_last: bool = True
-        """Keep images and weights NHWC in memory, which convolutions are fastest in."""
+        """Keep images and weights NHWC in memory, which convolutions are fastest in. A model that
+        joins channels and pixels by `view` has them NCHW all the same."""
         find_unused_parameters: bool = False
         """Of several workers: look in every step for parameters that the loss does not depend on.
         A model that has such needs it, others are slowed down by it."""
@@ -77,6 +79,7 @@ class Engine(engines.Engine):
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
         self._is_checked = False
+        self._optimizer: torch.optim.Optimizer | None = None
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
@@ -95,7 +98,28 @@ class Engine(engines.Engine):
         return provenance.cpu_name()
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return self._distributed(self._moved(model))
+        return self._in_channels_last(self._distributed(self._moved(model)))
+
+    def _in_channels_last(self, net: nn.Module) -> nn.Module:
+        """What `prepare` gives; contiguous from its first call on, if it cannot be this."""
+
+        def give_in() -> None:
+            self.memory_format = torch.contiguous_format
+            layouts.make_contiguous(net, self._optimizer)
+            if isinstance(net, DistributedDataParallel):
+                was_training, module = net.training, net.module
+                self._distribute(net, module)  # what it has for gradients is laid out as they were
+                net.train(was_training)
+            if self.topology.rank == 0:
+                log.info(
+                    "the model views what is not contiguous in channels_last, so that all stays "
+                    f"NCHW, as with --{self.task.engine}.no-channels_last; x.flatten(1) in place "
+                    "of x.view(len(x), -1) would not mind"
+                )
+
+        if self.memory_format is torch.channels_last:
+            layouts.watch_first_call(net, give_in)
+        return net
 
     def _moved(self, model: nn.Module) -> nn.Module:
         places = sharing.places(model)
@@ -110,9 +134,15 @@ class Engine(engines.Engine):
     def _distributed(self, model: nn.Module) -> nn.Module:
         if self.topology.world_size == 1:
             return model
+        wrapper: DistributedDataParallel = DistributedDataParallel.__new__(DistributedDataParallel)
+        self._distribute(wrapper, model)
+        return wrapper
+
+    def _distribute(self, wrapper: DistributedDataParallel, model: nn.Module) -> None:
         # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
         # statistics are those of the rank's shard.
-        return DistributedDataParallel(
+        DistributedDataParallel.__init__(
+            wrapper,
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
@@ -128,11 +158,17 @@ class Engine(engines.Engine):
         optimizers.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
         if self.task.optimizer == "sgd":
             optimizers.count_steps(optimizer)
+        self._optimizer = optimizer
         return optimizer
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """See the base class."""
+        self._optimizer = optimizer
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         def send(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 4:
+            # In a loop of their own people view what they have made.
+            if tensor.dim() == 4 and self.task.script is None:
                 return tensor.to(self.device, non_blocking=True, memory_format=self.memory_format)
             return tensor.to(self.device, non_blocking=True)
 
@@ -143,6 +179,10 @@ class Engine(engines.Engine):
             batches, self.topology.local_rank, prefetch.ON_DEVICE,
             device=self.device, to_device=self.to_device,
         )  # fmt: skip
+
+    def results(self, nest: Any) -> Any:
+        """See the base class."""
+        return layouts.contiguous(nest) if self.memory_format is torch.channels_last else nest
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(

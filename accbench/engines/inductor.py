@@ -171,7 +171,7 @@ class Engine(ddp.Engine):
             yield
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return self._distributed(self._compiled(self._moved(model)))
+        return self._in_channels_last(self._distributed(self._compiled(self._moved(model))))
 
     def left_compiler(self) -> list[str]:
         from torch._dynamo.utils import graph_break_reasons

@@ -98,8 +98,19 @@ def _own(name: str) -> Any:
         found = found()
     if all(hasattr(found, method) for method in ("build", "loss", "synthetic_batch")):
         return found
+    if isinstance(found, nn.Module):
+        raise RequestError(
+            f"--model {name} is a network that was built already; name its class, or a function "
+            "that builds it, which each worker calls with its own seed"
+        )
     if not callable(found):
         raise RequestError(f"--model {name} is neither callable nor a spec")
+    more = [other for other in _required(found) if other != "num_classes"]
+    if more:
+        raise RequestError(
+            f"--model {name} wants {', '.join(more)}, and is called with num_classes alone; name a "
+            "function that knows the rest"
+        )
 
     def build_net(num_classes: int) -> nn.Module:
         takes_it = _takes(found, "num_classes")
@@ -109,9 +120,25 @@ def _own(name: str) -> Any:
                 f"--model {name} gave {type(net).__name__}, not a torch.nn.Module; it is called "
                 + ("with num_classes" if takes_it else "without arguments")
             )
+        if len(_required(net.forward)) > 1:
+            raise RequestError(
+                f"--model {name} is called with images alone, and its forward wants "
+                f"{', '.join(_required(net.forward))}; a spec of your own says what a batch is and "
+                "how the model is called with it (docs/models.md)"
+            )
         return net
 
     return ImageClassification(name, build_net)
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Arguments that it cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it has none that Python could tell
+        return []
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
 
 
 def _takes(function: Callable[..., Any], argument: str) -> bool:

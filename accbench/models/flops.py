@@ -1,6 +1,5 @@
 """What a sample costs to train on: products, counted by torch without computing any."""
 
-import logging
 import warnings
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from accbench import standard_streams
 from accbench.data import nested
 
 _NUM_SAMPLES = 2  # BatchNorm wants more than one
@@ -34,20 +34,16 @@ def of_sample(spec: Any, num_classes: int) -> float | None:
 def _count(spec: Any, num_classes: int, is_built_whole: bool) -> float | None:
     model = spec.build(num_classes) if is_built_whole else None
     batch = spec.synthetic_batch(_NUM_SAMPLES, num_classes, torch.Generator())
-    log = logging.getLogger(FakeTensorMode.__module__)  # which tells what it raises as well
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        with (
-            warnings.catch_warnings(),
-            FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=is_built_whole),
-            sdpa_kernel(SDPBackend.MATH),  # the products themselves
-            FlopCounterMode(display=False) as counter,
-        ):
-            warnings.simplefilter("ignore")
-            model = spec.build(num_classes) if model is None else model
-            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-                return None
-            spec.loss(model, nested.empty(nested.described(batch))).backward()
-    finally:
-        log.disabled = was_disabled
+    with (
+        standard_streams.without_fake_tensors_log(),
+        warnings.catch_warnings(),
+        FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=is_built_whole),
+        sdpa_kernel(SDPBackend.MATH),  # the products themselves
+        FlopCounterMode(display=False) as counter,
+    ):
+        warnings.simplefilter("ignore")
+        model = spec.build(num_classes) if model is None else model
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            return None
+        spec.loss(model, nested.empty(nested.described(batch))).backward()
     return counter.get_total_flops() / _NUM_SAMPLES

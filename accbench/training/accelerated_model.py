@@ -27,10 +27,11 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: Engine) -> None:
             return kind.__call__(self, *args, **kwargs)
         running = True
         try:
-            with engine.autocast():
+            with engine.calling():
                 outputs = prepared(*args, **kwargs)
         finally:
             running = False
+        outputs = engine.results(outputs)
         return outputs if engine.autocast_dtype is None else nested.mapped(outputs, _as_float32)
 
     def reduce(self: Any, protocol: Any) -> Any:

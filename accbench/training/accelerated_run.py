@@ -215,7 +215,7 @@ class Run:
                     self._begin_record(samples)
                     self._num_samples += samples
                     self._watch.got(batch)
-                yield batch
+                yield self.engine.given(batch)
                 del batch
                 if self.timer.num_steps == num_steps:  # or the step has done so
                     self.engine.end_step()

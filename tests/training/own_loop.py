@@ -1,5 +1,5 @@
-"""A loop of one's own, plain and through an engine; parameters have hooks and attributes, and
-layers are unfrozen in the second half.
+"""A loop of one's own, plain and through an engine; parameters have hooks and attributes, layers
+are unfrozen in the second half, and evaluation is under inference mode.
 
     python -m tests.training.own_loop ENGINE FOLDER
 
@@ -23,18 +23,22 @@ STEPS = 8
 
 
 class Net(nn.Module):
-    """A convolution over time and space, ELU, constants made as it runs, a log-sigmoid."""
+    """A convolution over time and space, ELU, constants made as it runs, a resizing by what is no
+    quotient of sizes, a pooling with gaps, channels and pixels in one view, a log-sigmoid."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Conv3d(1, 4, 2)
-        self.head = nn.Linear(4, 3)
+        self.image = nn.Conv2d(4, 4, 2, padding=1)
+        self.head = nn.Linear(64, 3)
 
     def forward(self, clips: torch.Tensor) -> torch.Tensor:
         """(N, 1, 3, 4, 4) to (N, 3)."""
-        found = functional.elu(self.backbone(clips)).mean([2, 3, 4])
-        found = found * torch.tensor([1.0, 0.5, 2.0, 1.5], device=found.device)
-        return functional.logsigmoid(self.head(found[:, [0, 2, 1, 3]]))
+        found = functional.elu(self.backbone(clips)).mean(2)[:, [0, 2, 1, 3]]
+        found = functional.interpolate(self.image(found), scale_factor=1.7, mode="bilinear")
+        found = functional.max_pool2d(found, 2, 1, dilation=2)
+        found = found * torch.tensor([1.0, 0.5, 2.0, 1.5], device=found.device).view(1, 4, 1, 1)
+        return functional.logsigmoid(self.head(found.view(len(found), -1)))
 
 
 def halve(parameter: nn.Parameter) -> None:
@@ -44,16 +48,29 @@ def halve(parameter: nn.Parameter) -> None:
 def train(
     model: nn.Module, optimizer: Any, loader: Any, backward: Callable[[torch.Tensor], None]
 ) -> list[float]:
+    """Losses of the steps, and of an evaluation after half of them and one at the end."""
     losses = []
-    for step, (clips, classes) in enumerate(loader):
-        if step == STEPS // 2:
-            model.backbone.requires_grad_(True)
+    for step, (clips, classes) in enumerate(loader, 1):
         optimizer.zero_grad()
         loss = functional.nll_loss(model(clips), classes)
         backward(loss)
         optimizer.step()
         losses.append(loss.item())
+        if step % (STEPS // 2) == 0:
+            model.backbone.requires_grad_(True)
+            losses.append(evaluated(model.eval(), loader))
+            model.train()
     return losses
+
+
+@torch.inference_mode()
+def evaluated(model: nn.Module, loader: Any) -> float:
+    total = 0.0
+    for clips, classes in loader:
+        # Of batches and of results there are views.
+        scores = model(clips.view(-1, 1, 3, 4, 4)).view(-1, 3)
+        total += functional.nll_loss(scores, classes.view(-1)).item()
+    return total
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.training.own_optimizer NAME before|after FOLDER
 
-Prints JSON: the losses of both. The state is loaded before or after `accelerate`.
+Prints JSON: the losses of both, and how far weights are from each other once a plain one has gone
+on from what was saved then. The state is loaded before or after `accelerate`.
 """
 
 import copy
@@ -59,7 +60,20 @@ def main() -> None:
         own_optimizer.load_state_dict(checkpoint)
     losses = train(*run, run.backward)
     expected = train(plain, optimizer, loader, torch.Tensor.backward)
-    print(json.dumps({"plain": expected, "losses": losses}))
+    # And a plain one goes on from what was saved of it.
+    third = nn.Linear(4, 2)
+    third.load_state_dict(run.to_host(own.state_dict()))
+    going_on = make(third)
+    going_on.load_state_dict(run.to_host(own_optimizer.state_dict()))
+    for net, its_optimizer in ((plain, optimizer), (third, going_on)):
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        its_optimizer.step()
+    far = max(
+        float((one - other).abs().max())
+        for one, other in zip(plain.parameters(), third.parameters(), strict=True)
+    )
+    print(json.dumps({"plain": expected, "losses": losses, "far": far}))
 
 
 main()

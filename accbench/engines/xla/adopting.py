@@ -32,12 +32,7 @@ def adopt(optimizer: Any, send: Send, as_vectors: bool) -> None:
     """
     form = _FORMS.get(type(optimizer))
     if form is None:
-        on_device = not isinstance(optimizer, torch.optim.Adadelta)  # torch allows it no XLA
-        for group in optimizer.param_groups:
-            group |= {name: on_device for name in ("capturable",) if name in group}
-            group |= {name: False for name in ("fused", "foreach") if name in group}
-            if group.get("capturable"):
-                _send_counts(optimizer, send)
+        _have_counts_on_device(optimizer, send)
         return
     for group in optimizer.param_groups:
         for name in ("amsgrad", "differentiable"):
@@ -58,6 +53,28 @@ def adopt(optimizer: Any, send: Send, as_vectors: bool) -> None:
 
     place(optimizer)
     optimizer.register_load_state_dict_post_hook(place)
+
+
+def _have_counts_on_device(optimizer: Any, send: Send) -> None:
+    """One of another class; in what is saved of it, its settings are those that it had."""
+    on_device = not isinstance(optimizer, torch.optim.Adadelta)  # torch allows it no XLA
+    wanted = {"capturable": on_device, "fused": False, "foreach": False}
+    had: list[dict[str, Any]] = []
+
+    def change(optimizer: Any) -> None:
+        had[:] = [{n: group[n] for n in wanted if n in group} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group |= {name: value for name, value in wanted.items() if name in group}
+            if group.get("capturable"):
+                _send_counts(optimizer, send)
+
+    def change_back(optimizer: Any, saved: dict[str, Any]) -> None:
+        for group, before in zip(saved["param_groups"], had, strict=False):  # of which more come
+            group |= before
+
+    change(optimizer)
+    optimizer.register_load_state_dict_post_hook(change)
+    optimizer.register_state_dict_post_hook(change_back)
 
 
 def _send_counts(optimizer: Any, send: Send) -> None:

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -35,10 +35,12 @@ from accbench.engines.xla import (
     device_module,
     host_reduction,
     importing,
-    lstm,
     norms,
+    pooling,
     profiling,
+    recurrent,
     reductions,
+    resizing,
 )
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
@@ -139,6 +141,8 @@ class Engine(engines.Engine):
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         norms.replace_kernels(self._lean)
         reductions.replace_kernels()
+        resizing.replace_kernels()
+        pooling.replace_kernels()
         self._replay = self._start_replay()
         self._anew = self._lean and self._replay is None  # a recording has its places
         if self.scaler is not None:
@@ -196,7 +200,7 @@ class Engine(engines.Engine):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         batchnorm.average_cumulatively(model)
-        lstm.as_loops(model)
+        recurrent.as_loops(model)
         places, given = sharing.places(model), dict(model.named_parameters())
         model = model.to(self.device)
         sharing.tie(places)  # XLA's tensors are new ones, one for each place
@@ -344,6 +348,23 @@ class Engine(engines.Engine):
         if self.autocast_dtype is None:
             return nullcontext()
         return autocast.autocast(self.autocast_dtype, self._lean)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.autocast())
+            if torch.is_inference_mode_enabled():
+                # There torch_xla 2.8 has no views of tensors that were made outside of it.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            yield
+
+    def given(self, batch: engines.Batch) -> engines.Batch:
+        return self.results(batch)
+
+    def results(self, nest: Any) -> Any:
+        # Of what was made inside of it there are views.
+        return nested.mapped(nest, torch.clone) if torch.is_inference_mode_enabled() else nest
 
     def backward(self, loss: torch.Tensor) -> None:
         try:

@@ -50,10 +50,15 @@ class _Finder(MetaPathFinder):
 def torch_xla() -> ModuleType:
     """Import torch_xla, its bridge to TorchDynamo only when that is first used."""
     if "torch_xla" not in sys.modules:
-        finder = _Finder()
+        from torch import nn
+
+        gru, finder = nn.GRU, _Finder()
         sys.meta_path.insert(0, finder)
         try:
             import torch_xla  # noqa: F401
         finally:
             sys.meta_path.remove(finder)
+        # It has put a class of its own there, for models that are built later: without packed
+        # sequences, and without the second direction where that is not given by name.
+        nn.GRU = gru  # type: ignore[misc]
     return sys.modules["torch_xla"]

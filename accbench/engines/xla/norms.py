@@ -13,18 +13,17 @@ How far off all was and is: benchmarks/norm_precision.py; what it costs: benchma
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
 from accbench.engines import half_ops
-from accbench.engines.xla import importing
+from accbench.engines.xla import kernels
 
 # Values whose mean is within an eighth of a deviation of all values', mostly.
 _ENOUGH = 64
-# Kept, for its end would take the kernels back.
-_library: list[torch.library.Library] = []
 
 
 class _Spelling:
@@ -44,11 +43,7 @@ def replace_kernels(lean: bool) -> None:
 
 @cache
 def _register() -> None:
-    importing.torch_xla()
-    library = torch.library.Library("aten", "IMPL")
-    _library.append(library)
-    for name, kernel in _KERNELS.items():
-        library.impl(name, kernel, "AutogradXLA")
+    kernels.replace(_KERNELS, "AutogradXLA")
 
 
 def _loses_digits(given: torch.Tensor) -> bool:
@@ -174,4 +169,8 @@ def _group_norm(given: torch.Tensor, num_groups: int, *others: Any) -> torch.Ten
     return _by_torch(torch.ops.aten.group_norm.default, given, num_groups, *others)
 
 
-_KERNELS = {"batch_norm": _batch_norm, "layer_norm": _layer_norm, "group_norm": _group_norm}
+_KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "batch_norm": _batch_norm,
+    "layer_norm": _layer_norm,
+    "group_norm": _group_norm,
+}

@@ -7,7 +7,6 @@ ends the process. It counts in booleans, so that `count_nonzero` is 1 at most. A
 float32, as in eager, in backward passes too.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,26 +14,18 @@ from typing import Any
 import torch
 
 from accbench.engines import half_ops
-from accbench.engines.xla import elu, importing
+from accbench.engines.xla import elu, kernels
 
 Dims = Sequence[int] | None
 Kernel = Callable[..., Any]
 
 aten = torch.ops.aten
-# Kept, for its end would take the kernels back.
-_library: list[torch.library.Library] = []
 
 
 @cache
 def replace_kernels() -> None:
     """For all that is computed on XLA's device in this process."""
-    importing.torch_xla()  # or its kernels would come after ours
-    library = torch.library.Library("aten", "IMPL")
-    _library.append(library)
-    with warnings.catch_warnings():  # of kernels that are replaced
-        warnings.simplefilter("ignore", UserWarning)
-        for name, kernel in (*_KERNELS.items(), ("elu_backward", elu.elu_backward)):
-            library.impl(name, kernel, "XLA")
+    kernels.replace({**_KERNELS, "elu_backward": elu.elu_backward}, "XLA")
 
 
 def _places(given: torch.Tensor, dims: Dims) -> list[int]:

@@ -173,6 +173,14 @@ MODULES: dict[str, Callable[[], tuple[Callable[..., Any], Any]]] = {
         lambda x: F.interpolate(x, (5, 4), mode="bilinear", antialias=True),
         (image(1, 2, 9, 7),),
     ),
+    "weight norm": lambda: of_module(
+        nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 2)),
+            nn.Flatten(),
+            nn.utils.parametrizations.weight_norm(nn.Linear(16, 3), dim=1),
+        ),
+        image(2, 3, 3, 3),
+    ),
     "storage read with strides": lambda: (
         lambda x: (x * 2).as_strided((3, 2), (1, 4), 1),
         (image(3, 4),),

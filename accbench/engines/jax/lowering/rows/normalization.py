@@ -373,3 +373,22 @@ def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: A
     if not g.ndim:
         return jnp.zeros((), input_dtype)
     return (g - jnp.exp(y) * jnp.sum(g, dim, keepdims=True)).astype(input_dtype)
+
+
+@lowering("aten._weight_norm_interface.default")
+def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Any, Any]:
+    """v scaled to the length g along each slice of this axis, and the lengths that v has."""
+    wide, length = _wide(v, g)
+    norm = jnp.sqrt(jnp.sum(jnp.square(wide), _but(dim, v.ndim), keepdims=True))
+    kept = jnp.float32 if g.dtype == jnp.bfloat16 else g.dtype  # as torch has it
+    return (wide * (length / norm)).astype(v.dtype), norm.astype(kept)
+
+
+@lowering("aten._weight_norm_interface_backward.default")
+def weight_norm_backward(
+    grad_w: Any, saved_v: Any, saved_g: Any, saved_norms: Any, dim: int
+) -> tuple[Any, Any]:
+    gradient, v, g, norm = _wide(grad_w, saved_v, saved_g, saved_norms)
+    along = jnp.sum(gradient * v, _but(dim, v.ndim), keepdims=True) / norm
+    of_v = g / norm * (gradient - v * (along / norm))
+    return of_v.astype(saved_v.dtype), along.astype(saved_g.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from accbench.engines import resampling
 from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import is_floating, opmath, wide_int
 from accbench.engines.jax.lowering.rows.windows import Windows, windows
@@ -232,19 +233,6 @@ for _rank in (2, 3):
     lowering(f"aten.avg_pool{_rank}d_backward.default")(_avg_pool_backward(_rank))
 
 
-def adaptive_bounds(size: int, output: int) -> list[tuple[int, int]]:
-    """Where each of `output` windows begins and ends on an axis of `size` elements."""
-    return [(i * size // output, -(-(i + 1) * size // output)) for i in range(output)]
-
-
-def _averaging(size: int, output: int) -> np.ndarray:
-    """(output, size): a row takes the mean of its window."""
-    matrix = np.zeros((output, size), np.float32)
-    for i, (begin, end) in enumerate(adaptive_bounds(size, output)):
-        matrix[i, begin:end] = 1 / (end - begin)
-    return matrix
-
-
 def along_axes(x: Any, matrices: Sequence[np.ndarray]) -> Any:
     """Multiply each of the last axes by a matrix (new, old), in float32."""
     wide = x.astype(opmath(x.dtype))
@@ -267,14 +255,15 @@ def adaptive_avg_pool(self: Any, output_size: Sizes) -> Any:
     if set(output_size) == {1}:
         over = tuple(range(self.ndim - len(output_size), self.ndim))
         return jnp.mean(self, over, opmath(self.dtype), keepdims=True).astype(self.dtype)
-    return along_axes(self, [_averaging(n, m) for n, m in zip(sizes, output_size, strict=True)])
+    pairs = zip(sizes, output_size, strict=True)
+    return along_axes(self, [resampling.averaging(n, m) for n, m in pairs])
 
 
 def _adaptive_avg_backward(rank: int) -> Any:
     def row(grad_output: Any, self: Any) -> Any:
         old, new = self.shape[-rank:], grad_output.shape[-rank:]
         pairs = zip(old, new, strict=True)
-        return along_axes(grad_output, [_averaging(n, m).T for n, m in pairs])
+        return along_axes(grad_output, [resampling.averaging(n, m).T for n, m in pairs])
 
     return row
 
@@ -290,7 +279,7 @@ def _adaptive_max(rank: int) -> Any:
         x, sizes = self, self.shape[leading:]
         flat: Any = np.zeros((), np.int64)
         for axis, (size, output) in enumerate(zip(sizes, output_size, strict=True)):
-            bounds = adaptive_bounds(size, output)
+            bounds = resampling.windows(size, output)
             longest = max(end - begin for begin, end in bounds)
             taken = np.array([[min(b + j, e - 1) for j in range(longest)] for b, e in bounds])
             # Axes (out, in window) of this axis follow those of the axes before it.

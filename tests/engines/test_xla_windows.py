@@ -1,0 +1,18 @@
+"""Interpolation and pooling through XLA are those of PyTorch, and stay in the graph."""
+
+import json
+
+import pytest
+
+from tests.conftest import python
+
+pytest.importorskip("torch_xla")
+pytestmark = pytest.mark.xla
+
+
+def test_values_and_gradients_are_torchs() -> None:
+    done = python("-m", "tests.engines.xla_windows", NPROC="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["others"], "\n".join(found["others"])
+    assert found["tried"] > 300
