@@ -7,11 +7,17 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+# What of a packed sequence lies on the device.
+_OF_PACKED = ("data", "sorted_indices", "unsorted_indices")
+
 
 def mapped(nest: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The same nest with `change(tensor)` in each tensor's place; what is no tensor stays."""
-    if isinstance(nest, (torch.Tensor, PackedSequence)):
-        return change(nest)  # type: ignore[arg-type]
+    if isinstance(nest, torch.Tensor):
+        return change(nest)
+    if isinstance(nest, PackedSequence):  # its sizes are read on the host
+        changed = {n: mapped(getattr(nest, n), change) for n in _OF_PACKED}
+        return PackedSequence(batch_sizes=nest.batch_sizes, **changed)
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(mapped(part, change) for part in nest))
     if isinstance(nest, (tuple, list)):
@@ -30,6 +36,9 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
     """Each tensor with its place, as `batch['labels']` or `batch[1]`, in the order of `mapped`."""
     if isinstance(nest, torch.Tensor):
         yield name, nest
+    elif isinstance(nest, PackedSequence):
+        for field in _OF_PACKED:
+            yield from named_tensors(getattr(nest, field), f"{name}.{field}")
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
         for field, part in zip(nest._fields, nest, strict=True):
             yield from named_tensors(part, f"{name}.{field}")
@@ -44,6 +53,18 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
 def tensors_of(nest: Any) -> list[torch.Tensor]:
     """All tensors, in the order of `mapped`."""
     return [tensor for _, tensor in named_tensors(nest)]
+
+
+def parts(nest: Any) -> Iterator[torch.Tensor | PackedSequence]:
+    """As `tensors_of`, with packed sequences whole."""
+    if isinstance(nest, (torch.Tensor, PackedSequence)):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for part in nest:
+            yield from parts(part)
+    elif isinstance(nest, Mapping):
+        for part in nest.values():
+            yield from parts(part)
 
 
 def with_tensors(nest: Any, tensors: Sequence[torch.Tensor]) -> Any:

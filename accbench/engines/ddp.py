@@ -106,6 +106,7 @@ class Engine(engines.Engine):
         def give_in() -> None:
             self.memory_format = torch.contiguous_format
             layouts.make_contiguous(net, self._optimizer)
+            self._forget_compiled()
             if isinstance(net, DistributedDataParallel):
                 was_training, module = net.training, net.module
                 self._distribute(net, module)  # what it has for gradients is laid out as they were
@@ -130,6 +131,9 @@ class Engine(engines.Engine):
             if not is_lazy(tensor) and tensor.dim() == 4:
                 tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
         return model
+
+    def _forget_compiled(self) -> None:
+        """What was compiled for parameters in channels_last."""
 
     def _distributed(self, model: nn.Module) -> nn.Module:
         if self.topology.world_size == 1:

@@ -173,6 +173,9 @@ class Engine(ddp.Engine):
     def prepare(self, model: nn.Module) -> nn.Module:
         return self._in_channels_last(self._distributed(self._compiled(self._moved(model))))
 
+    def _forget_compiled(self) -> None:
+        torch._dynamo.reset_code_caches()  # its guards don't look at how parameters are laid out
+
     def left_compiler(self) -> list[str]:
         from torch._dynamo.utils import graph_break_reasons
 

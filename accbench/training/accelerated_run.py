@@ -211,7 +211,7 @@ class Run:
                     return
                 num_steps = self.timer.num_steps
                 if not evaluates:
-                    samples = accelerated_loader.num_samples(nested.tensors_of(batch))
+                    samples = accelerated_loader.num_samples(batch)
                     self._begin_record(samples)
                     self._num_samples += samples
                     self._watch.got(batch)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader
 
 import accbench
 
@@ -24,21 +25,30 @@ STEPS = 8
 
 class Net(nn.Module):
     """A convolution over time and space, ELU, constants made as it runs, a resizing by what is no
-    quotient of sizes, a pooling with gaps, channels and pixels in one view, a log-sigmoid."""
+    quotient of sizes, a pooling with gaps, channels and pixels in one view, sequences of several
+    lengths, a log-sigmoid."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Conv3d(1, 4, 2)
         self.image = nn.Conv2d(4, 4, 2, padding=1)
-        self.head = nn.Linear(64, 3)
+        self.words = nn.GRU(3, 2)
+        self.head = nn.Linear(66, 3)
 
-    def forward(self, clips: torch.Tensor) -> torch.Tensor:
-        """(N, 1, 3, 4, 4) to (N, 3)."""
+    def forward(self, clips: torch.Tensor, words: PackedSequence) -> torch.Tensor:
+        """(N, 1, 3, 4, 4) and N sequences to (N, 3)."""
         found = functional.elu(self.backbone(clips)).mean(2)[:, [0, 2, 1, 3]]
         found = functional.interpolate(self.image(found), scale_factor=1.7, mode="bilinear")
         found = functional.max_pool2d(found, 2, 1, dilation=2)
         found = found * torch.tensor([1.0, 0.5, 2.0, 1.5], device=found.device).view(1, 4, 1, 1)
-        return functional.logsigmoid(self.head(found.view(len(found), -1)))
+        _, (last,) = self.words(words)
+        found = torch.cat([found.view(len(found), -1), last], 1)
+        return functional.logsigmoid(self.head(found))
+
+
+def collated(samples: list[Any]) -> tuple[torch.Tensor, PackedSequence, torch.Tensor]:
+    clips, words, classes = zip(*samples, strict=True)
+    return torch.stack(clips), pack_sequence(words, enforce_sorted=False), torch.stack(classes)
 
 
 def halve(parameter: nn.Parameter) -> None:
@@ -50,9 +60,9 @@ def train(
 ) -> list[float]:
     """Losses of the steps, and of an evaluation after half of them and one at the end."""
     losses = []
-    for step, (clips, classes) in enumerate(loader, 1):
+    for step, (clips, words, classes) in enumerate(loader, 1):
         optimizer.zero_grad()
-        loss = functional.nll_loss(model(clips), classes)
+        loss = functional.nll_loss(model(clips, words), classes)
         backward(loss)
         optimizer.step()
         losses.append(loss.item())
@@ -66,9 +76,9 @@ def train(
 @torch.inference_mode()
 def evaluated(model: nn.Module, loader: Any) -> float:
     total = 0.0
-    for clips, classes in loader:
+    for clips, words, classes in loader:
         # Of batches and of results there are views.
-        scores = model(clips.view(-1, 1, 3, 4, 4)).view(-1, 3)
+        scores = model(clips.view(-1, 1, 3, 4, 4), words).view(-1, 3)
         total += functional.nll_loss(scores, classes.view(-1)).item()
     return total
 
@@ -83,8 +93,11 @@ def main() -> None:
         net.head.bias.register_hook(lambda gradient: gradient / 2)
         net.head.weight.register_post_accumulate_grad_hook(halve)
         net.head.weight.rate = 0.5
-    data = TensorDataset(torch.randn(STEPS * 4, 1, 3, 4, 4), torch.randint(3, (STEPS * 4,)))
-    loader = DataLoader(data, batch_size=4)
+    data = [
+        (torch.randn(1, 3, 4, 4), torch.randn(1 + index % 4, 3), torch.randint(3, ()))
+        for index in range(STEPS * 4)
+    ]
+    loader = DataLoader(data, batch_size=4, collate_fn=collated)  # type: ignore[arg-type]
     run = accbench.accelerate(
         own, torch.optim.SGD(own.parameters(), 0.5), loader, engine=engine, amp_level="O0",
         device="cpu", tensorboard="off", output_dir=folder,

@@ -31,6 +31,7 @@ from accbench.engines.xla import (
     autocast,
     batchnorm,
     buckets,
+    corrections,
     cuda,
     device_module,
     host_reduction,
@@ -140,9 +141,8 @@ class Engine(engines.Engine):
         self._no_overflow = torch.zeros(()).to(self.device)
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         norms.replace_kernels(self._lean)
-        reductions.replace_kernels()
-        resizing.replace_kernels()
-        pooling.replace_kernels()
+        for module in (corrections, pooling, recurrent, reductions, resizing):
+            module.replace_kernels()
         self._replay = self._start_replay()
         self._anew = self._lean and self._replay is None  # a recording has its places
         if self.scaler is not None:

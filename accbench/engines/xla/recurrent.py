@@ -5,16 +5,39 @@ instructions. As a loop (`torch_xla.experimental.scan`) it is compiled once for 
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from accbench.engines.xla import kernels
+
 States = tuple[torch.Tensor, ...]
 # Carried from step to step: hidden states, then the weight and the bias of what they give.
 Carried = tuple[torch.Tensor, ...]
+
+
+@cache
+def replace_kernels() -> None:
+    """For all that is computed on XLA's device in this process.
+
+    torch_xla 2.8 puts a packed sequence's sizes on the device, where no layer can read them.
+    """
+    kernels.replace({"_pack_padded_sequence": _pack}, "AutogradXLA")
+
+
+def _pack(
+    input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = lengths.cpu()
+    length, num = (input.shape[1], input.shape[0]) if batch_first else input.shape[:2]
+    # Also for its refusals.
+    _, sizes = torch._VF._pack_padded_sequence(torch.empty(length, num), lengths, False)
+    rows = [(step, of) for step, size in enumerate(sizes.tolist()) for of in range(size)]
+    places = [of * length + step if batch_first else step * num + of for step, of in rows]
+    return input.flatten(0, 1).index_select(0, torch.tensor(places).to(input.device)), sizes
 
 
 def as_loops(model: nn.Module) -> None:

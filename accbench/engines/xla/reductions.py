@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from accbench.engines import half_ops
-from accbench.engines.xla import elu, kernels
+from accbench.engines.xla import kernels
 
 Dims = Sequence[int] | None
 Kernel = Callable[..., Any]
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 @cache
 def replace_kernels() -> None:
     """For all that is computed on XLA's device in this process."""
-    kernels.replace({**_KERNELS, "elu_backward": elu.elu_backward}, "XLA")
+    kernels.replace(_KERNELS, "XLA")
 
 
 def _places(given: torch.Tensor, dims: Dims) -> list[int]:

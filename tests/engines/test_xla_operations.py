@@ -1,4 +1,4 @@
-"""Interpolation and pooling through XLA are those of PyTorch, and stay in the graph."""
+"""Operations through XLA are those of PyTorch; interpolation and pooling stay in the graph."""
 
 import json
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xla
 
 
 def test_values_and_gradients_are_torchs() -> None:
-    done = python("-m", "tests.engines.xla_windows", NPROC="1")
+    done = python("-m", "tests.engines.xla_operations", NPROC="1")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["others"], "\n".join(found["others"])

@@ -1,6 +1,6 @@
-"""Interpolation and pooling under engine xla beside torch's own, asked in a process of its own.
+"""Operations under engine xla beside torch's own, asked in a process of its own.
 
-    python -m tests.engines.xla_windows
+    python -m tests.engines.xla_operations
 
 Prints one line of JSON: how many were tried, and those that are not as on the CPU, each in words.
 """
@@ -14,11 +14,18 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from accbench.engines.xla import importing, pooling, recording, resizing  # noqa: E402
+from accbench.engines.xla import (  # noqa: E402
+    corrections,
+    importing,
+    pooling,
+    recording,
+    reductions,
+    resizing,
+)
 
 DEVICE = importing.torch_xla().device()
-resizing.replace_kernels()
-pooling.replace_kernels()
+for module in (corrections, pooling, reductions, resizing):
+    module.replace_kernels()
 
 SHAPES = {1: (2, 3, 13), 2: (2, 3, 9, 11), 3: (2, 2, 5, 6, 7)}
 MODES = {
@@ -76,6 +83,34 @@ def pooled():
         yield f"unfold {axis} {size} {step}", 2, unfold
 
 
+def complex_of(x):
+    return torch.complex(x, x * x)
+
+
+# Of (5, 3, 4, 4); they may leave the compiler.
+OTHERS = {
+    "elu": functional.elu,
+    "selu in place": lambda x: functional.selu(x + 0, inplace=True),
+    "abs": torch.abs,
+    "abs of complex": lambda x: complex_of(x).abs(),
+    "complex product": lambda x: (complex_of(x) * complex_of(x).conj() ** 2).imag,
+    "fft2": lambda x: torch.fft.fft2(x).real,
+    "rfft": lambda x: torch.fft.rfft(x).abs(),
+    "irfft": lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2, 7),
+    "irfft2": lambda x: torch.fft.irfft2(torch.fft.rfft2(x).square(), dim=(1, 2)),
+    "stft": lambda x: torch.stft(
+        x.flatten(1), 8, window=torch.hann_window(8).to(x.device), return_complex=True
+    ).abs(),
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "slogdet's sign": lambda x: torch.linalg.slogdet(x.mT)[0] * x.sum((2, 3)),
+    "det": torch.linalg.det,
+    "solve": lambda x: torch.linalg.solve(x, x.mT),
+    **{f"cdist {p}": lambda x, p=p: torch.cdist(x, x[:1] * 2, p) + x for p in (0.0, 1.0, 2.0, 3.0)},
+    "cdist of other ranks": lambda x: torch.cdist(x, x[0, 0, :2], float("inf")),
+    "weight norm": lambda x: torch._weight_norm(x, x[:, :1, :1, :1] + 2, 0),
+}
+
+
 def outcome(function, x):
     """Results, the gradient, and the results under inference mode."""
     x = x.detach().requires_grad_()
@@ -91,18 +126,26 @@ def outcome(function, x):
 
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
-    tried, others, num_left = 0, [], recording.num_fallbacks()
-    for name, rank, function in (*resized(), *pooled()):
-        x = torch.randn(SHAPES[rank], generator=generator)
+    tried, others = 0, []
+    kept = [
+        (name, SHAPES[rank], function, True) for name, rank, function in (*resized(), *pooled())
+    ]
+    also = [(name, (5, 3, 4, 4), function, False) for name, function in OTHERS.items()]
+    for name, shape, function, stays in (*kept, *also):
+        x = torch.randn(shape, generator=generator)
         if "True)" in name:
             x = x.relu()  # the largest of a window more than once
-        wanted, got = outcome(function, x), outcome(function, x.to(DEVICE))
         tried += 1
-        same = [a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4)
+        num_left = recording.num_fallbacks()
+        try:
+            wanted, got = outcome(function, x), outcome(function, x.to(DEVICE))
+        except RuntimeError as error:
+            others.append(f"{name}: {error}")
+            continue
+        same = [a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 1e-4, 1e-4)
                 for a, b in zip(got, wanted, strict=True)]  # fmt: skip
         left = recording.num_fallbacks() - num_left
-        num_left += left
-        if not all(same) or left:
+        if not all(same) or (stays and left):
             others.append(f"{name}: same {same}, {left} left the compiler")
     print(json.dumps({"tried": tried, "others": others}))
 
