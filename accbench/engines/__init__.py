@@ -155,8 +155,8 @@ class Engine(abc.ABC):
 
     # For a loop of a user's own: how it calls the model, and `apply_gradients` in parts.
 
-    def calling(self) -> AbstractContextManager[Any]:
-        """The loop's calls of the model run in this."""
+    def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The loop's calls of what `prepare` gave run in this."""
         return self.autocast()
 
     def given(self, batch: Batch) -> Batch:

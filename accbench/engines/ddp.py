@@ -38,6 +38,10 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def _trained(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
 class Engine(engines.Engine):
     """DDP over NCCL (CUDA) or gloo (CPU), autocast, a fused optimizer."""
 
@@ -108,9 +112,7 @@ class Engine(engines.Engine):
             layouts.make_contiguous(net, self._optimizer)
             self._forget_compiled()
             if isinstance(net, DistributedDataParallel):
-                was_training, module = net.training, net.module
-                self._distribute(net, module)  # what it has for gradients is laid out as they were
-                net.train(was_training)
+                self._distribute(net, net.module)  # which has gradients laid out as they were
             if self.topology.rank == 0:
                 log.info(
                     "the model views what is not contiguous in channels_last, so that all stays "
@@ -143,6 +145,8 @@ class Engine(engines.Engine):
         return wrapper
 
     def _distribute(self, wrapper: DistributedDataParallel, model: nn.Module) -> None:
+        """Make `wrapper` what it is, or make it anew."""
+        call = vars(wrapper).get("_compiled_call_impl")
         # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
         # statistics are those of the rank's shard.
         DistributedDataParallel.__init__(
@@ -153,6 +157,9 @@ class Engine(engines.Engine):
             find_unused_parameters=self.options.find_unused_parameters,
             **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
         )
+        wrapper.train(model.training)
+        wrapper._compiled_call_impl = call
+        self._averaged = _trained(model)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -183,6 +190,16 @@ class Engine(engines.Engine):
             batches, self.topology.local_rank, prefetch.ON_DEVICE,
             device=self.device, to_device=self.to_device,
         )  # fmt: skip
+
+    def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """See the base class."""
+        if (
+            isinstance(model, DistributedDataParallel)
+            and torch.is_grad_enabled()
+            and _trained(model) != self._averaged
+        ):
+            self._distribute(model, model.module)  # it averages what trained when it was made
+        return self.autocast()
 
     def results(self, nest: Any) -> Any:
         """See the base class."""

@@ -55,7 +55,8 @@ def watch_first_call(net: nn.Module, give_in: Callable[[], None]) -> None:
         else:
             net._compiled_call_impl = before
             return outputs
-        give_in()
+        with torch.inference_mode(False):  # what parameters are now is to be trained
+            give_in()
         torch.set_rng_state(random)
         with torch.no_grad():
             for buffer, value in buffers:

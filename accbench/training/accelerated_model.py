@@ -27,7 +27,7 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: Engine) -> None:
             return kind.__call__(self, *args, **kwargs)
         running = True
         try:
-            with engine.calling():
+            with engine.calling(prepared):
                 outputs = prepared(*args, **kwargs)
         finally:
             running = False

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.conftest import python
+from tests.conftest import python, two_ranks
 
 ENGINES = (
     "ddp",
@@ -22,11 +22,21 @@ ENGINES = (
 def test_losses_and_weights_are_those_of_the_plain_loop(engine, tmp_path):
     done = python("-m", "tests.training.own_loop", engine, tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
-    found = json.loads(line)
+    found = json.loads((tmp_path / "run-rank0.json").read_text())
     assert len(found["plain"]) == 8 + 2
     assert found["losses"] == pytest.approx(found["plain"], rel=1e-5)
     assert found["far"] < 1e-5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers_unfrozen_on_the_way_are_averaged_over_workers(engine, tmp_path):
+    done = two_ranks("-m", "tests.training.own_loop", engine, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"run-rank{n}.json").read_text()) for n in range(2)]
+    of_both = [sum(losses) / 2 for losses in zip(*(one["losses"] for one in found), strict=True)]
+    assert of_both == pytest.approx(found[0]["plain"], rel=1e-5)
+    for one in found:
+        assert one["far"] < 1e-5
 
 
 @pytest.mark.xla

@@ -350,7 +350,7 @@ class Engine(engines.Engine):
         return autocast.autocast(self.autocast_dtype, self._lean)
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.autocast())
             if torch.is_inference_mode_enabled():
