@@ -17,6 +17,7 @@ from torch.nn import functional  # noqa: E402
 from accbench.engines.xla import (  # noqa: E402
     corrections,
     importing,
+    norms,
     pooling,
     recording,
     reductions,
@@ -26,6 +27,7 @@ from accbench.engines.xla import (  # noqa: E402
 DEVICE = importing.torch_xla().device()
 for module in (corrections, pooling, reductions, resizing):
     module.replace_kernels()
+norms.replace_kernels(lean=False)
 
 SHAPES = {1: (2, 3, 13), 2: (2, 3, 9, 11), 3: (2, 2, 5, 6, 7)}
 MODES = {
@@ -87,6 +89,11 @@ def complex_of(x):
     return torch.complex(x, x * x)
 
 
+def written_into(x, write):
+    write(x)
+    return x
+
+
 # Of (5, 3, 4, 4); they may leave the compiler.
 OTHERS = {
     "elu": functional.elu,
@@ -105,7 +112,29 @@ OTHERS = {
     "slogdet's sign": lambda x: torch.linalg.slogdet(x.mT)[0] * x.sum((2, 3)),
     "det": torch.linalg.det,
     "solve": lambda x: torch.linalg.solve(x, x.mT),
-    **{f"cdist {p}": lambda x, p=p: torch.cdist(x, x[:1] * 2, p) + x for p in (0.0, 1.0, 2.0, 3.0)},
+    "amax of infinities": lambda x: x.masked_fill(x < 1, -torch.inf).amax(3),
+    "amin of infinities": lambda x: x.masked_fill(x > -1, torch.inf).amin((1, 3)),
+    "max of infinities": lambda x: (x - torch.inf).max() + x.sum() * 0,
+    "min": lambda x: x.min(),
+    "logsumexp of infinities": lambda x: x.masked_fill(x < 1, -torch.inf).logsumexp(3).exp(),
+    "batch_norm of given statistics": lambda x: functional.batch_norm(
+        x, x[0, :, 0, 0].detach(), x[0, :, 0, 1].detach().abs(), x[0, :, 1, 0], x[0, :, 1, 1]
+    ),
+    "clamp, broadcast": lambda x: torch.clamp(x[:, :1], max=x[0].detach()),
+    "clamp of a column": lambda x: torch.clamp(x[0, 0, 0].unsqueeze(1), min=x[0, 0, 1].detach()),
+    **{
+        f"diagonal {said}": lambda x, said=said: x.diagonal(*said)
+        for said in ((0, 0, 1), (1, 1, 2), (-1, 3, 0), (2, 2, 3), (0, -1, -2))
+    },
+    "diagonal in place": lambda x: written_into((x + 0), lambda y: y.diagonal(1, 1, 3).mul_(3)),
+    "diagonal embedded": lambda x: torch.diag_embed(x, 1, 0, 2),
+    "unfold in place": lambda x: written_into((x + 0), lambda y: y.unfold(3, 2, 2).mul_(3)),
+    "nll of one": lambda x: functional.cross_entropy(x[0, :, 0, 0], torch.tensor(1).to(x.device)),
+    "nll of one, not reduced": lambda x: functional.cross_entropy(
+        x[0, :, 0, 0], torch.tensor(2).to(x.device), reduction="none"
+    ),
+    **{f"pdist {p}": lambda x, p=p: functional.pdist(x.flatten(1), p) for p in (0.0, 1.0, 2.0)},
+    **{f"cdist {p}": lambda x, p=p: torch.cdist(x, x[:1] * 2, p) for p in (1.0, 2.0, 3.0)},
     "cdist of other ranks": lambda x: torch.cdist(x, x[0, 0, :2], float("inf")),
     "weight norm": lambda x: torch._weight_norm(x, x[:, :1, :1, :1] + 2, 0),
 }

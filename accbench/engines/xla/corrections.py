@@ -1,5 +1,6 @@
 """Single operations that torch_xla 2.8 has otherwise than torch, or none that a step could use."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 from accbench.engines.xla import kernels
 
 Tensors = tuple[torch.Tensor, ...]
+Kernel = Callable[..., torch.Tensor]
+
+aten = torch.ops.aten
 
 
 @cache
@@ -18,8 +22,15 @@ def replace_kernels() -> None:
         {
             "abs": _abs,
             "_cdist_forward": _cdist,
-            "_linalg_slogdet": _slogdet,
+            "clamp_max.Tensor": _clamp(torch.clamp_max),
+            "clamp_min.Tensor": _clamp(torch.clamp_min),
+            "diagonal_copy": _diagonal,
+            "diagonal_scatter": _with_diagonal,
             "elu_backward": _elu_backward,
+            "_linalg_slogdet": _slogdet,
+            "nll_loss_forward": _nll_loss,
+            "nll_loss_backward": _nll_loss_backward,
+            "_pdist_forward": _pdist,
         },
         "XLA",
     )
@@ -60,10 +71,86 @@ def _cdist(
     x1: torch.Tensor, x2: torch.Tensor, p: float = 2, compute_mode: int | None = None
 ) -> torch.Tensor:
     """torch_xla has none of batches that have to be broadcast, and no gradient on a CPU."""
-    apart = x1.unsqueeze(-2) - x2.unsqueeze(-3)
-    if p == 0:
-        return (apart != 0).to(apart.dtype).sum(-1)
-    return torch.linalg.vector_norm(apart, p, -1)
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+def _pdist(rows: torch.Tensor, p: float = 2) -> torch.Tensor:
+    """For p = 0 torch_xla's is infinite."""
+    first, second = (kernels.constant(rows.device, _pairs, len(rows), of) for of in (0, 1))
+    return torch.linalg.vector_norm(rows[first] - rows[second], p, -1)
+
+
+def _pairs(num: int, of: int) -> np.ndarray:
+    return np.triu_indices(num, 1)[of]
+
+
+def _clamp(own: Any) -> Kernel:
+    """torch_xla ends the process where what is clamped has to be broadcast."""
+
+    def kernel(given: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        given, limit = torch.broadcast_tensors(given, limit)
+        dtype = torch.result_type(given, limit)
+        out: torch.Tensor = own(given, limit, out=given.new_empty(0, dtype=dtype))
+        return out
+
+    return kernel
+
+
+def _diagonal(given: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """torch_xla's is another one where its dimensions are not the last two."""
+    places = _diagonal_places(given, offset, dim1, dim2)
+    return _flat(given, dim1, dim2).index_select(-1, places)
+
+
+def _with_diagonal(
+    given: torch.Tensor, values: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
+    places = _diagonal_places(given, offset, dim1, dim2)
+    changed = _flat(given, dim1, dim2).index_copy(-1, places, values)
+    last = changed.unflatten(-1, (given.shape[dim1], given.shape[dim2]))
+    return last.clone().movedim((-2, -1), (dim1, dim2)).clone()  # see `kernels.replace`
+
+
+def _diagonal_places(given: torch.Tensor, offset: int, dim1: int, dim2: int) -> torch.Tensor:
+    sizes = given.shape[dim1], given.shape[dim2]
+    return kernels.constant(given.device, _diagonal_of_flat, *sizes, offset)
+
+
+def _diagonal_of_flat(num_rows: int, num_columns: int, offset: int) -> np.ndarray:
+    return np.arange(num_rows * num_columns).reshape(num_rows, num_columns).diagonal(offset).copy()
+
+
+def _flat(given: torch.Tensor, dim1: int, dim2: int) -> torch.Tensor:
+    return given.movedim((dim1, dim2), (-2, -1)).flatten(-2)
+
+
+def _nll_loss(
+    scores: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int
+) -> Tensors:
+    """Of one sample without a batch torch_xla ends the process."""
+    alone = scores.dim() == 1
+    if alone:
+        scores, target = scores.unsqueeze(0), target.reshape(1)
+    loss, total = scores.new_empty(0), scores.new_empty(0)
+    aten.nll_loss_forward.output(
+        scores, target, weight, reduction, ignored, output=loss, total_weight=total
+    )
+    return loss.reshape(()).clone() if alone else loss, total
+
+
+def _nll_loss_backward(
+    gradient: torch.Tensor, scores: torch.Tensor, target: torch.Tensor, weight: Any,
+    reduction: int, ignored: int, total: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    alone = scores.dim() == 1
+    if alone:
+        scores, target = scores.unsqueeze(0), target.reshape(1)
+        gradient = gradient if reduction else gradient.reshape(1)
+    found = scores.new_empty(0)
+    aten.nll_loss_backward.grad_input(
+        gradient, scores, target, weight, reduction, ignored, total, grad_input=found
+    )
+    return found.squeeze(0).clone() if alone else found
 
 
 class _RealTransform(torch.autograd.Function):

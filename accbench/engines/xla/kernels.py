@@ -20,8 +20,9 @@ def replace(kernels: Mapping[str, Callable[..., Any]], *keys: str) -> None:
     Args:
         kernels: by torch's name of the operation, without `aten::`.
         keys: "XLA", or "AutogradXLA" for what is differentiated operation by operation. Under
-            `torch.inference_mode` the first alone is looked at. In kernels for it a tensor may not
-            be permuted that is another's permutation: torch_xla 2.8 has wrong values then.
+            `torch.inference_mode` the first alone is looked at. Kernels for it have views without
+            what torch_xla 2.8 else has around them: no permutation of a permutation, whose values
+            are wrong, and no view as a result, into which nothing can be copied then.
     """
     importing.torch_xla()  # or its kernels would come after ours
     library = torch.library.Library("aten", "IMPL")

@@ -85,12 +85,16 @@ def _batch_norm(
 ) -> torch.Tensor:  # fmt: skip
     of_channels = [one for one in (weight_C, bias_C, mean_C, var_C) if one is not None]
     whole = all(one.shape == batch.shape[1:2] for one in of_channels)
-    if not training or not whole or batch.dim() < 2 or batch.numel() == 0:
+    has_statistics = training or (mean_C is not None and var_C is not None)
+    if not has_statistics or not whole or batch.dim() < 2 or batch.numel() == 0:
         return _by_torch(  # also for its refusals
             torch.ops.aten.batch_norm.default,
             batch, weight_C, bias_C, mean_C, var_C, training, momentum, eps, cudnn,
         )  # fmt: skip
     wide = batch.float() if batch.dtype in half_ops.TYPES else batch
+    if not training:
+        with torch.autocast("xla", enabled=False):
+            return _by_given(wide, weight_C, bias_C, mean_C, var_C, eps).to(batch.dtype)
     of_batch_var_C, of_batch_mean_C = _moments(wide, 0, *range(2, batch.dim()))
     if mean_C is not None and var_C is not None:
         with torch.no_grad():
@@ -101,6 +105,19 @@ def _batch_norm(
     invstd_C = torch.rsqrt(of_batch_var_C + eps)
     out: torch.Tensor = _BatchNorm.apply(wide, weight_C, bias_C, of_batch_mean_C, invstd_C, eps)
     return out.to(batch.dtype)
+
+
+def _by_given(
+    batch: torch.Tensor, weight_C: torch.Tensor | None, bias_C: torch.Tensor | None,
+    mean_C: torch.Tensor, var_C: torch.Tensor, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    """As in evaluation. Where parameters train all the same, as frozen BatchNorms' do,
+    torch_xla's gradient of it ends the process."""
+    scale_C = torch.rsqrt(var_C + eps)
+    if weight_C is not None:
+        scale_C = weight_C * scale_C
+    out = (batch - _wide(mean_C, batch)) * _wide(scale_C, batch)
+    return out if bias_C is None else out + _wide(bias_C, batch)
 
 
 @torch.no_grad()

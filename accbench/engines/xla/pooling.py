@@ -64,7 +64,7 @@ def _pool(own: Any) -> Callable[..., Pair]:
         seen = seen.view(*lead, *table.shape)
         most, place = torch.where(table < 0, -torch.inf, seen).max(-1)
         indices = table.expand(*lead, *table.shape).gather(-1, place.unsqueeze(-1))
-        return most.view(shape).to(given.dtype), indices.view(shape)
+        return most.view(shape).clone(), indices.view(shape).clone()  # see `kernels.replace`
 
     return kernel
 
@@ -109,6 +109,6 @@ def _backward(own: Any) -> Callable[..., torch.Tensor]:
         rank = _rank(own)
         zeros = torch.zeros_like(given).flatten(-rank)
         added = zeros.scatter_add(-1, indices.flatten(-rank), gradient.flatten(-rank))
-        return added.view(given.shape)
+        return added.view(given.shape).clone()
 
     return kernel

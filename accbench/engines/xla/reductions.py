@@ -58,9 +58,14 @@ def _empty(given: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 # The forms that write into a tensor lead to torch_xla's own kernels still.
-def _extreme(into: Kernel) -> Kernel:
+def _extreme(into: Kernel, least: float) -> Kernel:
     def kernel(given: torch.Tensor, dims: Dims = (), keepdim: bool = False) -> Any:
-        return into(given, _places(given, dims), keepdim, out=_empty(given))
+        places = _places(given, dims)
+        found = into(given, places, keepdim, out=_empty(given))
+        if not given.is_floating_point() or not given.numel():
+            return found
+        # Of infinite numbers alone torch_xla gives the largest finite one.
+        return torch.where((given == least).all(places, keepdim), least, found)
 
     return kernel
 
@@ -147,14 +152,16 @@ def _count_nonzero(given: torch.Tensor, dims: Any = None) -> torch.Tensor:
 
 
 _KERNELS: dict[str, Kernel] = {
-    "amax": _extreme(torch.amax),
-    "amin": _extreme(torch.amin),
+    "amax": _extreme(torch.amax, -torch.inf),
+    "amin": _extreme(torch.amin, torch.inf),
     "count_nonzero": _count_nonzero,
     "count_nonzero.dim_IntList": _count_nonzero,
     "linalg_vector_norm": _vector_norm,
     "logsumexp": _logsumexp,
+    "max": _extreme(torch.amax, -torch.inf),
     "mean": _of_all(_mean),
     "mean.dim": _mean,
+    "min": _extreme(torch.amin, torch.inf),
     "norm.ScalarOpt_dim": _norm,
     "norm.ScalarOpt_dim_dtype": _norm,
     "std.correction": _deviation(aten.std.correction_out, "out"),

@@ -30,8 +30,8 @@ def replace_kernels() -> None:
     }
     # Under both, for `torch.inference_mode` passes by the first.
     kernels.replace(found, "AutogradXLA", "XLA")
-    kernels.replace({"unfold": _unfold}, "AutogradXLA")
-    kernels.replace({"unfold_copy": _unfold}, "XLA")  # what a view becomes
+    # What a view becomes.
+    kernels.replace({"unfold_copy": _unfold, "unfold_backward": _folded}, "XLA")
 
 
 def _resampled(given: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -65,7 +65,7 @@ def _picking(offset: float, rank: int) -> Callable[..., torch.Tensor]:
         each = zip(new, scales or [None] * rank, strict=True)
         for axis, (output, scale) in enumerate(each, given.dim() - rank):
             given = _picked(given, axis, output, scale, offset)
-        return given
+        return given.clone()  # see `kernels.replace`
 
     return kernel
 
@@ -111,7 +111,19 @@ def _unfold(given: torch.Tensor, dimension: int, size: int, step: int) -> torch.
         return given.reshape(shape)
     axis = dimension % given.dim()
     places = kernels.constant(given.device, _windows, shape[axis], size, step)
-    return given.index_select(axis, places).unflatten(axis, (-1, size)).movedim(axis + 1, -1)
+    found = given.index_select(axis, places).unflatten(axis, (-1, size)).movedim(axis + 1, -1)
+    return found.clone()  # see `kernels.replace`
+
+
+def _folded(
+    gradient: torch.Tensor, shape: Sequence[int], dimension: int, size: int, step: int
+) -> torch.Tensor:
+    zeros = gradient.new_zeros(shape)
+    if not zeros.dim():
+        return gradient.reshape(shape)
+    axis = dimension % len(shape)
+    places = kernels.constant(gradient.device, _windows, gradient.shape[axis], size, step)
+    return zeros.index_add(axis, places, gradient.movedim(-1, axis + 1).flatten(axis, axis + 1))
 
 
 def _windows(num: int, size: int, step: int) -> np.ndarray:
