@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -22,6 +23,7 @@ from accbench.engines import layouts, optimizers, sharing
 from accbench.errors import RequestError
 from accbench.recording import provenance
 from accbench.recording.terminal import log
+from accbench.training import process_group
 from accbench.training.process_group import Topology
 
 # The flag's name from torch 2.15 on, and the one before, which warns there.
@@ -82,7 +84,7 @@ class Engine(engines.Engine):
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
-        self._is_checked = False
+        self._is_checked = self._will_average = False
         self._optimizer: torch.optim.Optimizer | None = None
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
@@ -199,7 +201,33 @@ class Engine(engines.Engine):
             and _trained(model) != self._averaged
         ):
             self._distribute(model, model.module)  # it averages what trained when it was made
+        if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+            self._will_average |= model.require_backward_grad_sync
         return self.autocast()
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """See the base class. DDP averages in a backward pass if it was called before, and not
+        where a loop calls methods of the model, or goes back twice."""
+        if self.topology.world_size == 1:
+            return
+        if not self._will_average:
+            self._average(optimizer)
+        elif not self._is_checked:
+            self._check_all_reduced(optimizer)
+            self._is_checked = True
+        self._will_average = False
+
+    def _average(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        has = torch.tensor([p.grad is not None for p in parameters], device=self.device)
+        has_somewhere = torch.stack(process_group.gather_tensor(has)).any(0).tolist()
+        for parameter, is_used in zip(parameters, has_somewhere, strict=True):
+            if is_used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                total = parameter.grad.contiguous()  # gloo takes no other
+                dist.all_reduce(total)
+                parameter.grad.copy_(total / self.topology.world_size)
 
     def results(self, nest: Any) -> Any:
         """See the base class."""

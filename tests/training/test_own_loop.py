@@ -39,6 +39,14 @@ def test_layers_unfrozen_on_the_way_are_averaged_over_workers(engine, tmp_path):
         assert one["far"] < 1e-5
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_are_averaged_whatever_of_the_model_a_loop_calls(engine, tmp_path):
+    done = two_ranks("-m", "tests.training.own_workers", engine, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert float((tmp_path / f"run-rank{rank}.txt").read_text()) < 1e-5
+
+
 @pytest.mark.xla
 @pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="no torch_xla")
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -47,6 +47,7 @@ from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance
 from accbench.recording.terminal import log
+from accbench.training import process_group
 from accbench.training.process_group import Topology
 
 _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
@@ -148,6 +149,8 @@ class Engine(engines.Engine):
         if self.scaler is not None:
             self.scaler.anew = self._anew
         self._num_run = 0
+        self._trained: list[bool] = []
+        self._used_somewhere = torch.zeros(0, dtype=torch.bool)
         self._left_compiler: list[str] = []
 
     def _open_device(self) -> torch.device:
@@ -410,9 +413,9 @@ class Engine(engines.Engine):
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         """Average gradients over the ranks, in place."""
-        parameters = [p for p in parameters if p.grad is not None]
         if self.topology.world_size == 1:
             return
+        parameters = self._used(parameters)
         if self.collectives == "in_graph":
             buckets.average(
                 parameters, self.device, self.topology.world_size, self.options.bucket_mib * 2**20
@@ -420,6 +423,31 @@ class Engine(engines.Engine):
         else:
             bucket_bytes = self.options.host_bucket_mib * 2**20
             host_reduction.average(parameters, self.device, self.topology.world_size, bucket_bytes)
+
+    def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those with a gradient on some rank: on the others it is zeros from here on.
+
+        What is averaged in the graph must be the same in all steps, so ranks tell each other in the
+        first one, and when other parameters train.
+
+        Raises:
+            RequestError: a gradient is there that was nowhere in the first step.
+        """
+        has = torch.tensor([p.grad is not None for p in parameters])
+        trained = [p.requires_grad for p in parameters]
+        if self.collectives == "host" or trained != self._trained:
+            self._trained = trained
+            self._used_somewhere = torch.stack(process_group.gather_tensor(has)).any(0)
+        if bool((has & ~self._used_somewhere).any()):
+            raise RequestError(
+                "the loss depends on parameters that it did not depend on in the first step, on "
+                "any worker; freeze them until then (requires_grad = False)"
+            )
+        used = [p for p, is_used in zip(parameters, self._used_somewhere, strict=True) if is_used]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return used
 
     def end_step(self) -> None:
         if self._replay is None or not self._replay.recording:
