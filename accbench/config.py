@@ -194,7 +194,7 @@ _MAXIMUM: Mapping[str, float] = {
     "lr": sys.float_info.max, "weight_decay": sys.float_info.max, "timeout_s": 1e6,
     "lr_warmup_epochs": 1e9, "lr_final": 1e9, "lr_step_epochs": 1e9, "lr_step_factor": 1e9,
     "momentum": 1, "clip_norm": sys.float_info.max, "ema_decay": 1, "label_smoothing": 1,
-    "mixup": 1e6, "cutmix": 1e6,
+    "mixup": 1e6, "cutmix": 1e6, "seed": 2**62,
 }  # fmt: skip
 
 
@@ -244,10 +244,14 @@ def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
         RequestError: the arguments do not fit `flags_class`.
     """
     message = io.StringIO()
+    args = list(argv)
+    for place in range(len(args) - 1, 0, -1):  # its value most often begins as a flag does
+        if args[place - 1] in ("--script_args", "--script-args"):
+            args[place - 1 : place + 1] = [f"--script_args={args[place]}"]
     try:
         with contextlib.redirect_stderr(message):
             return tyro.cli(
-                flags_class, args=list(argv), prog=prog, use_underscores=True,
+                flags_class, args=args, prog=prog, use_underscores=True,
                 # No flag's text is a comment; the search takes longer than all else here.
                 config=(tyro.conf.HelptextFromCommentsOff,),
             )  # fmt: skip

@@ -99,3 +99,11 @@ def refused(prog: str, error: RequestError) -> int:
     """One line on a request that cannot be met; returns the exit status."""
     print(f"{prog}: {error}", file=sys.stderr)
     return 2
+
+
+def remedy_of_overflow(amp_level: str, amp_dtype: str | None) -> str:
+    """What may help where a number was not finite, in the types of a run."""
+    if amp_level != "O1":
+        return "lower --lr"
+    also = "--amp_dtype bfloat16 or " if amp_dtype == "float16" else ""
+    return f"lower --lr, or use {also}--amp_level O0"

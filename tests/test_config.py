@@ -240,3 +240,9 @@ def test_config_json_of_a_run_reads_back_as_the_same_task(task):
         for style in (None, '"'):
             file.write_text(yaml.safe_dump(values, default_style=style))
             assert config.as_mapping(config.parse(["--config", str(file)])) == expected
+
+
+def test_a_scripts_arguments_may_begin_as_flags_do():
+    for said in (["--script_args", "--depth 3"], ["--script_args=--depth 3"]):
+        task = config.parse(["--script", "train.py", *said, "--seed", "4"])
+        assert (task.script_args, task.seed) == ("--depth 3", 4)

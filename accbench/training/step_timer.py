@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from accbench.engines import Batch, CompileStats, Engine
-from accbench.errors import NonFiniteLossError, RecompiledError
+from accbench.errors import NonFiniteLossError, RecompiledError, remedy_of_overflow
 from accbench.recording.records import WindowRecord, finite_or_none
 from accbench.training.process_group import gather_values
 from accbench.training.shapes import ShapeWatch
@@ -187,17 +187,17 @@ class StepTimer:
         self._samples_before = self.num_samples
         self.listener.window(window)
         self._refuse_recompiles()
+        remedy = remedy_of_overflow(self.engine.task.amp_level, self.engine.task.amp_dtype)
         if window.loss is None and self.engine.task.on_nan != "skip":
             raise NonFiniteLossError(
                 f"the loss is not finite at step {self.num_steps - 1}: {list(losses)} by rank; "
-                "lower --lr, or use --amp_dtype bfloat16 or --amp_level O0"
+                f"{remedy}"
             )
         scale = self.engine.loss_scale()
         if scale is not None and scale < MIN_LOSS_SCALE:
             raise NonFiniteLossError(
                 f"gradients overflow in step after step, the loss scale is down to {scale:.2g} at "
-                f"step {self.num_steps - 1}; lower --lr, or use --amp_dtype bfloat16 or "
-                "--amp_level O0"
+                f"step {self.num_steps - 1}; {remedy}"
             )
 
     def _refuse_recompiles(self) -> None:

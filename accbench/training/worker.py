@@ -29,6 +29,7 @@ from accbench.errors import (
     RequestError,
     StoppedError,
     end_status,
+    remedy_of_overflow,
 )
 from accbench.logger import RunLogger
 from accbench.models import flops
@@ -261,7 +262,7 @@ class Reporter:
             if num_skipped > self.task.max_skips:
                 raise NonFiniteLossError(
                     f"{told}, {num_skipped} since the start, --max_skips {self.task.max_skips}; "
-                    "lower --lr, or use --amp_dtype bfloat16 or --amp_level O0"
+                    + remedy_of_overflow(self.task.amp_level, self.task.amp_dtype)
                 )
             log.warning(f"{told}, which were left out; {num_skipped} of {self.task.max_skips}")
         self.num_skipped = num_skipped

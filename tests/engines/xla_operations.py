@@ -117,6 +117,9 @@ OTHERS = {
     "max of infinities": lambda x: (x - torch.inf).max() + x.sum() * 0,
     "min": lambda x: x.min(),
     "logsumexp of infinities": lambda x: x.masked_fill(x < 1, -torch.inf).logsumexp(3).exp(),
+    "logsumexp of one": lambda x: (
+        x[..., :1].masked_fill(x[..., :1] < 1, -torch.inf).logsumexp(3) + x[..., 0] * 0
+    ),
     "batch_norm of given statistics": lambda x: functional.batch_norm(
         x, x[0, :, 0, 0].detach(), x[0, :, 0, 1].detach().abs(), x[0, :, 1, 0], x[0, :, 1, 1]
     ),

@@ -47,6 +47,16 @@ def test_gradients_are_averaged_whatever_of_the_model_a_loop_calls(engine, tmp_p
         assert float((tmp_path / f"run-rank{rank}.txt").read_text()) < 1e-5
 
 
+@pytest.mark.parametrize("engine", ENGINES[2:])
+def test_norms_of_all_kinds_train_in_bfloat16(engine, tmp_path):
+    done = python("-m", "tests.training.own_norms", engine, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    found = json.loads(line)
+    assert len(found["plain"]) == 6
+    assert found["losses"] == pytest.approx(found["plain"], rel=5e-2)  # of a mean over few values
+
+
 @pytest.mark.xla
 @pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="no torch_xla")
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -18,7 +18,7 @@ from torch import fx
 from accbench import engines
 from accbench.config import TaskConfig
 from accbench.engines import inductor
-from accbench.engines.jax import starting, traceable
+from accbench.engines.jax import noting, starting, traceable
 from accbench.training.process_group import Topology
 
 
@@ -89,7 +89,7 @@ class Engine(inductor.Engine):
                 dtype = (
                     torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
                 )
-                with traceable.attention(starting.attends(self._rules, dtype)):
+                with traceable.attention(starting.attends(self._rules, dtype)), noting.everywhere():
                     return self._counted(to_functions(graph, inputs))
             finally:
                 self._in_dynamo = False

@@ -7,7 +7,8 @@ gradient (torch 2.8: `torch/_decomp/decompositions.py`). A graph that notes thos
 what it need not, or not fit together.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +36,33 @@ class Noting(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        result: Any = super().dispatch(func, types, args, kwargs or {})
-        name = func.overloadpacket.__name__ if func.namespace == "aten" else ""
-        if name in _WEIGHTS:
-            return _of_norm(result, args[0], args[_WEIGHTS[name]])
-        if name in _WEIGHTS_OF_BACKWARD:
-            return _of_backward(result, args[1], args[_WEIGHTS_OF_BACKWARD[name]])
-        return result
+        return _noted(func, args, super().dispatch(func, types, args, kwargs or {}))
+
+
+@contextlib.contextmanager
+def everywhere() -> Iterator[None]:
+    """As `Noting` has it, of tensors of torch.compile's own mode too."""
+    dispatch = FakeTensorMode.dispatch
+
+    def noted(
+        self: Any, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return _noted(func, args, dispatch(self, func, types, args, kwargs or {}))
+
+    FakeTensorMode.dispatch = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def _noted(func: Any, args: Sequence[Any], result: Any) -> Any:
+    name = func.overloadpacket.__name__ if func.namespace == "aten" else ""
+    if name in _WEIGHTS:
+        return _of_norm(result, args[0], args[_WEIGHTS[name]])
+    if name in _WEIGHTS_OF_BACKWARD:
+        return _of_backward(result, args[1], args[_WEIGHTS_OF_BACKWARD[name]])
+    return result
 
 
 def _of_norm(result: Sequence[Any], x: torch.Tensor, weight: torch.Tensor | None) -> Any:

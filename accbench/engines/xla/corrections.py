@@ -28,6 +28,7 @@ def replace_kernels() -> None:
             "diagonal_scatter": _with_diagonal,
             "elu_backward": _elu_backward,
             "_linalg_slogdet": _slogdet,
+            "_linalg_svd": _svd,
             "nll_loss_forward": _nll_loss,
             "nll_loss_backward": _nll_loss_backward,
             "_pdist_forward": _pdist,
@@ -65,6 +66,20 @@ def _slogdet(matrices: torch.Tensor) -> Tensors:
     is_odd = (swapped.sum(-1) + (diagonal < 0).sum(-1)) % 2
     sign = (1 - 2 * is_odd) * (diagonal != 0).all(-1)
     return sign.to(matrices.dtype), diagonal.abs().log().sum(-1), factors, pivots
+
+
+def _svd(
+    matrices: torch.Tensor, full: bool = False, with_vectors: bool = True, driver: Any = None
+) -> Tensors:
+    """Of batches torch_xla ends the process."""
+    if matrices.dim() > 2:
+        raise RuntimeError(
+            "engine xla has singular values of single matrices alone (svd, pinv, the nuclear and "
+            "the spectral norm): go through the batch in a loop, or use another --engine"
+        )
+    outs = tuple(matrices.new_empty(0) for _ in range(3))
+    out: Tensors = torch._linalg_svd(matrices, full, with_vectors, out=outs)
+    return out
 
 
 def _cdist(

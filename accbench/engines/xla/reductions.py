@@ -105,7 +105,14 @@ def _of_all(kernel: Kernel) -> Kernel:
 def _logsumexp(given: torch.Tensor, dims: Dims, keepdim: bool = False) -> Any:
     if not given.is_floating_point():
         given = given.to(torch.get_default_dtype())
-    return torch.logsumexp(given, _places(given, dims), keepdim, out=_empty(given))
+    places = _places(given, dims)
+    if not given.numel():
+        return torch.logsumexp(given, places, keepdim, out=_empty(given))
+    # Where all are infinite their largest cannot be taken from them.
+    most = given.amax(places, keepdim=True)
+    most = torch.where(most.abs() == torch.inf, 0, most)
+    shape = given.sum(places, keepdim=keepdim).shape
+    return ((given - most).exp().sum(places, keepdim=True).log() + most).reshape(shape).clone()
 
 
 def _vector_norm(
