@@ -48,13 +48,13 @@ def test_gradients_are_averaged_whatever_of_the_model_a_loop_calls(engine, tmp_p
 
 
 @pytest.mark.parametrize("engine", ENGINES[2:])
-def test_norms_of_all_kinds_train_in_bfloat16(engine, tmp_path):
+def test_gradients_of_norms_of_all_kinds_in_bfloat16_are_near_float64s(engine, tmp_path):
     done = python("-m", "tests.training.own_norms", engine, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
-    found = json.loads(line)
-    assert len(found["plain"]) == 6
-    assert found["losses"] == pytest.approx(found["plain"], rel=5e-2)  # of a mean over few values
+    far = json.loads(line)
+    assert len(far) == 10
+    assert max(far.values()) < 0.08  # plain autocast's are up to 0.05 off
 
 
 @pytest.mark.xla
