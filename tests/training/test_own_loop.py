@@ -53,8 +53,8 @@ def test_gradients_of_norms_of_all_kinds_in_bfloat16_are_near_float64s(engine, t
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
     far = json.loads(line)
-    assert len(far) == 10
-    assert max(far.values()) < 0.08  # plain autocast's are up to 0.05 off
+    assert len(far) == 11
+    assert max(far.values()) < 0.15
 
 
 @pytest.mark.xla
