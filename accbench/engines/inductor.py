@@ -21,7 +21,7 @@ from torch import nn
 
 from accbench import engines, extras
 from accbench.config import TaskConfig
-from accbench.engines import ddp, inductor_mends, places
+from accbench.engines import ddp, decompositions, inductor_mends, places
 from accbench.training.process_group import Topology
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
@@ -124,7 +124,9 @@ class Engine(ddp.Engine):
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.cpu_vec_isa import pick_vec_isa
+        from torch._inductor.decomposition import select_decomp_table
 
+        rules = {**select_decomp_table(), **decompositions.mended()}
         mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if self.device.type == "cpu":
             pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
@@ -138,7 +140,10 @@ class Engine(ddp.Engine):
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             with mended():
-                compiled = compile_fx(graph, inputs, inner_compile=in_turn, config_patches=patches)
+                compiled = compile_fx(
+                    graph, inputs, inner_compile=in_turn, config_patches=patches,
+                    decompositions=rules,
+                )  # fmt: skip
             return self._counted(compiled)
 
         return backend

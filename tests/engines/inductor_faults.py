@@ -1,4 +1,4 @@
-"""In a process of its own, which dies where the heap is broken: two faults of torch's inductor.
+"""In a process of its own, which dies where the heap is broken: faults of torch's inductor.
 
     python -m tests.engines.inductor_faults CACHE_FOLDER
 
@@ -12,6 +12,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import accbench
@@ -28,8 +29,13 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.25, inplace=True)
         self.classes = nn.Linear(320, 10)
 
-    def forward(self, images: torch.Tensor, drops: bool = False) -> torch.Tensor:
-        """(N, 3, 8, 8) to logits (N, 10) or to what dropout leaves (N, 320)."""
+    def forward(
+        self, images: torch.Tensor, drops: bool = False, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(N, 3, 8, 8) to logits (N, 10), to what dropout leaves (N, 320) or to losses (N,)."""
+        if labels is not None:
+            scores = images.flatten(1)[:, : labels.shape[1]]
+            return functional.multilabel_margin_loss(scores, labels, reduction="none")
         if drops:
             return self.dropout(self.batch_norm(self.left(images)).mean([2, 3]))
         pixels = self.right(images)
@@ -72,6 +78,8 @@ def main() -> None:
     with torch.no_grad():
         for images in batches.split(2):
             outputs.append(float((model(images) - eager(images)).abs().max()))
+        given = (batches, False, torch.tensor([[3, 0, -1, 2], [1, -1, 0, 3]] * 4))
+        outputs.append(float((model(*given) - eager(*given)).abs().max()))
     print(json.dumps({"kept": kept, "gradients": gradients, "outputs": outputs}))
 
 

@@ -55,7 +55,8 @@ def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):
 
 
 def test_faults_of_inductor_are_mended(cache):
-    """What was read before it was written in place, and a buffer of one value for 320."""
+    """What was read before it was written in place, a buffer of one value for 320, and labels that
+    end early."""
     done = python("-m", "tests.engines.inductor_faults", cache)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
@@ -64,6 +65,6 @@ def test_faults_of_inductor_are_mended(cache):
     # of dropout of 0.25
     assert all(value == 0 or value == pytest.approx(4 / 3, rel=1e-3) for value in found["kept"])
     assert 0.15 < found["kept"].count(0.0) / len(found["kept"]) < 0.35
-    assert len(found["gradients"]) == len(found["outputs"]) == 4
+    assert len(found["gradients"]) == len(found["outputs"]) - 1 == 4
     assert max(found["gradients"]) < 1e-5
     assert max(found["outputs"]) < 1e-5

@@ -173,6 +173,14 @@ MODULES: dict[str, Callable[[], tuple[Callable[..., Any], Any]]] = {
         lambda x: F.interpolate(x, (5, 4), mode="bilinear", antialias=True),
         (image(1, 2, 9, 7),),
     ),
+    "labels that end early": lambda: (
+        F.multilabel_margin_loss,
+        (image(2, 4), torch.tensor([[3, 0, -1, 1], [1, -1, 0, 2]])),
+    ),
+    "labels of one, that end early": lambda: (
+        lambda x, t: F.multilabel_margin_loss(x, t, reduction="none"),
+        (image(4), torch.tensor([3, 0, -1, 1])),
+    ),
     "weight norm": lambda: of_module(
         nn.Sequential(
             nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 2)),

@@ -31,7 +31,10 @@ def decompositions() -> dict[Any, Any]:
     """
     import torch
 
+    from accbench.engines import decompositions as of_torch
+
     kept = set(operations())
     known = dict(torch._decomp.decomposition_table)
     known.update(torch._decomp.core_aten_decompositions().items())
+    known.update(of_torch.mended())
     return {op: rule for op, rule in known.items() if str(op) not in kept}
