@@ -202,6 +202,12 @@ class Engine(engines.Engine):
         return str(self.xm.xla_device_kind(self.device))
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise RequestError(
+                    f"engine xla has no sparse gradients, which {name or 'the model'} has "
+                    "(sparse=True); leave that out, or use another --engine"
+                )
         batchnorm.average_cumulatively(model)
         recurrent.as_loops(model)
         places, given = sharing.places(model), dict(model.named_parameters())
