@@ -114,7 +114,7 @@ class Engine(engines.Engine):
             layouts.make_contiguous(net, self._optimizer)
             self._forget_compiled()
             if isinstance(net, DistributedDataParallel):
-                self._distribute(net, net.module)  # which has gradients laid out as they were
+                self._distribute_anew(net)  # which has gradients laid out as they were
             if self.topology.rank == 0:
                 log.info(
                     "the model views what is not contiguous in channels_last, so that all stays "
@@ -142,23 +142,23 @@ class Engine(engines.Engine):
     def _distributed(self, model: nn.Module) -> nn.Module:
         if self.topology.world_size == 1:
             return model
-        wrapper: DistributedDataParallel = DistributedDataParallel.__new__(DistributedDataParallel)
-        self._distribute(wrapper, model)
-        return wrapper
+        self._averaged = _trained(model)
+        return DistributedDataParallel(model, **self._settings())
 
-    def _distribute(self, wrapper: DistributedDataParallel, model: nn.Module) -> None:
-        """Make `wrapper` what it is, or make it anew."""
-        call = vars(wrapper).get("_compiled_call_impl")
-        # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
-        # statistics are those of the rank's shard.
-        DistributedDataParallel.__init__(
-            wrapper,
-            model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self.options.find_unused_parameters,
-            **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
-        )
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "device_ids": [self.device] if self.device.type == "cuda" else None,
+            "gradient_as_bucket_view": True,
+            "find_unused_parameters": self.options.find_unused_parameters,
+            # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
+            # statistics are those of the rank's shard.
+            _SYNC_BUFFERS: False,
+        }
+
+    def _distribute_anew(self, wrapper: DistributedDataParallel) -> None:
+        """For what parameters are by now; whoever holds the wrapper need not know."""
+        model, call = wrapper.module, vars(wrapper).get("_compiled_call_impl")
+        DistributedDataParallel.__init__(wrapper, model, **self._settings())
         wrapper.train(model.training)
         wrapper._compiled_call_impl = call
         self._averaged = _trained(model)
@@ -200,7 +200,7 @@ class Engine(engines.Engine):
             and torch.is_grad_enabled()
             and _trained(model) != self._averaged
         ):
-            self._distribute(model, model.module)  # it averages what trained when it was made
+            self._distribute_anew(model)  # it averages what trained when it was made
         if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
             self._will_average |= model.require_backward_grad_sync
         return self.autocast()
