@@ -173,6 +173,17 @@ MODULES: dict[str, Callable[[], tuple[Callable[..., Any], Any]]] = {
         lambda x: F.interpolate(x, (5, 4), mode="bilinear", antialias=True),
         (image(1, 2, 9, 7),),
     ),
+    "orthogonal weights": lambda: of_module(
+        nn.Sequential(
+            nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)),
+            nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+        ),
+        image(2, 5),
+    ),
+    "rrelu in evaluation": lambda: (
+        lambda x: F.rrelu(x, 0.1, 0.4, training=False),
+        (image(3, 4),),
+    ),
     "labels that end early": lambda: (
         F.multilabel_margin_loss,
         (image(2, 4), torch.tensor([[3, 0, -1, 1], [1, -1, 0, 2]])),

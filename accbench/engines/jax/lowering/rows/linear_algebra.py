@@ -95,6 +95,16 @@ def lu_solve(LU: Any, pivots: Any, B: Any, left: bool = True, adjoint: bool = Fa
     return _transposed(solved)
 
 
+@lowering("aten.linalg_matrix_exp.default")
+def matrix_exp(self: Any) -> Any:
+    return linalg.expm(self)
+
+
+@lowering("aten.linalg_householder_product.default")
+def householder_product(input: Any, tau: Any) -> Any:
+    return jax.lax.linalg.householder_product(input, tau)
+
+
 @lowering("aten.linalg_qr.default")
 def qr(A: Any, mode: str = "reduced") -> Any:
     return jnp.linalg.qr(A, mode=mode)

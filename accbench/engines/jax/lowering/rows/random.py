@@ -117,3 +117,17 @@ def randint_like_low(context: Context, self: Any, low: int, high: int, dtype: An
 def randperm(context: Context, n: int, dtype: Any = None) -> Any:
     order = jax.random.permutation(context.next_key(), n)
     return order.astype(wide_int() if dtype is None else dtype)
+
+
+@lowering("aten.rrelu_with_noise_functional.default", context=True)
+def rrelu(
+    context: Context, self: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3,
+    training: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Negative numbers times a slope drawn for each, which the gradient reads; or the mean one."""
+    wide = self.astype(opmath(self.dtype))
+    if not training:
+        return jnp.where(wide <= 0, wide * (lower + upper) / 2, wide).astype(self.dtype), noise
+    slopes = lower + (upper - lower) * _uniform(context, self.shape, wide.dtype)
+    slopes = jnp.where(wide <= 0, slopes, 1)
+    return (wide * slopes).astype(self.dtype), slopes.astype(noise.dtype)
