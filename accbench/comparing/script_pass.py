@@ -22,6 +22,7 @@ from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.engines import Batch, ddp, sharing
 from accbench.engines.state import NotLoadableError, TrainingState
+from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import process_group, script
@@ -211,6 +212,8 @@ class _Pupil(Watch):
 
     def before_step(self) -> None:
         self.sums: list[float] = []
+        if not Step.is_there(self.folder, self.step, self.run.rank):
+            return  # the script asks for a batch after its last, too; `got` has more to say
         self.expected = Step.read(self.folder, self.step, self.run.rank)
         self.load()
         self.draws.begin(self.step, self.run.rank, lambda t: self.run.engine.to_device(t))
@@ -235,6 +238,10 @@ class _Pupil(Watch):
 
     def got(self, batch: Batch) -> None:
         self.sums += script_reference.sums_of(batch)
+        if not Step.is_there(self.folder, self.step, self.run.rank):
+            raise RequestError(
+                f"the script took {self.step} steps for the reference, and goes on for this engine"
+            )
 
     def after_step(self, loss: torch.Tensor) -> None:
         self.run.engine.wait()

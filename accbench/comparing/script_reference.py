@@ -47,6 +47,11 @@ class Step:
             raise RequestError(f"cannot write {path}: {error}") from None
 
     @staticmethod
+    def is_there(folder: Path, step: int, rank: int) -> bool:
+        """Whether the reference had that many steps, which count from 0."""
+        return _path(folder, step, rank).exists()
+
+    @staticmethod
     def read(folder: Path, step: int, rank: int) -> "Step":
         """Raises RequestError where there is none."""
         path = _path(folder, step, rank)

@@ -164,7 +164,8 @@ def test_two_workers_are_one_with_the_double_batch(engine, tmp_path):
 def test_a_comparison_judges_the_script(tmp_path):
     """Round by round, and step by step beside the same script in float64."""
     flags = ("--engines=ddp,xla,xla:replay=off", "--max_steps=12", "--log_interval=2")
-    flags = (*flags, "--numerics_steps=3", "--repeats=2", f"--output_dir={tmp_path / 'c'}")
+    # More steps than the script has, which are 16.
+    flags = (*flags, "--numerics_steps=20", "--repeats=2", f"--output_dir={tmp_path / 'c'}")
     result = conftest.python(
         "-m", "tests.compared", *TINY_RUN, *flags, f"--script={OWN_SCRIPT}",
         "--script_args=nothing spoil=replay",
@@ -176,7 +177,7 @@ def test_a_comparison_judges_the_script(tmp_path):
     assert same["verdict"] == also["verdict"] == "trains the same", result.stdout
     assert spoiled["verdict"] == "differs"
     assert "loss" in spoiled["reason"]
-    assert "3 steps beside float64, 3 of them sharp tests" in result.stdout
+    assert "16 steps beside float64, 16 of them sharp tests" in result.stdout
     assert "also tested: a free run; not tested, of a script: evaluation" in result.stdout
 
 
