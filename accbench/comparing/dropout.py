@@ -203,9 +203,20 @@ class Draws:
         return len(_odd) + left_out
 
 
+def _tell_dynamo() -> None:
+    """Have it look up torch's functions while they are torch's: what it finds in their places
+    then, it takes for them, and does not look into."""
+    from torch._dynamo import trace_rules
+
+    rules = getattr(trace_rules, "get_torch_obj_rule_map", None)  # torch 2.8's name
+    if rules is not None:
+        rules()
+
+
 @contextlib.contextmanager
 def given() -> Iterator[None]:
     """Have dropout take what `Draws` has drawn."""
+    _tell_dynamo()
     kept = [(module, name, getattr(module, name)) for module, name, _ in _replacements()]
     try:
         for module, name, function in _replacements():
