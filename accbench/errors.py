@@ -14,6 +14,12 @@ MEETING_VARIABLE = "ACCBENCH_MEETING"
 # Bytes that the record had when the run was launched: with more, workers were started again.
 RECORDS_BEFORE_VARIABLE = "ACCBENCH_RECORDS_BEFORE"
 
+# What torch says of a view that memory does not allow, and torch.compile in its place.
+REFUSED_VIEWS = (
+    "view size is not compatible with input tensor's size and stride",
+    "Cannot view a tensor with shape",
+)
+
 
 class RequestError(Exception):
     """What was asked for cannot be done. Ends a command with exit status 2."""

@@ -722,3 +722,10 @@ class _Joined(nn.Module):
 def joined(num_classes: int) -> nn.Module:
     """Of images of 16 pixels."""
     return _Joined(num_classes)
+
+
+def sparse(num_classes: int) -> nn.Module:
+    """Has gradients that are sparse."""
+    net = tiny(num_classes)
+    net.append(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    return net

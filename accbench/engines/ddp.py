@@ -19,11 +19,10 @@ from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import layouts, optimizers, sharing
+from accbench.engines import layouts, optimizers, sharing, used
 from accbench.errors import RequestError
 from accbench.recording import provenance
 from accbench.recording.terminal import log
-from accbench.training import process_group
 from accbench.training.process_group import Topology
 
 # The flag's name from torch 2.15 on, and the one before, which warns there.
@@ -40,7 +39,8 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _trained(model: nn.Module) -> list[bool]:
+def trained(model: nn.Module) -> list[bool]:
+    """Which of its parameters do."""
     return [parameter.requires_grad for parameter in model.parameters()]
 
 
@@ -142,7 +142,7 @@ class Engine(engines.Engine):
     def _distributed(self, model: nn.Module) -> nn.Module:
         if self.topology.world_size == 1:
             return model
-        self._averaged = _trained(model)
+        self._averaged = trained(model)
         return DistributedDataParallel(model, **self._settings())
 
     def _settings(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Engine(engines.Engine):
         DistributedDataParallel.__init__(wrapper, model, **self._settings())
         wrapper.train(model.training)
         wrapper._compiled_call_impl = call
-        self._averaged = _trained(model)
+        self._averaged = trained(model)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -198,7 +198,7 @@ class Engine(engines.Engine):
         if (
             isinstance(model, DistributedDataParallel)
             and torch.is_grad_enabled()
-            and _trained(model) != self._averaged
+            and trained(model) != self._averaged
         ):
             self._distribute_anew(model)  # it averages what trained when it was made
         if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
@@ -219,15 +219,11 @@ class Engine(engines.Engine):
 
     def _average(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        has = torch.tensor([p.grad is not None for p in parameters], device=self.device)
-        has_somewhere = torch.stack(process_group.gather_tensor(has)).any(0).tolist()
-        for parameter, is_used in zip(parameters, has_somewhere, strict=True):
-            if is_used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                total = parameter.grad.contiguous()  # gloo takes no other
-                dist.all_reduce(total)
-                parameter.grad.copy_(total / self.topology.world_size)
+        for parameter in used.with_gradients(parameters, used.somewhere(parameters)):
+            assert parameter.grad is not None
+            total = parameter.grad.contiguous()  # gloo takes no other
+            dist.all_reduce(total)
+            parameter.grad.copy_(total / self.topology.world_size)
 
     def results(self, nest: Any) -> Any:
         """See the base class."""

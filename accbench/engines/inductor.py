@@ -41,7 +41,7 @@ def _compile_anew_where_others_train(model: nn.Module) -> None:
     before: list[bool] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        now = [parameter.requires_grad for parameter in model.parameters()]
+        now = ddp.trained(model)
         if before and now != before:
             torch._dynamo.reset_code_caches()
         before[:] = now

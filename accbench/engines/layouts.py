@@ -11,12 +11,7 @@ from torch import nn
 
 from accbench import standard_streams
 from accbench.data import nested
-
-# By torch, and by what torch.compile has in its place.
-REFUSALS = (
-    "view size is not compatible with input tensor's size and stride",
-    "Cannot view a tensor with shape",
-)
+from accbench.errors import REFUSED_VIEWS
 
 
 def contiguous(nest: Any) -> Any:
@@ -30,7 +25,7 @@ def _contiguous(tensor: Any) -> Any:
 
 
 def make_contiguous(net: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Parameters, buffers, gradients and what the optimizer keeps of them."""
+    """Parameters, buffers and what the optimizer keeps of them; gradients are there later."""
     kept = optimizer.state.values() if optimizer else ()
     of_optimizer = [t for state in kept for t in state.values() if isinstance(t, torch.Tensor)]
     for tensor in (*net.parameters(), *net.buffers(), *of_optimizer):
@@ -50,7 +45,7 @@ def watch_first_call(net: nn.Module, give_in: Callable[[], None]) -> None:
             with standard_streams.without_fake_tensors_log():
                 outputs = (before or net._call_impl)(*args, **kwargs)
         except RuntimeError as error:
-            if not any(words in str(error) for words in REFUSALS):
+            if not any(words in str(error) for words in REFUSED_VIEWS):
                 raise
         else:
             net._compiled_call_impl = before

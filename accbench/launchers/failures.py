@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accbench.errors import STOPPED_STATUS, end_status
+from accbench.errors import REFUSED_VIEWS, STOPPED_STATUS, end_status
 from accbench.launchers import Failure
 
 # Taken on the disk before the workers start, for what a worker says when it is full.
@@ -41,11 +41,11 @@ def end_groups(pids: Iterable[int]) -> None:
 
 
 # What torch says -> what a person can do about it here.
-_HINTS = {
-    "view size is not compatible with input tensor's size and stride": " (engines ddp and inductor "
-    "have images in channels_last; --ddp.no-channels_last or --inductor.no-channels_last, or "
-    "x.flatten(1) in the model)",
-}
+_HINTS = dict.fromkeys(
+    REFUSED_VIEWS,
+    " (engines ddp and inductor have images in channels_last; --ddp.no-channels_last or "
+    "--inductor.no-channels_last, or x.flatten(1) in the place of x.view)",
+)
 
 
 def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]) -> Failure:

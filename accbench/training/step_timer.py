@@ -191,7 +191,7 @@ class StepTimer:
         if window.loss is None and self.engine.task.on_nan != "skip":
             raise NonFiniteLossError(
                 f"the loss is not finite at step {self.num_steps - 1}: {list(losses)} by rank; "
-                f"{remedy}"
+                + remedy
             )
         scale = self.engine.loss_scale()
         if scale is not None and scale < MIN_LOSS_SCALE:

@@ -1,8 +1,9 @@
 """One of several workers' loop of its own that does not only call the model and go back.
 
-    python -m tests.training.own_workers ENGINE FOLDER
+    python -m tests.training.own_workers ENGINE FOLDER [unused]
 
 Writes to FOLDER-rankN.txt how far the weights end from those of one plain loop over all samples.
+With `unused` the model has a layer that nothing uses.
 """
 
 import copy
@@ -46,10 +47,12 @@ def losses(model: Any, images: torch.Tensor, step: int, rank: int) -> list[torch
 
 
 def main() -> None:
-    engine, folder = sys.argv[1:]
+    engine, folder, *more = sys.argv[1:]
     world_size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     own = Net()
+    if more:
+        own.unused = nn.Linear(2, 2)
     plain = copy.deepcopy(own)
     data = torch.randn(STEPS * world_size * 2, 3, 4, 4)
     optimizer = torch.optim.SGD(own.parameters(), 0.5)

@@ -47,6 +47,13 @@ def test_gradients_are_averaged_whatever_of_the_model_a_loop_calls(engine, tmp_p
         assert float((tmp_path / f"run-rank{rank}.txt").read_text()) < 1e-5
 
 
+def test_a_layer_that_nothing_uses_is_told_with_the_flag(tmp_path):
+    done = two_ranks("-m", "tests.training.own_workers", "ddp", tmp_path / "run", "unused")
+    assert done.returncode != 0
+    assert "does not depend on 2 parameters" in done.stderr
+    assert "--ddp.find_unused_parameters" in done.stderr
+
+
 @pytest.mark.parametrize("engine", ENGINES[2:])
 def test_gradients_of_norms_of_all_kinds_in_bfloat16_are_near_float64s(engine, tmp_path):
     done = python("-m", "tests.training.own_norms", engine, tmp_path / "run")

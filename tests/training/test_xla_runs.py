@@ -56,6 +56,13 @@ def test_operations_that_leave_the_compiler_are_counted(tmp_path):
     assert end.num_graphs > 1
 
 
+def test_sparse_gradients_are_refused_with_the_layers_name(tmp_path):
+    flags = (*TINY, *STEPS, "--compiler-opt", "--model=tests.nets:sparse", "--data=synthetic")
+    result = run(*flags, f"--output_dir={tmp_path}")
+    assert result.returncode == 2
+    assert "engine xla has no sparse gradients, which net.6.0 has" in result.stderr
+
+
 def test_overflow_skips_steps_alike_and_is_counted(tmp_path):
     flags = (*TINY, *STEPS, "--amp_level=O1", "--amp_dtype=float16", "--data=synthetic")
     skipped = []

@@ -24,7 +24,7 @@ from accbench import engines, extras, folders
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, optimizers, sharing, state
+from accbench.engines import beside, optimizers, sharing, state, used
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors, TrainingState
 from accbench.engines.xla import (
@@ -47,7 +47,6 @@ from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance
 from accbench.recording.terminal import log
-from accbench.training import process_group
 from accbench.training.process_group import Topology
 
 _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
@@ -150,7 +149,7 @@ class Engine(engines.Engine):
             self.scaler.anew = self._anew
         self._num_run = 0
         self._trained: list[bool] = []
-        self._used_somewhere = torch.zeros(0, dtype=torch.bool)
+        self._used_somewhere: list[bool] = []
         self._left_compiler: list[str] = []
 
     def _open_device(self) -> torch.device:
@@ -439,21 +438,16 @@ class Engine(engines.Engine):
         Raises:
             RequestError: a gradient is there that was nowhere in the first step.
         """
-        has = torch.tensor([p.grad is not None for p in parameters])
         trained = [p.requires_grad for p in parameters]
         if self.collectives == "host" or trained != self._trained:
-            self._trained = trained
-            self._used_somewhere = torch.stack(process_group.gather_tensor(has)).any(0)
-        if bool((has & ~self._used_somewhere).any()):
+            self._trained, self._used_somewhere = trained, used.somewhere(parameters)
+        if any(p.grad is not None and not is_used
+               for p, is_used in zip(parameters, self._used_somewhere, strict=True)):  # fmt: skip
             raise RequestError(
                 "the loss depends on parameters that it did not depend on in the first step, on "
                 "any worker; freeze them until then (requires_grad = False)"
             )
-        used = [p for p, is_used in zip(parameters, self._used_somewhere, strict=True) if is_used]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return used
+        return used.with_gradients(parameters, self._used_somewhere)
 
     def end_step(self) -> None:
         if self._replay is None or not self._replay.recording:
