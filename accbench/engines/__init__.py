@@ -142,8 +142,8 @@ class Engine(abc.ABC):
         return score
 
     @abc.abstractmethod
-    def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of the (scaled) loss."""
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Gradients of the (scaled) loss; `retain_graph` as `torch.Tensor.backward` has it."""
 
     @abc.abstractmethod
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:

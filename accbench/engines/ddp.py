@@ -234,8 +234,10 @@ class Engine(engines.Engine):
             self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
         )
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self.scaler.scale(loss).backward()  # DDP averages the gradients in here
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        self.scaler.scale(loss).backward(
+            retain_graph=retain_graph
+        )  # DDP averages the gradients in here
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         if isinstance(model, DistributedDataParallel):

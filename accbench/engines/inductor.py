@@ -22,6 +22,7 @@ from torch import nn
 from accbench import engines, extras
 from accbench.config import TaskConfig
 from accbench.engines import ddp, decompositions, inductor_mends, places
+from accbench.engines.double_backward import DifferentiableGraph
 from accbench.training.process_group import Topology
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
@@ -35,12 +36,33 @@ def _in_a_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
     return f"the graph breaks: {what}{f' at {where}' if where else ''}"
 
 
+def for_several_backwards(task: TaskConfig) -> contextlib.AbstractContextManager[Any]:
+    """Compile so that a loop of a user's own may go back twice (retain_graph, create_graph).
+
+    What is saved for a backward pass would be memory for its results else.
+    """
+    if task.script is None:
+        return contextlib.nullcontext()
+    from torch._functorch import config
+
+    manager: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
+    return manager
+
+
+def _is_transformed() -> bool:
+    """Return whether forward mode or torch.func is at work, which compiled graphs ignore."""
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _compile_anew_where_others_train(model: nn.Module) -> None:
     """Dynamo doesn't look at parameters' `requires_grad`: what is unfrozen would never train."""
     compiled: Any = model._compiled_call_impl
     before: list[bool] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_transformed():
+            return model._call_impl(*args, **kwargs)
         now = ddp.trained(model)
         if before and now != before:
             torch._dynamo.reset_code_caches()
@@ -95,7 +117,7 @@ class Engine(ddp.Engine):
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.mode = options.mode
-        self.num_compiles = self.num_executions = 0
+        self.num_compiles = self.num_executions = self.num_eager_gradients = 0
 
     @property
     def compile_cache(self) -> str:
@@ -139,21 +161,52 @@ class Engine(ddp.Engine):
                 return compile_fx_inner(*args, **kwargs)
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            with mended():
+            differentiable = self._differentiable(graph)
+            with self._cache_tagged(), mended(), for_several_backwards(self.task):
                 compiled = compile_fx(
                     graph, inputs, inner_compile=in_turn, config_patches=patches,
                     decompositions=rules,
                 )  # fmt: skip
-            return self._counted(compiled)
+            return self._counted(compiled, differentiable)
 
         return backend
 
-    def _counted(self, compiled: Any) -> Callable[..., Any]:
+    def _cache_tagged(self) -> contextlib.AbstractContextManager[Any]:
+        """Have torch's compile caches tell apart what their keys leave out.
+
+        AOTAutograd's key knows whether autocast is on, not its type, so that a run in float16 got
+        the graph of one in bfloat16; and neither donated buffers nor the number of threads, for
+        which loops on a CPU are generated.
+        """
+        kind = self.device.type
+        facts = (
+            torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
+            torch.is_autocast_cache_enabled(), torch.get_float32_matmul_precision(),
+            torch.get_num_threads(), torch.backends.mkldnn.enabled,
+            torch.are_deterministic_algorithms_enabled(), self.task.script is not None,
+        )  # fmt: skip
+        settings: Any = torch.compiler.config
+        tag = f"{settings.cache_key_tag} accbench {facts}".strip()
+        patch: contextlib.AbstractContextManager[Any] = settings.patch(cache_key_tag=tag)
+        return patch
+
+    def _differentiable(self, graph: torch.fx.GraphModule) -> DifferentiableGraph | None:
+        """Return what gives a graph second derivatives, which loops of a user's own may ask for."""
+        if self.task.script is None:
+            return None
+        return DifferentiableGraph(graph, self.device.type, self._count_eager_gradient)
+
+    def _count_eager_gradient(self) -> None:
+        self.num_eager_gradients += 1
+
+    def _counted(
+        self, compiled: Any, differentiable: DifferentiableGraph | None
+    ) -> Callable[..., Any]:
         self.num_compiles += 1
 
         def counted(*args: Any) -> Any:
             self.num_executions += 1
-            return compiled(*args)
+            return compiled(*args) if differentiable is None else differentiable.run(compiled, args)
 
         return counted
 
@@ -185,6 +238,8 @@ class Engine(ddp.Engine):
         from torch._dynamo.utils import graph_break_reasons
 
         lines = [_in_a_line(str(r.reason), r.user_stack) for r in graph_break_reasons]
+        if self.num_eager_gradients:
+            lines.append("second derivatives (create_graph=True) are computed eagerly")
         return [*dict.fromkeys(lines)]
 
     def compile_stats(self) -> engines.CompileStats:
@@ -197,7 +252,6 @@ class Engine(ddp.Engine):
             compile_s=sum(by_phase.get(phase, 0.0) for phase in _PHASES),
             num_executions=self.num_executions,
             # What dynamo leaves to eager within a loop, as nn.LSTM, is in the second one alone.
-            num_fallbacks=max(
-                sum(counters[kind].values()) for kind in ("graph_break", "unimplemented")
-            ),
+            num_fallbacks=self.num_eager_gradients
+            + max(sum(counters[kind].values()) for kind in ("graph_break", "unimplemented")),
         )

@@ -113,13 +113,29 @@ class Run:
         """Where the model is, and the loaders' batches come."""
         return next(self.model.parameters()).device
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(
+        self, loss: torch.Tensor, *, retain_graph: bool = False, create_graph: bool = False
+    ) -> None:
         """In place of `loss.backward()`: gradients of the loss, averaged over all workers.
 
         With float16 they hold the loss scale until `optimizer.step` or `finish_gradients`. Several
         calls before a step add up.
+
+        Args:
+            loss: a tensor of one element.
+            retain_graph: keep the graph, to go back through it again.
+            create_graph: refused; it is there for a message that says what to call instead.
+
+        Raises:
+            RequestError: `create_graph` is set.
         """
-        self.engine.backward(loss)
+        if create_graph:
+            raise RequestError(
+                "run.backward(loss, create_graph=True) would average gradients and keep their "
+                "graph: take them by torch.autograd.grad(..., create_graph=True), and "
+                "run.backward what you make of them"
+            )
+        self.engine.backward(loss, retain_graph)
         if not self._without_reduction:
             self.engine.reduce_gradients(self.optimizer)
         self._losses.append(loss.detach())

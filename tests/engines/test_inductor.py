@@ -68,3 +68,17 @@ def test_faults_of_inductor_are_mended(cache):
     assert len(found["gradients"]) == len(found["outputs"]) - 1 == 4
     assert max(found["gradients"]) < 1e-5
     assert max(found["outputs"]) < 1e-5
+
+
+def test_a_cache_that_bfloat16_has_filled_gives_float16_its_own_graphs(tmp_path):
+    """AOTAutograd's key knows that autocast is on, and not its type."""
+    losses = {}
+    for dtype, cache in (("bfloat16", "shared"), ("float16", "shared"), ("float16", "fresh")):
+        folder = tmp_path / f"{dtype}-{cache}"
+        done = python(
+            "-m", "tests.engines.cached_types", dtype, folder,
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses[folder.name] = json.loads(folder.with_name(f"{folder.name}.json").read_text())
+    assert losses["float16-shared"] == losses["float16-fresh"] != losses["bfloat16-shared"]

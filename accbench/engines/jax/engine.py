@@ -228,7 +228,7 @@ class Engine(engines.Engine):
             return cuda_rules.autocast(self.autocast_dtype, spelled.SPELLINGS if lean else None)
         return self._hosts_autocast()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         raise NotImplementedError("run_step takes whole steps; see for_loops")
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:

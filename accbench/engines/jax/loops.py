@@ -85,12 +85,16 @@ class Engine(inductor.Engine):
 
         def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             self._in_dynamo = True
+            differentiable = self._differentiable(graph)
             try:
                 dtype = (
                     torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
                 )
-                with traceable.attention(starting.attends(self._rules, dtype)), noting.everywhere():
-                    return self._counted(to_functions(graph, inputs))
+                with (
+                    traceable.attention(starting.attends(self._rules, dtype)),
+                    noting.everywhere(), inductor.for_several_backwards(self.task),
+                ):  # fmt: skip
+                    return self._counted(to_functions(graph, inputs), differentiable)
             finally:
                 self._in_dynamo = False
 

@@ -374,10 +374,11 @@ class Engine(engines.Engine):
         # Of what was made inside of it there are views.
         return nested.mapped(nest, torch.clone) if torch.is_inference_mode_enabled() else nest
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         try:
             with autocast.in_reach():
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                scaled.backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if "device_ready_queues_" not in str(error):
                 raise
