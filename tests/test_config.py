@@ -129,6 +129,24 @@ def test_wrong_settings_behind_engines_are_named_with_their_row(spec, expected):
     assert expected in str(raised.value)
 
 
+@pytest.mark.parametrize(("flags", "expected"), [
+    (["--max_steps=12"], (12, 4, 4)),
+    (["--warmup_steps=200"], (220, 200, 10)),
+    (["--max_steps=60", "--log_interval=3"], (60, 20, 3)),
+    ([], (120, 20, 10)),
+])  # fmt: skip
+def test_what_compare_chooses_fits_what_is_given(flags, expected):
+    flags = ["--engines=ddp,ddp", "--device=cpu", "--data=synthetic", *flags]
+    task = plan.parse(flags, "accbench compare")[0].rows[0].task
+    assert (task["max_steps"], task["warmup_steps"], task["log_interval"]) == expected
+
+
+def test_compare_refuses_at_once_what_leaves_nothing_to_measure():
+    flags = ["--engines=ddp,ddp", "--device=cpu", "--data=synthetic", "--max_steps=12"]
+    with pytest.raises(RequestError, match="--max_steps 12 leaves nothing to measure"):
+        plan.parse([*flags, "--warmup_steps=12"], "accbench compare")
+
+
 def test_config_json_may_name_any_folder(tmp_path):
     """JSON spells a character beyond 16 bits as two, which YAML reads as two."""
     wanted = config.parse([f"--output_dir={tmp_path / 'läuft 🚀'}"])

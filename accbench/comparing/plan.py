@@ -87,6 +87,8 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 }
 
 
+# After a warm-up that is longer than the chosen run.
+_FEWEST_STEPS = 20
 _WINDOWS = ("warmup_steps", "log_interval")
 
 
@@ -191,9 +193,35 @@ def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
         if getattr(flags, name) is None
         and (flags.script is None or name in ("amp_level", "max_steps", *_WINDOWS))
     }
+    _fit(flags, missing)
     told = {n: value for n, value in missing.items() if n != "epochs" and value is not None}
     chosen.update(told)
     return dataclasses.replace(flags, engine=engine, **missing)
+
+
+def _fit(flags: Any, chosen: dict[str, Any]) -> None:
+    """Have what is chosen leave room for windows that count, whatever was given.
+
+    Raises:
+        RequestError: what was given leaves none.
+    """
+
+    def value(name: str) -> int:
+        return int(chosen.get(name, getattr(flags, name)))
+
+    if "max_steps" in chosen:
+        chosen["max_steps"] = max(chosen["max_steps"], value("warmup_steps") + _FEWEST_STEPS)
+    max_steps = value("max_steps")
+    if "warmup_steps" in chosen:
+        chosen["warmup_steps"] = max(1, min(chosen["warmup_steps"], max_steps // 3))
+    num_timed = max_steps - value("warmup_steps")
+    if num_timed < 1:
+        raise RequestError(
+            f"--max_steps {max_steps} leaves nothing to measure after --warmup_steps "
+            f"{value('warmup_steps')}: give more steps, or a shorter warm-up"
+        )
+    if "log_interval" in chosen:
+        chosen["log_interval"] = max(1, min(chosen["log_interval"], num_timed // 2))
 
 
 def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, str]:

@@ -260,8 +260,21 @@ def measure(plan: Plan, folder: Path, console: Console) -> None:
                 progress.console.print(f"{job.label}: {_outcome(done)}", markup=False)
                 if job.number is not None and done.status != "ok":
                     failed.add(job.row.name)
+                elif job.number is not None:
+                    _refuse_without_speed(done)
             progress.advance(bar)
     shutil.rmtree(tensors, ignore_errors=True)  # large, and of no more use
+
+
+def _refuse_without_speed(done: runs.Run) -> None:
+    """Raises RequestError where a round's run had no step to be measured, as no other will."""
+    if done.samples_per_s or done.end is None:
+        return
+    raise RequestError(
+        f"the run ended after {done.end.num_steps} steps, all of them in the warm-up, so that "
+        f"nothing was measured: give it more data or --epochs, or a --warmup_steps below "
+        f"{done.end.num_steps}"
+    )
 
 
 def _is_done(job: Job, tensors: Path, plan: Plan, folder: Path) -> bool:

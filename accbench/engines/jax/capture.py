@@ -134,7 +134,28 @@ def capture(
     except (RequestError, MemoryError):
         raise
     except Exception as error:
+        by_itself = _error_without_capture(model, loss, batch, autocast)
+        if by_itself is not None:
+            raise by_itself from None
         raise RequestError(_in_a_line(error)) from error
+
+
+def _error_without_capture(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
+) -> Exception | None:
+    """Return what the model raises on the host with this batch, whatever compiles it; else None."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=()), torch.no_grad(), autocast():
+            loss(model, batch)
+    except Exception as error:
+        return error
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if buffer.shape == before.shape:
+                    buffer.copy_(before)
+    return None
 
 
 def settle(
@@ -169,17 +190,47 @@ def _capture(
     inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *beside.tensors()])
     some = _plain(parameters[place] for place in trained)
     holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
+    before = _numbers(model)
     # Tensors that a model has as plain attributes are constants of the graph.
     with traceable(model, whole_attention), _fake():
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
+    if _numbers(model) != before:
+        _refuse_numbers_that_change(trained, model, loss, batch, autocast)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     mutated = [int(name.removeprefix("kept")) for name in signature.buffers_to_mutate.values()]
     mutated = [place - len(others) for place in mutated]
     num_written = len(signature.user_inputs_to_mutate)
     return Captured(graph, trained, mutated, num_written, reads)
+
+
+def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the numbers that modules have as plain attributes: (module, attribute) -> number."""
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float))
+    }
+
+
+def _refuse_numbers_that_change(
+    trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
+    autocast: Callable[[], Any],
+) -> None:  # fmt: skip
+    """A graph is captured once; raises RequestError if every forward pass changes a number."""
+    before = _numbers(model)
+    with faked(trained, model, batch) as (some, kept, inputs):
+        loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
+    for (name, key), value in _numbers(model).items():
+        if before.get((name, key), value) != value:
+            raise RequestError(
+                f"--engine jax captures the step once, and every forward pass changes "
+                f"{name + '.' if name else ''}{key} (now {value}): keep it in a buffer, "
+                "a tensor, or use --engine inductor, xla or ddp"
+            )
 
 
 def capture_score(
@@ -291,7 +342,23 @@ def _in_a_line(error: Exception) -> str:
     place = places.in_model(traceback.extract_tb(error.__traceback__))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{type(error).__name__}{f': {lines[0][:300]}' if lines else ''}"
+    advice = "take out what depends on values, or " if _depends_on_values(error) else ""
     return (
         f"--engine jax cannot capture the step as one graph{f' at {place}' if place else ''}: "
-        f"{what}; take out what depends on values, or use --engine inductor, xla or ddp"
+        f"{what}; {advice}use --engine inductor, xla or ddp"
+    )
+
+
+def _depends_on_values(error: Exception) -> bool:
+    """Return whether Python asked for the value, or the shape, of what is not computed yet."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental import symbolic_shapes
+
+    return isinstance(
+        error,
+        (
+            fake_tensor.DataDependentOutputException,
+            fake_tensor.DynamicOutputShapeException,
+            symbolic_shapes.GuardOnDataDependentSymNode,
+        ),
     )
