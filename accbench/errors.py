@@ -107,7 +107,7 @@ def refused(prog: str, error: RequestError) -> int:
     return 2
 
 
-def remedy_of_overflow(amp_level: str, amp_dtype: str | None) -> str:
+def remedy_of_overflow(amp_level: str | None, amp_dtype: str | None) -> str:
     """What may help where a number was not finite, in the types of a run."""
     if amp_level != "O1":
         return "lower --lr"

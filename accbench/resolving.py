@@ -86,6 +86,7 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
     task = dataclasses.replace(
         task,
         device=device,
+        amp_level=task.amp_level or ("O1" if task.script is None else "O0"),
         amp_dtype=task.amp_dtype or ("float16" if device == "cuda" else "bfloat16"),
         threads=task.threads or cores_per_worker,
     )

@@ -49,8 +49,8 @@ class CompareFlags(TaskConfig):
     """Height and width in pixels. Unset: 96 on a CPU, else 224."""
     batch_size: int | None = None
     """Samples a worker and step. Unset: 4 on a CPU, else 128."""
-    amp_level: Literal["O0", "O1"] | None = None  # type: ignore[assignment]
-    """O0: float32. O1: autocast. Unset: O0 on a CPU, else O1."""
+    amp_level: Literal["O0", "O1"] | None = None
+    """O0: float32. O1: autocast. Unset: O0 on a CPU and with --script, else O1."""
     lr: float | None = None  # type: ignore[assignment]
     """The learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
     max_steps: int | None = None
@@ -191,7 +191,7 @@ def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
         name: on_cpu_value if on_cpu else elsewhere
         for name, (on_cpu_value, elsewhere) in DEFAULTS.items()
         if getattr(flags, name) is None
-        and (flags.script is None or name in ("amp_level", "max_steps", *_WINDOWS))
+        and (flags.script is None or name in ("max_steps", *_WINDOWS))
     }
     _fit(flags, missing)
     told = {n: value for n, value in missing.items() if n != "epochs" and value is not None}

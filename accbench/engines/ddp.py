@@ -53,7 +53,8 @@ class Engine(engines.Engine):
 
         channels_last: bool = True
         """Keep images and weights NHWC in memory, which convolutions are fastest in. A model that
-        joins channels and pixels by `view` has them NCHW all the same."""
+        joins channels and pixels by `view` has them NCHW all the same. In a script memory formats
+        are the script's own."""
         find_unused_parameters: bool = False
         """Of several workers: look in every step for parameters that the loss does not depend on.
         A model that has such needs it, others are slowed down by it."""
@@ -90,9 +91,9 @@ class Engine(engines.Engine):
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.benchmark = True  # shapes do not change
-        self.memory_format = (
-            torch.channels_last if options.channels_last else torch.contiguous_format
-        )
+        # Scripts have the numbers of the plain script, to the bit.
+        is_last = options.channels_last and task.script is None
+        self.memory_format = torch.channels_last if is_last else torch.contiguous_format
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.autocast_dtype is torch.float16
         )
@@ -132,7 +133,7 @@ class Engine(engines.Engine):
         sharing.tie(places)  # of buffers a move makes one for each place
         for tensor in (*model.parameters(), *model.buffers()):
             # Module.to takes tensors of five dimensions for images too, and fails.
-            if not is_lazy(tensor) and tensor.dim() == 4:
+            if not is_lazy(tensor) and tensor.dim() == 4 and self.task.script is None:
                 tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
         return model
 

@@ -1,5 +1,6 @@
 """A user's loader, whose batches come on the device; each rank's share of its samples."""
 
+import copy
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.engines import Batch, Engine
 from accbench.errors import RequestError
+from accbench.training.gathering import BatchPosition
 from accbench.training.process_group import Topology
 
 
@@ -59,6 +61,14 @@ class Loader:
         self.epoch += 1
         return self._passes.batches(self, self._on_device())
 
+    @property
+    def position(self) -> BatchPosition:
+        """A count of batches for a new pass, for `Run.gather`."""
+        inner = getattr(self.loader, "batch_sampler", None)
+        samplers = (getattr(self.loader, "sampler", None), inner, getattr(inner, "sampler", None))
+        found = (one for one in samplers if hasattr(one, "num_replicas"))
+        return BatchPosition(next(found, None))
+
     def _on_device(self) -> Generator[Batch, None, None]:
         engine = self._passes.engine
         if getattr(self.loader, "num_workers", 0):
@@ -92,13 +102,21 @@ def of_rank(loader: Any, topology: Topology, seed: int) -> tuple[Any, Distribute
     shared = DistributedSampler(
         loader.dataset, topology.world_size, topology.rank, shuffle=shuffle, seed=seed
     )
-    names = (
-        "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
-        "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
-        "persistent_workers", "pin_memory_device",
-    )  # fmt: skip
-    settings: dict[str, Any] = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, sampler=shared, **settings), shared
+    return _with_sampler(loader, shared), shared
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler) -> DataLoader[Any]:
+    """Return a copy of the loader, of its own class and with all its attributes, that takes its
+    samples from `sampler`.
+
+    One built anew from a list of arguments would lose what a subclass does to its batches
+    (huggingface/accelerate#3322).
+    """
+    other = copy.copy(loader)
+    batches = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
+    # DataLoader lets nobody set these after its constructor; the copy has not been read yet.
+    vars(other).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+    return other
 
 
 def _why_whole(loader: Any, sampler: Any) -> str | None:

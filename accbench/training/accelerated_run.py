@@ -21,11 +21,14 @@ from accbench.training import (
     accelerated_loader,
     accelerated_model,
     accelerated_optimizer,
+    gathering,
     process_group,
     worker,
 )  # fmt: skip
 from accbench.training.accelerated_loader import Loader
 from accbench.training.current import Worker
+from accbench.training.foreign_steps import ForeignSteps
+from accbench.training.gathering import BatchPosition
 from accbench.training.opening import engine_of
 from accbench.training.step_timer import StepTimer
 
@@ -63,6 +66,7 @@ class Run:
         random_state = torch.get_rng_state()
         self.engine: Engine = begun.engine or engine_of(self.task, self.topology)
         self.model, self.optimizer = model, optimizer
+        given = [*model.parameters()]
         self._prepare(names)
         # Dropout differs by rank; on the first, the script's own random numbers go on.
         self.engine.seed((torch.initial_seed() + self.topology.rank) % 2**32)
@@ -83,11 +87,17 @@ class Run:
         self.timer.start(0)
         self._passes: list[Generator[Batch, None, None]] = []
         self._losses: list[torch.Tensor] = []
-        self._num_samples = self._num_applied = 0
+        self._taken: dict[int, int] = {}  # of the next step: pass over a loader -> samples
+        self._position: BatchPosition | None = None
+        self._num_applied = self._num_backward = 0
         self._error: Exception | None = None
         self._has_header = self._ended = self._is_unscaled = self._without_reduction = False
         self._watch: Watch = begun.watch(self) if begun.watch else Watch()
         self._hook = optimizer.register_step_post_hook(self._count)
+        self._foreign = ForeignSteps(
+            model, given, self._before_foreign_step, self._after_foreign_step
+        )
+        self._stack.enter_context(self._foreign)
 
     def _prepare(self, names: accelerated_optimizer.Names) -> None:
         self.engine.prove_reduction()
@@ -135,10 +145,29 @@ class Run:
                 "graph: take them by torch.autograd.grad(..., create_graph=True), and "
                 "run.backward what you make of them"
             )
-        self.engine.backward(loss, retain_graph)
+        self._num_backward += 1
+        with self._foreign.gathered():
+            self.engine.backward(loss, retain_graph)
         if not self._without_reduction:
             self.engine.reduce_gradients(self.optimizer)
         self._losses.append(loss.detach())
+        if self._foreign.take_gathered():
+            self._after_step()
+
+    def gather(self, nest: Any) -> Any:
+        """Return all workers' tensors joined along the first dimension, on the host.
+
+        Called in an evaluation on what the last batch gave, it returns each sample once, in the
+        loader's order, and leaves out those that a distributed sampler has added so that all
+        workers have equally many. Every worker calls it.
+
+        Args:
+            nest: tensors in any nesting; (N, ...) of a batch of N samples.
+
+        Raises:
+            RequestError: workers have tensors of different types or shapes.
+        """
+        return gathering.gather(nest, self._position, self.topology.world_size)
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -173,22 +202,53 @@ class Run:
 
     def _step(self) -> None:
         self._raise_left()
+        self._refuse_without_losses()
+        self._end_if_done()
+        with self._foreign.ignored():  # a wrapper's own optimizer steps in here
+            accelerated_optimizer.plainly(self.optimizer, self.engine)
+        self._after_step()
+
+    def _refuse_without_losses(self) -> None:
         if not self._losses:
             raise RequestError(
                 "optimizer.step() without gradients of run.backward(loss): call that in place of "
                 "loss.backward()"
             )
-        self._end_if_done()
-        accelerated_optimizer.plainly(self.optimizer, self.engine)
+
+    def _after_step(self) -> None:
         loss = self._losses[0]
         for other in self._losses[1:]:
             loss = loss + other
         self.engine.end_step()
-        self._begin_record(self._num_samples)
+        num_samples = sum(self._taken.values())
+        self._begin_record(num_samples)
         self._watch.after_step(loss)
-        num_samples = self._num_samples or self.engine.task.batch_size
-        self._losses, self._num_samples, self._is_unscaled = [], 0, False
-        self.timer.step_done(loss, num_samples)
+        self._losses, self._taken, self._is_unscaled = [], {}, False
+        # One more optimizer's step on the same batch, or a loop without a loader.
+        known = num_samples or (0 if self.loaders else self.task.batch_size)
+        self.timer.step_done(loss, known)
+
+    def _before_foreign_step(self) -> None:
+        """Another optimizer is about to step: a wrapped one, or one of some of the parameters."""
+        self._raise_left()
+        if not self._foreign.is_in_backward:
+            self._refuse_without_losses()
+        elif self.topology.world_size > 1:
+            raise RequestError(
+                "an optimizer steps in the backward pass, before gradients are averaged over "
+                "workers; step after run.backward(loss), or use one worker"
+            )
+        if self.engine.loss_scale() is not None:
+            raise RequestError(
+                "an optimizer steps that accbench.accelerate was not given, with gradients that "
+                "hold float16's loss scale: give accelerate that optimizer, or use --amp_dtype "
+                "bfloat16"
+            )
+        self._end_if_done()
+
+    def _after_foreign_step(self) -> None:
+        self._num_applied += 1
+        self._after_step()
 
     def _count(self, *_: Any) -> None:
         self._num_applied += 1
@@ -200,25 +260,27 @@ class Run:
         if not evaluates:
             self.timer.close_window()
             self.timer.start(loader.epoch - 1)
-        a_pass = self._pass(on_device, evaluates)
+        a_pass = self._pass(on_device, evaluates, loader.position)
         self._passes = [
             one for one in self._passes if inspect.getgeneratorstate(one) != inspect.GEN_CLOSED
         ]
         self._passes.append(a_pass)
         return a_pass
 
-    def _pass(self, on_device: Any, evaluates: bool) -> Generator[Batch, None, None]:
+    def _pass(
+        self, on_device: Any, evaluates: bool, position: BatchPosition
+    ) -> Generator[Batch, None, None]:
         pauses = evaluates and not self.timer.is_paused
         if pauses:
             self.timer.pause()
         timed = iter(on_device) if evaluates else self.timer.batches(on_device)
-        end = "failed"
+        end, this = "failed", id(on_device)
         try:
             while True:
                 self._raise_left()
                 self._end_if_done()
                 if not evaluates and not self._losses:
-                    self._num_samples = 0
+                    self._taken.pop(this, None)  # of a batch that nothing was made of
                     self._watch.before_step()
                 try:
                     batch = next(timed)
@@ -226,10 +288,12 @@ class Run:
                     end = "whole"
                     return
                 num_steps = self.timer.num_steps
+                samples = accelerated_loader.num_samples(batch)
+                position.next(samples)
+                self._position = position
                 if not evaluates:
-                    samples = accelerated_loader.num_samples(batch)
                     self._begin_record(samples)
-                    self._num_samples += samples
+                    self._taken[this] = self._taken.get(this, 0) + samples
                     self._watch.got(batch)
                 yield self.engine.given(batch)
                 del batch
@@ -299,6 +363,11 @@ class Run:
         if self._ended:
             return
         self._raise_left()
+        if self._num_backward and not self.timer.num_steps:
+            raise RequestError(
+                f"run.backward was called {self._num_backward} times, and no optimizer of the "
+                "model's parameters has stepped: call the step of the one that accelerate was given"
+            )
         self.timer.close_window()
         self._begin_record(0)
         self.let_go()

@@ -16,7 +16,7 @@ from accbench import config, resolving
 from accbench.errors import RequestError
 from accbench.recording import terminal
 from accbench.stop_signals import die_with_parent
-from accbench.training import current, process_group, worker
+from accbench.training import current, process_group, slurm_variables, worker
 from accbench.training.current import Worker
 from accbench.training.process_group import Topology
 
@@ -31,6 +31,7 @@ def start(flags: Mapping[str, Any]) -> Worker:
         RequestError: a flag is wrong, or what they ask for cannot be done here.
     """
     started = time.perf_counter()
+    slurm_variables.adopt()
     topology = Topology.from_env()
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     task = config.parse(config.as_flags({**flags, "script": script}), "accbench.accelerate")

@@ -5,17 +5,82 @@ The names are those of Slurm's own manual, srun(1), "output environment variable
 
 import os
 import re
+import shutil
+import subprocess
+from collections.abc import Mapping
 
-from accbench.errors import MEETING_VARIABLE
+from accbench.errors import MEETING_VARIABLE, RequestError
+
+# Ports that a step's number chooses one of, below those that Linux hands out by itself.
+_FIRST_PORT, _NUM_PORTS = 15000, 10000
+_OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "MPI"}
 
 
 def adopt() -> None:
-    """Take this worker's place from Slurm, where a job of accbench's has started it."""
-    if "SLURM_PROCID" in os.environ and os.environ.get(MEETING_VARIABLE, "").startswith("file:"):
-        os.environ.update(as_torchrun(os.environ))
+    """Take this worker's place from Slurm, where accbench's job or a plain `srun` has started it.
+
+    Raises:
+        RequestError: another launcher has started several processes, which would be separate
+            runs; or the first node of a step is not known.
+    """
+    variables = os.environ
+    if "SLURM_PROCID" in variables and variables.get(MEETING_VARIABLE, "").startswith("file:"):
+        variables.update(as_torchrun(variables))
+    elif "RANK" in variables or "WORLD_SIZE" in variables:
+        return  # torchrun's, perhaps within a task
+    elif _num_tasks(variables) > 1:
+        variables.update(as_torchrun(variables))
+        variables.setdefault("MASTER_ADDR", _first_node(variables))
+        variables.setdefault("MASTER_PORT", str(_port(variables)))
+    else:
+        _refuse_others(variables)
 
 
-def as_torchrun(variables: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+def _num_tasks(variables: Mapping[str, str]) -> int:
+    """Tasks of the step that srun started; 1 in a batch script and in an interactive shell."""
+    needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")
+    if any(name not in variables for name in needed):
+        return 1
+    return int(variables.get("SLURM_STEP_NUM_TASKS", 1))
+
+
+def _first_node(variables: Mapping[str, str]) -> str:
+    if int(variables.get("SLURM_STEP_NUM_NODES", 1)) == 1:
+        return "127.0.0.1"
+    nodes = variables.get("SLURM_STEP_NODELIST", "")
+    if re.fullmatch(r"[\w.-]+(,[\w.-]+)*", nodes):
+        return nodes.split(",")[0]
+    scontrol = shutil.which("scontrol")
+    if scontrol is not None:
+        listed = subprocess.run(
+            [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, timeout=60
+        )
+        if listed.returncode == 0 and listed.stdout.split():
+            return listed.stdout.split()[0]
+    raise RequestError(
+        f"srun started several tasks on {nodes or 'several nodes'}, the first of which is not "
+        "known here: set MASTER_ADDR to its name, or use --launcher slurm"
+    )
+
+
+def _port(variables: Mapping[str, str]) -> int:
+    numbers = [variables.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    job, step = (int(number) if number.isdigit() else 0 for number in numbers)
+    return _FIRST_PORT + (job * 17 + step) % _NUM_PORTS
+
+
+def _refuse_others(variables: Mapping[str, str]) -> None:
+    for name, launcher in _OTHER_LAUNCHERS.items():
+        size = variables.get(name, "1")
+        if size.isdigit() and int(size) > 1:
+            raise RequestError(
+                f"{launcher} started {size} processes ({name}), which would be as many separate "
+                f"runs: start them by torchrun --nproc_per_node={size}, or set RANK, WORLD_SIZE, "
+                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each"
+            )
+
+
+def as_torchrun(variables: Mapping[str, str]) -> dict[str, str]:
     """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a task."""
     of_nodes = tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
     return {

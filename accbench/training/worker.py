@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -72,7 +73,10 @@ def _worker(
 ) -> int:  # fmt: skip
     faulthandler.enable()  # a crash in C++ then shows where Python was
     standard_streams.take_any_text()
-    slurm_variables.adopt()
+    try:
+        slurm_variables.adopt()
+    except RequestError as error:
+        return _failed(error, Topology(), None)
     topology = Topology.from_env()
     launched = ERROR_FILE_VARIABLE in os.environ
     if launched or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is a launcher, too
@@ -80,7 +84,8 @@ def _worker(
         die_with_parent(None if launcher is None else int(launcher))
     with contextlib.ExitStack() as stack:
         try:
-            task = config.parse(sys.argv[1:] if argv is None else argv, prog="main.py")
+            flags = _without_local_rank(sys.argv[1:] if argv is None else argv)
+            task = config.parse(flags, prog="main.py")
             task = replace(task, nproc_per_node=topology.local_world_size)
             task = resolving.resolve(task)
             apply_environment(task, topology)
@@ -99,6 +104,13 @@ def _worker(
         except (Exception, KeyboardInterrupt) as error:
             return _failed(error, topology, task.run_dir)
     return 0
+
+
+def _without_local_rank(argv: Sequence[str]) -> list[str]:
+    """Leave out what torch.distributed.launch adds, which says the same as its environment."""
+    if "LOCAL_RANK" not in os.environ:
+        return [*argv]
+    return [flag for flag in argv if not re.fullmatch(r"--local[-_]rank=\d+", flag)]
 
 
 def apply_environment(task: TaskConfig, topology: Topology) -> None:
@@ -280,7 +292,7 @@ def run_record(
         model=task.model,
         world_size=topology.world_size,
         batch_size=task.batch_size,
-        amp_level=task.amp_level,
+        amp_level=task.amp_level or "O1",
         amp_dtype=task.amp_dtype if task.amp_level == "O1" else None,
         device_type=task.device,
         device_name=engine.device_name,

@@ -111,7 +111,7 @@ def test_examples_train_the_same_before_and_after(example, engine, tmp_path):
     exact = engine == "ddp"
     result = launched(
         f"--script=examples/{example}/accelerated.py", f"--engine={engine}",
-        f"--output_dir={tmp_path}", "--max_steps=6", *(["--ddp.no-channels_last"] if exact else []),
+        f"--output_dir={tmp_path}", "--max_steps=6",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     losses = losses_of(result.stdout)

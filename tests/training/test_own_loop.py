@@ -76,3 +76,34 @@ def test_optimizers_go_on_from_a_plain_ones_state_and_plain_ones_from_theirs(nam
     assert len(found["plain"]) == 4
     assert found["losses"] == pytest.approx(found["plain"], rel=1e-5)
     assert found["far"] < 1e-6
+
+
+@pytest.mark.parametrize("engine", [ENGINES[0], *ENGINES[2:]])
+def test_steps_of_wrapped_optimizers_and_samples_of_two_loaders_are_counted(engine, tmp_path):
+    """SAM, lookahead, two optimizers; a zip of two loaders, batches that nothing is made of."""
+    done = python("-m", "tests.training.own_wrapped", engine, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "run.json").read_text())
+    never, before = (found.pop(case) for case in ("never_stepped", "built_before"))
+    assert {case: (one["steps"], one["samples"]) for case, one in found.items()} == {
+        "by_sam": (6, 12), "by_lookahead": (6, 12), "two_optimizers": (12, 12),
+        "zipped": (6, 24), "one_within_another": (5, 20),
+    }  # fmt: skip
+    assert max(one["far"] for one in found.values()) <= (0 if engine == "ddp" else 1e-5)
+    assert "no optimizer of the model's parameters has stepped" in never["error"]
+    if engine == "xla":  # which has put other parameters in their places
+        assert "build it behind accelerate" in before["error"]
+    else:
+        assert (before["steps"], before["far"]) == (6, 0 if engine == "ddp" else before["far"])
+
+
+def test_two_workers_gather_each_sample_once_and_keep_a_loaders_class(tmp_path):
+    done = two_ranks("-m", "tests.training.own_loaders", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"run-rank{rank}.json").read_text())
+        assert found["scaled"] == pytest.approx(1000 * found["plain"])
+        assert found["gathered"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert found["uneven"] == [0.0] + [1.0, 1.0]
+        assert found["complex"] == [[0.0, 1.0]] * 3 + [[1.0, 1.0]] * 3
+        assert found["attribute"] == "kept"

@@ -1,12 +1,17 @@
 """A job of a real Slurm of one node trains like a run here, and is requeued from its checkpoint."""
 
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from accbench import cli
+from accbench.errors import RequestError
 from accbench.recording import records
+from accbench.training import slurm_variables
 from accbench.training.slurm_variables import as_torchrun, tasks_per_node
 from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, run, wait_until
 from tests.launchers.slurm import cluster
@@ -139,3 +144,78 @@ def test_a_tasks_place_is_read_from_slurms_variables():
     }  # fmt: skip
     with pytest.raises(ValueError, match="not as Slurm counts"):
         tasks_per_node("2(x)")
+
+
+def srun(slurm, script, folder, *arguments):
+    """`srun -n2 python SCRIPT ...` as a person types it; nothing of accbench's launches it."""
+    return subprocess.run(
+        ["srun", "-n2", "--overcommit", sys.executable, script, *map(str, arguments)],
+        cwd=ROOT, env={**slurm, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=HANG_S, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_tasks_of_a_plain_srun_are_one_run(slurm, tmp_path):
+    flags = [flag for flag in SYNTHETIC if "nproc_per_node" not in flag]
+    done = srun(slurm, "main.py", tmp_path, *flags, f"--output_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert of_kind(tmp_path / "run", records.RunRecord)[0].world_size == 2
+    assert end_of(tmp_path / "run").status == "ok"
+
+
+def test_so_are_those_of_a_script_of_ones_own(slurm, tmp_path):
+    script = ROOT / "tests/scripts/own_script.py"
+    words = ("nothing", "threads=1", "max_steps=4", f"output_dir={tmp_path}/run")
+    done = srun(slurm, script, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert end_of(tmp_path / "run").num_samples == 4 * 4 * 2
+
+
+# What srun(1) says of a task's environment; the names and forms of Slurm 22.05.
+TASK = {
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "here",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("variables", "expected"), [
+    (TASK, ("2", "127.0.0.1", "15120")),
+    ({**TASK, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "b,a",
+      "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, ("2", "b", "15120")),
+    # A batch script, an interactive shell of one task, torchrun within a task.
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}, (None, None, None)),
+    ({**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}, (None, None, None)),
+    ({**TASK, "RANK": "0", "WORLD_SIZE": "4"}, ("4", None, None)),
+    ({"OMPI_COMM_WORLD_SIZE": "1"}, (None, None, None)),
+])  # fmt: skip
+def test_whose_task_a_process_is(variables, expected, monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "environ", dict(variables))
+        slurm_variables.adopt()
+        names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        assert tuple(os.environ.get(name) for name in names) == expected
+
+
+@pytest.mark.parametrize(("variables", "told"), [
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun started 4 processes"),
+    ({**TASK, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"}, "set MASTER_ADDR"),
+])  # fmt: skip
+def test_what_would_be_separate_runs_is_refused(variables, told, monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "environ", {**variables, "PATH": ""})
+        with pytest.raises(RequestError, match=re.escape(told)):
+            slurm_variables.adopt()
+
+
+def test_torch_distributed_launch_starts_a_run(tmp_path):
+    """It hands a worker --local-rank beside the environment."""
+    flags = [flag for flag in SYNTHETIC if "nproc_per_node" not in flag]
+    launch = ["-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port=29517"]
+    done = subprocess.run(
+        [sys.executable, *launch, "main.py", *flags, f"--output_dir={tmp_path / 'run'}"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert of_kind(tmp_path / "run", records.RunRecord)[0].world_size == 2

@@ -1,0 +1,84 @@
+"""Results of an evaluation from all workers, each sample once."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accbench.data import nested
+from accbench.errors import RequestError
+from accbench.training import process_group
+
+
+class BatchPosition:
+    """Where in an epoch a worker's batches are, for samplers that pad the last ones."""
+
+    def __init__(self, sampler: Any) -> None:
+        """
+        Args:
+            sampler: the loader's, or its batch sampler's; None or any other where each worker's
+                loader has samples of its own.
+        """
+        replicas = getattr(sampler, "num_replicas", None)
+        in_turn = replicas is not None and not getattr(sampler, "contiguous", False)
+        dataset = getattr(sampler, "dataset", None)
+        self.num_samples = len(dataset) if in_turn and dataset is not None else None
+        self.num_before = self.num_in_batch = 0
+
+    def next(self, num_samples: int) -> None:
+        """Count a batch of this worker."""
+        self.num_before += self.num_in_batch
+        self.num_in_batch = num_samples
+
+
+def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
+    """Return all workers' tensors, joined along the first dimension, on the host.
+
+    All workers call it, with the same nest; their first dimensions may differ. Results of the last
+    batch are put into the order of the samples, and without those that a distributed sampler has
+    added so that all workers have equally many.
+
+    Args:
+        nest: tensors in any nesting; (N, ...) of N samples, or () of one.
+        position: of the last batch; None where there was none.
+
+    Raises:
+        RequestError: tensors are of different types or shapes on different workers.
+    """
+
+    def of_all(tensor: Any) -> torch.Tensor:
+        own = torch.atleast_1d(tensor.detach().cpu()).contiguous()
+        parts = _of_workers(own) if world_size > 1 else [own]
+        if position is None or position.num_samples is None or world_size == 1:
+            return torch.cat(parts)
+        if any(len(part) != position.num_in_batch for part in parts):
+            return torch.cat(parts)
+        in_order = torch.stack(parts, 1).flatten(0, 1)
+        left = position.num_samples - position.num_before * world_size
+        return in_order[: max(0, left)]
+
+    return nested.mapped(nest, of_all)
+
+
+def _of_workers(own: torch.Tensor) -> list[torch.Tensor]:
+    facts = process_group.gather_names(f"{tuple(own.shape[1:])} of {own.dtype}")
+    if len(set(facts)) > 1:
+        raise RequestError(
+            f"run.gather: workers have tensors of {', '.join(sorted(set(facts)))}; all but the "
+            "first dimension must be the same"
+        )
+    lengths = [int(n) for (n,) in process_group.gather_values([float(len(own))])]
+    longest = max(lengths)
+    # Gloo knows neither complex numbers nor all types of 8 and 16 bits, but bytes.
+    real = torch.view_as_real(own) if own.is_complex() else own
+    padded = torch.zeros((longest, *real.shape[1:]), dtype=real.dtype)
+    padded[: len(real)] = real
+    parts = [torch.zeros_like(padded) for _ in lengths]
+    if padded.numel():
+        dist.all_gather([_bytes(part) for part in parts], _bytes(padded))
+    cut = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+    return [torch.view_as_complex(part) for part in cut] if own.is_complex() else cut
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
