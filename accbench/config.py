@@ -33,8 +33,8 @@ class TaskConfig:
     compiler_opt: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """The same as --engine xla."""
     amp_level: Literal["O0", "O1"] | None = None
-    """O0: float32. O1: autocast to --amp_dtype. Unset: O1, and O0 with --script and in
-    `accbench.accelerate`, whose numbers are the script's own."""
+    """O0: float32. O1: autocast to --amp_dtype. Unset: O1; with --script and in
+    `accbench.accelerate`, whose numbers are the script's own, O0 unless --amp_dtype is given."""
     amp_dtype: Literal["float16", "bfloat16"] | None = None
     """Type under O1; float16 adds a GradScaler. Unset: float16 on CUDA, else bfloat16."""
     batch_size: int | None = None
@@ -311,7 +311,8 @@ def task_of(flags: Any) -> TaskConfig:
     values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(TaskConfig)}
     used = {engine, flags.launcher, data_name(flags.data)[0]}
     options = {name: getattr(flags, name) for name in used if hasattr(flags, name)}
-    values["amp_level"] = flags.amp_level or ("O1" if flags.script is None else "O0")
+    asks_for_it = flags.script is None or flags.amp_dtype is not None
+    values["amp_level"] = flags.amp_level or ("O1" if asks_for_it else "O0")
     task = TaskConfig(**{**values, "engine": engine, "compiler_opt": False, "options": options})
     _check_range("", task, _MINIMUM, _MAXIMUM)
     if task.script is not None:

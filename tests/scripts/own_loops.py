@@ -183,7 +183,7 @@ class Cases:
         self.both("accumulation held back", accumulate=3, hold_back=True)
         self.both("clipping", sgd, clip=0.1)
         self.both("zero_grad behind the step", zero_last=True)
-        self.both("gradients that add up", accumulate=100)
+        self.both("gradients that add up", accumulate=NUM_SAMPLES // BATCH)
         data = TensorDataset(torch.randn(9, 6), torch.zeros(9))
         self.both("evaluation", evaluate=DataLoader(data, 3))
         self.both("state from before", early=self.early)
