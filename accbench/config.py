@@ -311,8 +311,6 @@ def task_of(flags: Any) -> TaskConfig:
     values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(TaskConfig)}
     used = {engine, flags.launcher, data_name(flags.data)[0]}
     options = {name: getattr(flags, name) for name in used if hasattr(flags, name)}
-    asks_for_it = flags.script is None or flags.amp_dtype is not None
-    values["amp_level"] = flags.amp_level or ("O1" if asks_for_it else "O0")
     task = TaskConfig(**{**values, "engine": engine, "compiler_opt": False, "options": options})
     _check_range("", task, _MINIMUM, _MAXIMUM)
     if task.script is not None:
