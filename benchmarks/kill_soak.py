@@ -28,7 +28,7 @@ from accbench.errors import RequestError  # noqa: E402
 from accbench.recording import records  # noqa: E402
 
 FLAGS = (
-    "--model=tests.nets:slow_killed_once", "--image_size=32", "--batch_size=4", "--amp_level=O0",
+    "--model=benchmarks.nets:slow_dropping", "--image_size=32", "--batch_size=4", "--amp_level=O0",
     "--workers=0", "--threads=1", "--nproc_per_node=2", "--warmup_steps=1", "--log_interval=1",
     "--lr=0.01", "--save_steps=3", "--epochs=100000",
 )  # fmt: skip

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.recording import records  # noqa: E402
-from tests.launchers.elastic.nodes import two_nodes  # noqa: E402
+from benchmarks.nodes import two_nodes  # noqa: E402
 
 FLAGS = (
     "--model=resnet10", "--image_size=32", "--batch_size=4", "--amp_level=O0", "--device=cpu",

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.report import analysis, comparison  # noqa: E402
-from tests import planted  # noqa: E402
+from benchmarks import planted  # noqa: E402
 
 NUM_TRIES = 10
 # name -> (engines, the right verdict)

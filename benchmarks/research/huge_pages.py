@@ -1,6 +1,6 @@
 """What the launcher's setting of the C library's allocator is worth to a worker on a CPU.
 
-    python benchmarks/huge_pages.py [--against TUNABLES] [--engine xla] [FLAGS OF A RUN]
+    python benchmarks/research/huge_pages.py [--against TUNABLES] [--engine xla] [FLAGS OF A RUN]
 
 Runs in turn with that setting and with another (none, or what is in TUNABLES as in GLIBC_TUNABLES),
 in fresh processes; prints the ratio of their samples/s, round by round: the median and
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from accbench.report import run as runs  # noqa: E402

@@ -1,5 +1,5 @@
-"""Two machines on one: network namespaces with an address each, where this machine allows them,
-else two processes on the loopback."""
+"""Two nodes on one machine: network namespaces with an address each where root and iproute2 allow
+it, else two launchers on the loopback."""
 
 import contextlib
 import os
@@ -9,7 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.conftest import HANG_S, ROOT, free_port
+from benchmarks.processes import ROOT, free_port
+
+TIMEOUT_S = 900
+"""After so long a node hangs; on a busy machine imports alone take minutes."""
 
 _UNSHARED = ("unshare", "-m")
 MAY_HIDE = (
@@ -20,7 +23,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 class Nodes:
-    """Two nodes, 0 and 1."""
+    """Start commands on two nodes, 0 and 1."""
 
     def __init__(
         self, names: tuple[str, str] | None, loopback: str = "127.0.0.1",
@@ -35,7 +38,7 @@ class Nodes:
     def start(
         self, node: int, *flags: object, to_do: tuple[str, ...] = ("launch_single_task.py",)
     ) -> "subprocess.Popen[str]":
-        """Begin a run on a node, or another command."""
+        """Start a run, or another command, on a node."""
         inside = [] if self.names is None else ["ip", "netns", "exec", self.names[node]]
         if self.hidden is not None and node:
             inside += [*_UNSHARED, "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"']
@@ -51,15 +54,16 @@ class Nodes:
         return process
 
     def run(self, *flags: object) -> list[tuple[int, str, str]]:
-        """One run on both to its end: exit status, output and errors of each."""
+        """Run on both to the end; return exit status, output and errors of each."""
         return [ended(process) for process in [self.start(node, *flags) for node in (0, 1)]]
 
     def cut(self) -> None:
-        """Take the link between them away."""
+        """Cut the link between the namespaces."""
         assert self.names is not None
         _ip("-n", self.names[0], "link", "set", "veth", "down")
 
     def end(self) -> None:
+        """Kill what still runs."""
         for process in self.started:
             if process.poll() is None:
                 process.kill()
@@ -67,14 +71,14 @@ class Nodes:
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
-    """Exit status, output and errors."""
-    output, errors = process.communicate(timeout=HANG_S)
+    """Wait for a node; return its exit status, output and errors."""
+    output, errors = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, output, errors
 
 
 @contextlib.contextmanager
 def on_loopback(host: str, hidden: Path) -> Iterator[Nodes]:
-    """Two nodes that meet there, of which the second lacks what is in a folder."""
+    """Yield two nodes on the loopback; the second sees `hidden` as an empty folder."""
     found = Nodes(None, host, hidden)
     try:
         yield found
@@ -84,6 +88,7 @@ def on_loopback(host: str, hidden: Path) -> Iterator[Nodes]:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Nodes]:
+    """Yield two nodes, in namespaces where that is allowed."""
     names = (f"accbench-{os.getpid()}-0", f"accbench-{os.getpid()}-1")
     with contextlib.ExitStack() as stack:
         found = Nodes(names if _namespaces(names, stack) else None)
@@ -92,7 +97,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def _namespaces(names: tuple[str, str], stack: contextlib.ExitStack) -> bool:
-    """Make them, joined by a link; whether this machine lets us."""
+    """Create two linked namespaces; return whether this machine allows it."""
     if shutil.which("ip") is None:
         return False
     for name in names:
@@ -114,4 +119,5 @@ def _ip(*arguments: str) -> bool:
 
 
 def logs_of(run_dir: Path) -> list[str]:
+    """Return the names of a run's log files."""
     return sorted(path.name for path in (run_dir / "logs").iterdir())

@@ -1,6 +1,6 @@
 """Random access into a .rec of ten million records: time to open it, and memory.
 
-    python benchmarks/input_ten_million.py [--records 10000000]
+    python benchmarks/research/input_ten_million.py [--records 10000000]
 
 The file is sparse: every record has its place, but only some are written. Each
 line is a process of its own.

@@ -1,6 +1,6 @@
 """What a step costs the host, traced and replayed, in turns within one process.
 
-    python benchmarks/replay_host_time.py --model resnet18 --image_size 32 --batch_size 2
+    python benchmarks/research/replay_host_time.py --model resnet18 --image_size 32 --batch_size 2
 
 Host time is the main thread's CPU time in `Engine.run_step`, device time the
 wall-clock time of the whole step less that; the host waits for the device after

@@ -1,6 +1,8 @@
 """JPEG decoders and resizers side by side, one thread, CPU time: what the choice rests on.
 
-python benchmarks/input_decode.py DIR_OF_JPEG_FILES      (pip install opencv-python-headless)
+    python benchmarks/research/input_decode.py DIR_OF_JPEG_FILES
+
+Needs `pip install opencv-python-headless`.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Runs torch's own samples of its operations through the table of engine jax, and tells which pass.
 
-    python benchmarks/lowering_sweep.py --samples 2 --out sweep.jsonl
-    python benchmarks/lowering_sweep.py --table sweep.jsonl > table.md
+    python benchmarks/research/lowering_sweep.py --samples 2 --out sweep.jsonl
+    python benchmarks/research/lowering_sweep.py --table sweep.jsonl > table.md
 
 Each sample is captured as a training step would be, forward and backward, and held against eager
-in the same dtype and in float64; see tests/engines/jax_lowering/against_torch.py. A line of
+in the same dtype and in float64; see benchmarks/against_torch.py. A line of
 OUT a function and dtype; functions that it has are left out, so that a sweep can be gone on with.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from accbench.errors import RequestError  # noqa: E402
-from tests.engines.jax_lowering import against_torch  # noqa: E402
+from benchmarks import against_torch  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Kinds that training has no use for; the rest is swept whole.

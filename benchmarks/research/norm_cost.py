@@ -1,7 +1,8 @@
 """What a step costs with the engine xla's norms, beside torch_xla's own.
 
-    PJRT_DEVICE=CPU NPROC=2 python benchmarks/norm_cost.py [--models resnet18,resnet50,vit_b_32]
-        [--image_size 96] [--batch_size 8] [--steps 20] [--lean]
+    PJRT_DEVICE=CPU NPROC=2 python benchmarks/research/norm_cost.py
+        [--models resnet18,resnet50,vit_b_32] [--image_size 96] [--batch_size 8]
+        [--steps 20] [--lean]
 
 Forward, backward and SGD in float32 of torchvision's models, a step of the one and a step of the
 other in turn, each traced anew, as without replay. Prints Markdown: the median and quartiles of the

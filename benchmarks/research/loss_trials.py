@@ -1,6 +1,6 @@
 """How often right engines are told to part from the baseline's losses, and wrong ones found.
 
-    python benchmarks/loss_trials.py
+    python benchmarks/research/loss_trials.py
 
 Simulated rounds of eight windows, judged by `accbench.report.losses`. A window's loss is a curve
 that falls, plus what the seed does to the whole run, plus what it does to the window (as large as

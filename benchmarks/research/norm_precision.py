@@ -1,6 +1,6 @@
 """How far norms are from float64's where the mean is large beside the deviation.
 
-    PJRT_DEVICE=CPU python benchmarks/norm_precision.py
+    PJRT_DEVICE=CPU python benchmarks/research/norm_precision.py
 
 BatchNorm, LayerNorm and GroupNorm in float32 by torch, by torch_xla as it is, and by it as the
 engine xla has it, on a CPU and, lean, on a GPU: the relative distance of the output and of the

@@ -1,6 +1,6 @@
 """How much of a training loop waits for data: DataLoaderX beside torch's plain loader.
 
-    python benchmarks/input_overlap.py FILE.rec [--batches 60]
+    python benchmarks/research/input_overlap.py FILE.rec [--batches 60]
 
 The step takes as long as its batch takes to make, measured first: as a sleep,
 which is what the host sees of an accelerator's step, and as matrix products of

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Runs torch's own samples of its operations on XLA's CPU as engine xla has it, beside eager torch.
 
-    python benchmarks/xla_operations.py OUT.jsonl [--samples 5] [--plain] [--only NAME,...]
+    python benchmarks/research/xla_operations.py OUT.jsonl [--samples 5] [--plain] [--only NAME,...]
 
 Outputs and gradients in float32 are held against eager's and float64's, see
-tests/engines/jax_lowering/against_torch.py. With --plain they are torch_xla's alone. A line of OUT
+benchmarks/against_torch.py. With --plain they are torch_xla's alone. A line of OUT
 a function; functions that it has are left out, so that a sweep can be gone on with. Some samples
 end the process: that is noted, and another goes on with the next function.
 """
@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault(  # what is asked is whether it is right
@@ -29,8 +29,8 @@ os.environ.setdefault(  # what is asked is whether it is right
 
 import torch  # noqa: E402
 
-from benchmarks.lowering_sweep import BY_CHANCE  # noqa: E402
-from tests.engines.jax_lowering import against_torch  # noqa: E402
+from benchmarks import against_torch  # noqa: E402
+from benchmarks.research.lowering_sweep import BY_CHANCE  # noqa: E402
 
 LEFT_OUT = ("_refs", "sparse", "special.", "torch_ops", "jiterator")
 LIMIT_S = 40
