@@ -1,7 +1,7 @@
 """Does the numerics pass find planted errors, and let right engines be?
 
     python benchmarks/numerics_trials.py FOLDER [--settings NAME;...] [--engines NAME,...]
-        [--seeds N] [--right_only] [--judge_only]
+        [--seeds N] [--right_only] [--judge_only] [--tiny]
 
 For each setting (a network, sizes, a type, one or two workers) and seed: the reference, plain
 ddp in both layouts, and then every engine of benchmarks/planted that has a meaning there, and
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import planted  # noqa: E402
 from benchmarks.numerics_passes import judge, start_setting  # noqa: E402
 from benchmarks.numerics_settings import SETTINGS  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
 
 # As a table is read quickly.
 _WORDS = {"differs": "found", "trains the same": "same"}
@@ -36,7 +37,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--right_only", action="store_true")
     parser.add_argument("--judge_only", action="store_true")
+    add_tiny(parser)
     flags = parser.parse_args()
+    if flags.tiny:
+        flags.settings, flags.engines = "small, transformer", "ddp:again,dropout_off"
     base = flags.folder.absolute()
     names = [name.strip() for name in flags.settings.split(";")]
     only = flags.engines.split(",") if flags.engines else None
