@@ -3,8 +3,8 @@
     python benchmarks/research/huge_pages.py [--against TUNABLES] [--engine xla] [FLAGS OF A RUN]
 
 Runs in turn with that setting and with another (none, or what is in TUNABLES as in GLIBC_TUNABLES),
-in fresh processes; prints the ratio of their samples/s, round by round: the median and
-its 95 % bootstrap interval.
+in fresh processes; prints the ratio of their samples/s over the rounds: the geometric
+mean and its 95 % interval by Student's t.
 """
 
 import argparse
