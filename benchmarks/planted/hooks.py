@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from accbench.engines import ddp
+from accbench.engines.ddp import Engine
 
 
-class Planted(ddp.Engine):
+class Planted(Engine):
     """Count steps, and call one method for each place where an error can be planted."""
 
     num_steps = 0

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines import ddp
+from accbench.engines.ddp import Engine
 from benchmarks.planted.hooks import Planted
 
 
-class Slowed(ddp.Engine):
+class Slowed(Engine):
     """Sleep a tenth of the time that each step took."""
 
     def __init__(self, *args: Any) -> None:
@@ -22,21 +22,21 @@ class Slowed(ddp.Engine):
         self._ended = time.perf_counter()
 
 
-class Crashes(ddp.Engine):
+class Crashes(Engine):
     """Raise where the model is placed."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         raise RuntimeError("planted crash")
 
 
-class Frozen(ddp.Engine):
+class Frozen(Engine):
     """Compute gradients and never apply them."""
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
 
-class CrashesWhenLoaded(ddp.Engine):
+class CrashesWhenLoaded(Engine):
     """Train well, and raise where the numerics pass loads a state."""
 
     def load_training_state(self, *args: Any) -> None:
