@@ -1,12 +1,14 @@
 """What a checkpoint costs: how long training stands still, how long writing takes, and how long
 it takes from a kill to the first new step.
 
-    python benchmarks/checkpoint_cost.py FOLDER [flags of a run]
+    python benchmarks/checkpoint_cost.py FOLDER [--tiny] [flags of a run]
 
 Runs a ResNet-50 with AdamW (or what the flags say) with a checkpoint every four steps, kills
 the launcher behind the second, and goes on. Prints each checkpoint beside the median step.
 """
 
+import argparse
+import os
 import signal
 import statistics
 import subprocess
@@ -19,11 +21,15 @@ sys.path.insert(0, str(ROOT))
 
 from accbench.errors import RequestError  # noqa: E402
 from accbench.recording import records  # noqa: E402
+from benchmarks.smoke import TINY_RUN, add_tiny  # noqa: E402
 
 FLAGS = (
     "--model=resnet50", "--image_size=224", "--batch_size=8", "--amp_level=O0", "--data=synthetic",
     "--warmup_steps=1", "--log_interval=1", "--save_steps=4", "--max_steps=16", "--resume=auto",
 )  # fmt: skip
+# Steps must last long enough to be killed between two of them.
+TINY_FLAGS = (*TINY_RUN, "--model=benchmarks.nets:slow_dropping", "--max_steps=10")
+TINY_STEP_S = 0.1
 
 
 def of_kind(folder: Path, kind: type) -> list:
@@ -34,17 +40,23 @@ def of_kind(folder: Path, kind: type) -> list:
 
 
 def main() -> int:
-    """Returns 0 if no checkpoint stalled training for longer than a step takes."""
-    folder, flags = Path(sys.argv[1]), sys.argv[2:]
-    command = [sys.executable, "launch_single_task.py", *FLAGS, *flags, f"--output_dir={folder}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    """Return 0 if no checkpoint stalled training for longer than a step takes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    add_tiny(parser)
+    asked, flags = parser.parse_known_args()
+    folder, tiny = asked.folder.absolute(), TINY_FLAGS if asked.tiny else ()
+    command = [sys.executable, "launch_single_task.py", *FLAGS, *tiny, *flags,
+               f"--output_dir={folder}"]  # fmt: skip
+    env = {"SLOW_NET_S": str(TINY_STEP_S), **os.environ}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     while len(of_kind(folder, records.CheckpointRecord)) < 2 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
     killed = time.monotonic()
     num_steps = len(of_kind(folder, records.WindowRecord))
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     while process.poll() is None and not of_kind(folder, records.ResumeRecord):
         time.sleep(0.02)
     (resumed,) = of_kind(folder, records.ResumeRecord)

@@ -4,6 +4,7 @@
     python benchmarks/engine_overhead.py --engine ddp --nproc_per_node 2
     python benchmarks/engine_overhead.py --engine xla
     python benchmarks/engine_overhead.py --engine xla --nproc_per_node 2
+    python benchmarks/engine_overhead.py --tiny
 
 Both sides run in one process, in turns of a few steps (A B, B A, ...), on fixed
 batches. Where its memory lies can make one side of a process faster by some percent
@@ -39,6 +40,7 @@ from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
 from accbench.training.train_loop import train_step
 from accbench.training.worker import apply_environment
+from benchmarks.smoke import add_tiny
 
 
 class Nobody:
@@ -175,7 +177,13 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="steps a turn")
     parser.add_argument("--replay", default="auto", help="xla's; off traces every step")
     parser.add_argument("--bare_first", type=int, help=argparse.SUPPRESS)  # in a worker
-    return parser.parse_args()
+    add_tiny(parser)
+    flags = parser.parse_args()
+    if flags.tiny:
+        flags.model, flags.image_size, flags.batch_size = "resnet10", 32, 2
+        flags.processes = flags.turns = 1
+        flags.steps = 2
+    return flags
 
 
 def worker(flags: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Speed of the compiled engines as a share of DDP's, on a CPU, model by model.
 
-    python benchmarks/engine_speed.py FOLDER [--settings NAME,...] [--repeats 5] [--report_only]
+    python benchmarks/engine_speed.py FOLDER [--settings NAME,...] [--repeats 5]
+        [--engines ddp,inductor,xla,jax] [--report_only] [--tiny]
 
 Each setting is one `accbench compare` of ddp, inductor, xla and jax, which runs them in turn, in
 fresh processes, in an order shuffled anew each round; one compute thread a worker. A folder that
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINES = ("ddp", "inductor", "xla", "jax")
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.smoke import TINY_RUN, add_tiny  # noqa: E402
+
 MODELS = {
     "resnet50": ("--model=resnet50", "--image_size=128", "--batch_size=8", "--max_steps=17"),
     "vit_ti_16": ("--model=vit_ti_16", "--image_size=224", "--batch_size=8", "--max_steps=21"),
@@ -36,24 +40,33 @@ ALL = (
 )  # fmt: skip
 
 
+TINY_FLAGS = (*TINY_RUN, "--max_steps=6", "--warmup_steps=2", "--log_interval=2")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--repeats", default="5")
+    parser.add_argument("--engines", default="ddp,inductor,xla,jax", help="ddp is the first")
     parser.add_argument("--report_only", action="store_true")
+    add_tiny(parser)
     flags = parser.parse_args()
-    print("| model, type, workers | " + " | ".join((*ENGINES[1:], "compiling, s")) + " |")
-    print("| --- " * 5 + "|")
+    if flags.tiny:
+        flags.settings, flags.repeats, flags.engines = "resnet50-float32-1", "2", "ddp,inductor"
+    engines = flags.engines.split(",")
+    print("| model, type, workers | " + " | ".join((*engines[1:], "compiling, s")) + " |")
+    print("| --- " * (len(engines) + 1) + "|")
     for name in flags.settings.split(","):
         folder = flags.folder.absolute() / name
         if not flags.report_only:
-            accbench("compare", f"--engines={','.join(ENGINES)}", f"--output_dir={folder}",
-                     f"--repeats={flags.repeats}", *SETTINGS[name], *ALL)  # fmt: skip
+            accbench("compare", f"--engines={flags.engines}", f"--output_dir={folder}",
+                     f"--repeats={flags.repeats}", *SETTINGS[name], *ALL,
+                     *(TINY_FLAGS if flags.tiny else ()))  # fmt: skip
         rows = json.loads(accbench("report", str(folder), "--format=json"))["rows"]
         by_name = {row["name"]: row for row in rows}
-        cells = [share(by_name[engine]) for engine in ENGINES[1:]]
-        took = ", ".join(seconds(by_name[engine]["compile_warm_s"]) for engine in ENGINES[1:])
+        cells = [share(by_name[engine]) for engine in engines[1:]]
+        took = ", ".join(seconds(by_name[engine]["compile_warm_s"]) for engine in engines[1:])
         print(f"| {name.replace('-', ', ')} | " + " | ".join((*cells, took)) + " |", flush=True)
 
 

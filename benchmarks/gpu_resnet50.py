@@ -1,5 +1,9 @@
-"""Runs the grid of gpu_resnet50.sh and writes OUT/results.md and OUT/results.json."""
+"""Run the grid of gpu_resnet50.sh; write OUT/results.md and OUT/results.json.
 
+DEVICE=cpu python benchmarks/gpu_resnet50.py OUT [--tiny]
+"""
+
+import argparse
 import json
 import os
 import subprocess
@@ -16,6 +20,7 @@ from accbench.pjrt import nvidia  # noqa: E402
 from accbench.preflight import gpu  # noqa: E402
 from accbench.recording import records  # noqa: E402
 from accbench.report import summary  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 REHEARSAL = DEVICE == "cpu"
@@ -211,11 +216,18 @@ def render(rows: list[dict[str, Any]], bounds: Bounds) -> str:
 
 def main() -> None:
     """Measure until done or out of time; what there is, is written after every run."""
-    out = Path(sys.argv[1]).absolute()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    add_tiny(parser)
+    asked = parser.parse_args()
+    out = asked.out.absolute()
     out.mkdir(parents=True)
     ends, rows = time.monotonic() + LIMIT_S, []
+    runs = grid()
+    if asked.tiny:  # a speed and a run of losses, of one variant
+        runs = [run for run in runs if run.variant == runs[0].variant][:2]
     bounds = Bounds(out)
-    for run in grid():
+    for run in runs:
         left_s = ends - time.monotonic()
         if left_s < 5:
             break
@@ -225,9 +237,7 @@ def main() -> None:
         (out / "results.md").write_text(render(rows, bounds))
     print(render(rows, bounds))
     bounds.close()
-    print(
-        f"{len(rows)} of {len(grid())} runs in {LIMIT_S - (ends - time.monotonic()):.0f} s: {out}"
-    )
+    print(f"{len(rows)} of {len(runs)} runs in {LIMIT_S - (ends - time.monotonic()):.0f} s: {out}")
 
 
 if __name__ == "__main__":

@@ -9,4 +9,4 @@
 # what was measured until then is reported. ACCBENCH_CUDA_PLUGIN names the PJRT plugin by hand.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-exec "${PYTHON:-python3}" benchmarks/gpu_resnet50.py "${1:-runs/gpu-resnet50-$(date +%Y%m%d-%H%M%S)}"
+exec "${PYTHON:-python3}" benchmarks/gpu_resnet50.py "${1:-runs/gpu-resnet50-$(date +%Y%m%d-%H%M%S)}" "${@:2}"

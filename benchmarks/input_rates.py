@@ -1,6 +1,7 @@
 """Images/s from files to ready uint8 batches: accbench's sources, their peers, decoding alone.
 
     python benchmarks/input_rates.py data/mock_imagenet [--mxnet PYTHON] [--rounds 3]
+    python benchmarks/input_rates.py FOLDER --tiny      makes images in FOLDER; no S3, no peers
 
 Every round runs every case once, in turn; the best round counts, since whatever
 else the machine does only slows. "1 core" is images per second of CPU time (of wall
@@ -17,6 +18,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import time
@@ -30,12 +32,15 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, default_collate
 
-from accbench.data import Collate, ReadableSamples, decode
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from accbench.data import Collate, ReadableSamples, decode, mock_images
 from accbench.data.convert import convert
 from accbench.data.imagefolder import ReadableImages
 from accbench.data.recordio import RecordIODataset, Samples
 from accbench.data.recordio.file import image_record, write_record
 from accbench.data.s3 import source as s3
+from benchmarks.smoke import add_tiny
 
 BATCH, SIZE, REPEAT = 64, 224, 3
 MXNET = """
@@ -257,7 +262,11 @@ def main() -> None:
     parser.add_argument("--mxnet", help="a Python that has mxnet 1.9.1")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose names hold this")
+    add_tiny(parser)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        mock_images.make(arguments.folder, mock_images.Plan(num_classes=2, num_train=8, num_val=1))
+        arguments.rounds = 1
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
@@ -274,14 +283,17 @@ def main() -> None:
             "photographs: RecordIO": ours(Samples(data, view, 1 << 24)),
             "photographs: RecordIO, cold": cold(rec, view),
             "photographs: ImageFolder": ours(ReadableImages(train, view)),
-            "photographs: torchvision ImageFolder": torchvision_folder(train),
-            "photographs: webdataset": webdataset_shards(labelled, work, SIZE),
             "faces: decode only": decode_only([payload for payload, _ in of_faces]),
             "faces: RecordIO": ours(Samples(RecordIODataset(face_rec), whole, 1 << 24)),
-            "faces: webdataset": webdataset_shards(of_faces, work, 112),
         }
-        if arguments.only in "photographs: S3 through the cache":
-            cases["photographs: S3 through the cache"] = through_s3(train, work / "s3")
+        if not arguments.tiny:
+            cases |= {
+                "photographs: torchvision ImageFolder": torchvision_folder(train),
+                "photographs: webdataset": webdataset_shards(labelled, work, SIZE),
+                "faces: webdataset": webdataset_shards(of_faces, work, 112),
+            }
+            if arguments.only in "photographs: S3 through the cache":
+                cases["photographs: S3 through the cache"] = through_s3(train, work / "s3")
         if arguments.mxnet:
             cases["photographs: mxnet ImageRecordIter"] = mxnet_iter(arguments.mxnet, rec, SIZE)
             cases["faces: mxnet ImageRecordIter"] = mxnet_iter(arguments.mxnet, face_rec, 112)

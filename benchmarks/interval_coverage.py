@@ -1,6 +1,6 @@
 """How often an interval holds the truth, and how often an A/A trial says faster or slower.
 
-    python benchmarks/interval_coverage.py
+    python benchmarks/interval_coverage.py [--tiny]
 
 Simulated comparisons of two rows whose truth is known, 2 to 10 rounds each. Noise is in the
 logarithm of a run's speed, with a standard deviation of 3 %:
@@ -15,24 +15,30 @@ The interval "bootstrap" is the percentile bootstrap of the median of the ratios
 is Student's t of their logarithms. "Found" are rows 10 % faster that are called so.
 """
 
+import argparse
 import itertools
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 from scipy import special
 
-from accbench.report import verdict
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-TRIALS = 20_000
+from accbench.report import verdict  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
+
+TRIALS, TINY_TRIALS = 20_000, 50
 RUN_SD = 0.03
 MIN_EFFECT = 0.02
 TRUTH = 1.10
 NOISES = ("normal", "heavy", "disturbed", "drift")
 
 
-def trial_logs(noise: str, rounds: int, random: np.random.Generator) -> np.ndarray:
-    """Logarithms of the ratios of two equal rows, (TRIALS, rounds)."""
-    shape = (TRIALS, rounds, 2)  # the last axis is the place within the round
+def trial_logs(noise: str, trials: int, rounds: int, random: np.random.Generator) -> np.ndarray:
+    """Return the logarithms of two equal rows' speeds, (trials, rounds, 2)."""
+    shape = (trials, rounds, 2)  # the last axis is the place within the round
     if noise == "heavy":
         logs = RUN_SD * random.standard_t(3, shape) / np.sqrt(3)
     else:
@@ -45,19 +51,19 @@ def trial_logs(noise: str, rounds: int, random: np.random.Generator) -> np.ndarr
 
 
 def ratios(logs: np.ndarray, in_turns: bool, random: np.random.Generator) -> np.ndarray:
-    """Of the second row over the first, as logarithms; the first is first unless in turns."""
+    """Return the logarithms of second over first; the first runs first unless in turns."""
     found = logs[..., 1] - logs[..., 0]
     if not in_turns:
         return found
     # Both orders in every two rounds; which of them comes first is drawn.
-    rounds = found.shape[1]
-    first = random.integers(0, 2, (TRIALS, (rounds + 1) // 2))
-    signs = np.stack([2 * first - 1, 1 - 2 * first], axis=-1).reshape(TRIALS, -1)
+    trials, rounds = found.shape
+    first = random.integers(0, 2, (trials, (rounds + 1) // 2))
+    signs = np.stack([2 * first - 1, 1 - 2 * first], axis=-1).reshape(trials, -1)
     return found * signs[:, :rounds]
 
 
 def of_bootstrap(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(median, low, high) by 9,999 resamples, the same for all trials."""
+    """Return (median, low, high) by 9,999 resamples, the same for all trials."""
     rounds = logs.shape[1]
     drawn = np.sort(np.random.default_rng(0).integers(0, rounds, (9999, rounds)), axis=1)
     middles = Counter(zip(drawn[:, (rounds - 1) // 2], drawn[:, rounds // 2], strict=True))
@@ -72,7 +78,7 @@ def of_bootstrap(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def of_t(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(mean, low, high), as `accbench.report.statistics` has it, for all trials at once."""
+    """Return (mean, low, high), as `accbench.report.statistics` has it, for all trials at once."""
     rounds = logs.shape[1]
     middle = logs.mean(axis=1)
     half = special.stdtrit(rounds - 1, 0.975) * logs.std(axis=1, ddof=1) / np.sqrt(rounds)
@@ -80,16 +86,19 @@ def of_t(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def share_of(words: tuple[str, ...], found: tuple[np.ndarray, ...]) -> float:
-    """Part of the trials of which compare says one of `words`."""
+    """Return the part of the trials of which compare says one of `words`."""
     told = Counter(
         verdict.of_interval(speedup, (low, high), MIN_EFFECT)
         for speedup, low, high in zip(*map(np.exp, found), strict=True)
     )
-    return sum(told[word] for word in words) / TRIALS
+    return sum(told[word] for word in words) / len(found[0])
 
 
 def main() -> None:
     """Print a line for every noise, order and number of rounds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_tiny(parser)
+    trials = TINY_TRIALS if parser.parse_args().tiny else TRIALS
     print("| noise | order | rounds | interval | covers | A/A called | width % | found |")
     print("| --- | --- | ---: | --- | ---: | ---: | ---: | ---: |")
     cases = itertools.product(NOISES, (True, False), (2, 3, 5, 10))
@@ -97,7 +106,7 @@ def main() -> None:
         if not in_turns and noise != "drift":
             continue
         random = np.random.default_rng(1)
-        logs = ratios(trial_logs(noise, rounds, random), in_turns, random)
+        logs = ratios(trial_logs(noise, trials, rounds, random), in_turns, random)
         for name, interval in (("bootstrap", of_bootstrap), ("t", of_t)):
             middle, low, high = interval(logs)
             covers = np.mean((low <= 0) & (high >= 0))

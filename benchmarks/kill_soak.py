@@ -1,6 +1,6 @@
 """A short training, killed at random moments and started again, beside one that nobody disturbed.
 
-    python benchmarks/kill_soak.py FOLDER [--kills 300] [--seed 0]
+    python benchmarks/kill_soak.py FOLDER [--kills 300] [--seed 0] [--tiny]
 
 Two workers on mock images, a checkpoint every three steps. Each try runs the launcher with
 `--resume auto` and kills, after a random time, by turns of chance: the launcher or a rank by
@@ -26,9 +26,10 @@ sys.path.insert(0, str(ROOT))
 from accbench.data import mock_images  # noqa: E402
 from accbench.errors import RequestError  # noqa: E402
 from accbench.recording import records  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
 
 FLAGS = (
-    "--model=tests.nets:slow_killed_once", "--image_size=32", "--batch_size=4", "--amp_level=O0",
+    "--model=benchmarks.nets:slow_dropping", "--image_size=32", "--batch_size=4", "--amp_level=O0",
     "--workers=0", "--threads=1", "--nproc_per_node=2", "--warmup_steps=1", "--log_interval=1",
     "--lr=0.01", "--save_steps=3", "--epochs=100000",
 )  # fmt: skip
@@ -88,13 +89,16 @@ def left_over(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Returns 0 if nothing was lost and nothing is left."""
+    """Return 0 if nothing was lost and nothing is left."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--steps_per_kill", type=float, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    add_tiny(parser)
     flags = parser.parse_args()
+    if flags.tiny:
+        flags.kills, flags.steps_per_kill = 1, 10
     folder, chance = flags.folder.absolute(), random.Random(flags.seed)
     images, killed = folder / "images", folder / "killed"
     if not images.exists():

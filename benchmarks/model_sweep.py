@@ -3,6 +3,7 @@
     python benchmarks/model_sweep.py FOLDER [--engines ddp,inductor,xla] [--kinds NAME,...]
         [--models NAME,...] [--random N --seed S] [--batch_sizes 2,8] [--limit_s S] [--quick]
         [--table_only] [--kept benchmarks/model_sweep.jsonl] [--docs docs/models.md]
+    python benchmarks/model_sweep.py FOLDER --tiny
 
 For each model: float64's reference and plain ddp in both layouts, then each engine in a process
 of its own with a time limit: a run of a few steps, and the numerics pass. With --quick there are
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import sweep_models  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
 
 STEPS = 4
 USUAL_BATCH_SIZE = 2
@@ -56,7 +58,10 @@ def main() -> None:
     parser.add_argument("--table_only", action="store_true")
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--docs", type=Path)
+    add_tiny(parser)
     flags = parser.parse_args()
+    if flags.tiny:
+        flags.engines = "ddp"
     # As Ctrl-C does it, so that the cell that runs ends as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     engines = flags.engines.split(",")
@@ -69,11 +74,13 @@ def main() -> None:
         if unknown := [name for name in wanted if name not in known]:
             parser.error(f"--models: {', '.join(unknown)}: neither in the list nor in --kept")
         models = {name: known[name] for name in wanted}
+    if flags.tiny:
+        models = {"benchmarks.nets:tiny": ("--image_size=32", "--synthetic.num_classes=10")}
     base = flags.folder.absolute()
     if flags.kept:
         take(base, flags.kept)
     if not flags.table_only:
-        _start_fork_server(engines)
+        _start_fork_server(engines, () if flags.tiny else ("timm", "transformers"))
         for name, its_flags in models.items():
             folder = base / name.replace(":", "-")
             trial = Trial(folder, name, its_flags, flags.batch_sizes, flags.limit_s, flags.quick)
@@ -235,13 +242,13 @@ def _is_too_noisy(found: dict[str, Any]) -> bool:
     return numerics.Numerics(found["verdict"], reason=found["reason"]).is_too_noisy
 
 
-def _start_fork_server(engines: list[str]) -> None:
+def _start_fork_server(engines: list[str], libraries: tuple[str, ...]) -> None:
     """Imports take longer than a small model: each process is forked from one that has them."""
     os.environ |= {
         "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0",
         "OMP_NUM_THREADS": "1", "XLA_FLAGS": _XLA_FLAGS,
     }  # fmt: skip
-    found = [name for name in ("timm", "transformers") if importlib.util.find_spec(name)]
+    found = [name for name in libraries if importlib.util.find_spec(name)]
     if set(engines) <= {"ddp", "xla"}:  # torch_xla is not to be beside inductor
         found.append("torch_xla")
     preloaded = [

@@ -1,10 +1,10 @@
 """Does the numerics pass find planted errors, and let right engines be?
 
     python benchmarks/numerics_trials.py FOLDER [--settings NAME;...] [--engines NAME,...]
-        [--seeds N] [--right_only] [--judge_only]
+        [--seeds N] [--right_only] [--judge_only] [--tiny]
 
 For each setting (a network, sizes, a type, one or two workers) and seed: the reference, plain
-ddp in both layouts, and then every engine of tests/planted.py that has a meaning there, and
+ddp in both layouts, and then every engine of benchmarks/planted that has a meaning there, and
 right ones, each through the pass that `accbench compare` runs. Prints a table of verdicts, as
 Markdown, and the reasons. A folder that was begun is gone on with.
 """
@@ -17,8 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests import planted  # noqa: E402
-from tests.comparing.trials import SETTINGS, judge, start_setting  # noqa: E402
+from benchmarks import planted  # noqa: E402
+from benchmarks.numerics_passes import judge, start_setting  # noqa: E402
+from benchmarks.numerics_settings import SETTINGS  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
 
 # As a table is read quickly.
 _WORDS = {"differs": "found", "trains the same": "same"}
@@ -28,12 +30,17 @@ RIGHT = ("ddp:again", "ddp:no-channels_last", "xla", "inductor")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--settings", default=";".join(n for n in SETTINGS if "tests" not in n))
+    parser.add_argument(
+        "--settings", default=";".join(n for n in SETTINGS if not n.startswith("small"))
+    )
     parser.add_argument("--engines")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--right_only", action="store_true")
     parser.add_argument("--judge_only", action="store_true")
+    add_tiny(parser)
     flags = parser.parse_args()
+    if flags.tiny:
+        flags.settings, flags.engines = "small, transformer", "ddp:again,dropout_off"
     base = flags.folder.absolute()
     names = [name.strip() for name in flags.settings.split(";")]
     only = flags.engines.split(",") if flags.engines else None

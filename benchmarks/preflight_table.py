@@ -1,6 +1,6 @@
 """What steps compiled for absent GPUs need, move and at best do: the table of docs/cuda.md.
 
-    python benchmarks/preflight_table.py [FOLDER]
+    python benchmarks/preflight_table.py [FOLDER] [--tiny]
 
 Compiles ResNet-50 for three GPUs, one and eight of each, in both 16-bit types, by engine xla, and
 for an H100 by engine jax, where a ViT and GPT-2 small (1,024 tokens a sample) go through both; each
@@ -9,6 +9,7 @@ Prints Markdown. With FOLDER the results are kept there, and what is there alrea
 again.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -17,8 +18,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.smoke import add_tiny  # noqa: E402
+
 RESNET, VIT, GPT = ("resnet50", 256), ("vit_b_16", 128), ("gpt2", 8)
-MORE = {"gpt2": ("--seq_len=1024", "--data=synthetic")}
+TINY_NET = ("benchmarks.nets:tiny", 4)
+MORE = {"gpt2": ("--seq_len=1024", "--data=synthetic"), TINY_NET[0]: ("--image_size=32",)}
 ROWS = [
     (model, engine, gpu, num_gpus, dtype)
     for model, engine, gpus in (
@@ -30,6 +36,7 @@ ROWS = [
     for num_gpus in (1, 8)
     for dtype in ("float16", "bfloat16")
 ]  # fmt: skip
+TINY_ROWS = [(TINY_NET, "xla", "h100", 1, "float16")]
 HEAD = (
     "model, batch", "engine", "GPU", "type", "GiB", "launches", "GB", "bound, ms",
     "at most, samples/s",
@@ -38,13 +45,17 @@ HEAD = (
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?")
+    add_tiny(parser)
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(sys.argv[1] if len(sys.argv) > 1 else temporary)
+        folder = asked.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         print("| " + " | ".join(HEAD) + " |")
         print("| --- | --- | --- | --- " + "| ---: " * (len(HEAD) - 4) + "|")
-        for (model, batch), engine, gpu, num_gpus, dtype in ROWS:
-            path = folder / f"{model}-{engine}-{gpu}-{num_gpus}-{dtype}.json"
+        for (model, batch), engine, gpu, num_gpus, dtype in TINY_ROWS if asked.tiny else ROWS:
+            path = folder / f"{model.replace(':', '-')}-{engine}-{gpu}-{num_gpus}-{dtype}.json"
             if not path.exists():
                 flags = (
                     f"--model={model}", f"--batch_size={batch}", f"--engine={engine}",

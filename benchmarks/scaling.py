@@ -1,6 +1,6 @@
 """How training scales from one worker to two on this CPU, and what takes the rest.
 
-    python benchmarks/scaling.py [--rounds 5] [--engines ddp,xla] [--steps 60]
+    python benchmarks/scaling.py [--rounds 5] [--engines ddp,xla] [--steps 60] [--tiny]
 
 A ResNet-18 at 96 px, one compute thread a worker, so that two workers have twice the cores. Each
 round runs in turn, in fresh processes: one worker by itself; two by themselves, side by side, which
@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from accbench.report import run as runs  # noqa: E402
 from accbench.report.scaling import BUCKET_BYTES, Cluster, Link, Step, scaled  # noqa: E402
 from accbench.report.statistics import mean_with_interval  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
 
 WARMUP_STEPS = 20
 FLAGS = (
@@ -36,24 +37,29 @@ GRADIENT_BYTES = 4 * 11_689_512  # of ResNet-18
 CASES = ("one", "beside", "two")
 
 
-def start(engine: str, num_workers: int, cores: str, steps: int, folder: Path) -> subprocess.Popen:
+TINY_FLAGS = ("--image_size=32", "--batch_size=2")
+
+
+def start(
+    engine: str, num_workers: int, cores: str, steps: int, folder: Path, more: tuple[str, ...]
+) -> subprocess.Popen:
     return subprocess.Popen(
         ["taskset", "-c", cores, sys.executable, str(ROOT / "launch_single_task.py"), *FLAGS,
-         *FLAGS_OF_ENGINE.get(engine, ()), f"--engine={engine}",
+         *FLAGS_OF_ENGINE.get(engine, ()), *more, f"--engine={engine}",
          f"--nproc_per_node={num_workers}", f"--max_steps={WARMUP_STEPS + steps}",
          f"--output_dir={folder}"],
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-def step_s(engine: str, case: str, steps: int, folder: Path) -> float:
-    """Of a step of each worker; of two side by side the mean."""
+def step_s(engine: str, case: str, steps: int, folder: Path, more: tuple[str, ...]) -> float:
+    """Return the seconds of a step; of two workers side by side the mean."""
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))[:2]]
     if case == "two":
-        started = {folder: start(engine, 2, ",".join(cores), steps, folder)}
+        started = {folder: start(engine, 2, ",".join(cores), steps, folder, more)}
     else:
         started = {
-            folder / core: start(engine, 1, core, steps, folder / core)
+            folder / core: start(engine, 1, core, steps, folder / core, more)
             for core in (cores[:1] if case == "one" else cores)
         }
     statuses = [process.wait() for process in started.values()]
@@ -111,7 +117,10 @@ def main() -> None:
     parser.add_argument("--engines", default="ddp,xla")
     parser.add_argument("--steps", type=int, default=60, help="that count, after 20 of warm-up")
     parser.add_argument("--reduce", action="store_true", help=argparse.SUPPRESS)
+    add_tiny(parser)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.rounds, arguments.engines, arguments.steps = 1, "ddp", 10
     if arguments.reduce:
         return reduce_for_parent()
     if len(os.sched_getaffinity(0)) < 2:
@@ -125,7 +134,9 @@ def main() -> None:
                 times = {}
                 for case in CASES[:: -1 if number % 2 else 1]:
                     at = Path(folder) / f"{number}-{engine}-{case}"
-                    times[case] = step_s(engine, case, arguments.steps, at)
+                    times[case] = step_s(
+                        engine, case, arguments.steps, at, TINY_FLAGS if arguments.tiny else ()
+                    )
                 times["reduction"] = reduction_s()
                 found[engine].append(times)
                 print(engine, {k: round(v, 4) for k, v in times.items()}, file=sys.stderr)

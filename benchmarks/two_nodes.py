@@ -1,6 +1,6 @@
 """Two nodes with a launcher each beside one node with as many workers, engine by engine.
 
-    python benchmarks/two_nodes.py [--engines ddp,inductor,xla,jax] [--workers 1,2]
+    python benchmarks/two_nodes.py [--engines ddp,inductor,xla,jax] [--workers 1,2] [--tiny]
 
 The nodes are network namespaces with an address each (root and iproute2), else two launchers on
 the loopback. Six steps of a small net on synthetic data; both runs must end well and have the
@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.recording import records  # noqa: E402
-from tests.launchers.elastic.nodes import two_nodes  # noqa: E402
+from benchmarks.nodes import two_nodes  # noqa: E402
+from benchmarks.smoke import add_tiny  # noqa: E402
 
 FLAGS = (
     "--model=resnet10", "--image_size=32", "--batch_size=4", "--amp_level=O0", "--device=cpu",
@@ -66,7 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", default="ddp,inductor,xla,jax")
     parser.add_argument("--workers", default="1,2")
+    add_tiny(parser)
     asked = parser.parse_args()
+    if asked.tiny:
+        asked.engines, asked.workers = "ddp", "1"
     print("| engine | workers a node | nodes | losses | one node, s | two nodes, s |")
     print("| --- | ---: | --- | --- | ---: | ---: |")
     for engine in asked.engines.split(","):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from accbench.data import mock_images
 from accbench.recording import records
+from benchmarks.processes import free_port, rank_environments  # noqa: F401  # for tests
 from tests.forked import Forked, Forker, Fresh
 
 ROOT = Path(__file__).parent.parent
@@ -171,24 +171,9 @@ def forker() -> Forker:
     return Forker()
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def start_ranks(num_ranks: int, *arguments: object, **env: str) -> list[Forked | Fresh]:
     """`python ARGUMENTS` as often, each with the environment of a rank."""
-    of_all = {
-        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), **env,
-    }  # fmt: skip
-    return [
-        start_python(*arguments, **of_all, RANK=rank, LOCAL_RANK=rank)
-        for rank in map(str, range(num_ranks))
-    ]
+    return [start_python(*arguments, **{**rank, **env}) for rank in rank_environments(num_ranks)]
 
 
 def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:

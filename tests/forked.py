@@ -39,7 +39,7 @@ _IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.lo
              "torch._dynamo", "torch.distributed.nn.functional", "torchvision.models")  # fmt: skip
 _WORKERS = ([str(ROOT / "main.py")], ["-m", "accbench.training.worker_process"])
 # What Python is asked to run: launchers, commands, the tests' own programs.
-_OURS = ("launch_single_task.py", "main.py", "accbench", "tests")
+_OURS = ("launch_single_task.py", "main.py", "accbench", "benchmarks", "tests")
 # Of these a worker sets itself what it needs, or they change nothing but its speed.
 _SET_FOR_WORKERS = {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "TORCH_WARM_POOL"}
 # Set by scikit-learn when it is imported, for Intel's OpenMP, which torch here does not have.

@@ -17,18 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from accbench.models import Classifier, Spec
 from accbench.models.arcface import ArcFace, FaceNet
-
-
-def tiny(num_classes: int) -> nn.Module:
-    """A convolution, BatchNorm and a linear layer."""
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, num_classes),
-    )
+from benchmarks.nets import dropping, tiny, transformer  # noqa: F401  # named by flags
+from benchmarks.nets import tied as tied  # noqa: F401
 
 
 class _Versioned(nn.Sequential):
@@ -203,55 +193,6 @@ class _Times(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return values * self.factor
-
-
-def dropping(num_classes: int) -> nn.Module:
-    """`tiny` with dropout of two kinds."""
-    net = tiny(num_classes)
-    net.insert(3, nn.Dropout2d(0.2))
-    net.insert(6, nn.Dropout(0.3))
-    return net
-
-
-class _Transformer(nn.Module):
-    """Patches, an encoder layer as torch has it, the mean."""
-
-    def __init__(self, num_classes: int, dropout: float, width: int = 32) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, 8, stride=8)
-        self.encoder = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, dropout, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, num_classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        tokens_NTC = self.patches(images).flatten(2).transpose(1, 2)
-        return self.head(self.norm(self.encoder(tokens_NTC)).mean(1))
-
-
-def transformer(num_classes: int) -> nn.Module:
-    return _Transformer(num_classes, dropout=0.1)
-
-
-class _Tied(nn.Module):
-    """A layer that is used twice under two names."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, stride=2)
-        self.one = nn.Conv2d(16, 16, 3, padding=1)
-        self.two = nn.Conv2d(16, 16, 3, padding=1)
-        self.two.weight = self.one.weight
-        self.head = nn.Linear(16, num_classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = self.two(torch.relu(self.one(torch.relu(self.stem(images)))))
-        return self.head(hidden.mean((2, 3)))
-
-
-def tied(num_classes: int) -> nn.Module:
-    return _Tied(num_classes)
 
 
 class _KilledOnce(nn.Module):

@@ -1,6 +1,7 @@
 """The numerics pass finds planted errors and lets right engines be."""
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,16 +12,27 @@ from accbench.comparing import update_rules
 from accbench.comparing.update_rules import Weights
 from accbench.config import TaskConfig
 from accbench.engines import optimizers
-from tests import planted
-from tests.comparing.trials import FLOORS, SETTINGS, folder_of, judge, start_setting
+from benchmarks import planted
+from benchmarks.numerics_passes import FLOORS, folder_of, judge, start_setting
+from benchmarks.numerics_settings import SETTINGS
+from tests.conftest import start_ranks
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 HAS_XLA = find_spec("torch_xla") is not None
 HAS_JAX = find_spec("jax") is not None
 # Of all settings, those that differ most: dropout, a recipe, another kind of model.
-OF_JAX = ("tests", "tests, sgd", "tests, text")
-LONG = ("tests, adamw, two workers", "tests, transformer")
+OF_JAX = ("small", "small, sgd", "small, text")
+LONG = ("small, adamw, two workers", "small, transformer")
+
+
+def run_ranks(num_ranks: int, arguments: list[str], env: dict[str, str]) -> None:
+    """Run the ranks as `benchmarks.processes` does, but forked, and show what they print."""
+    for process in start_ranks(num_ranks, *arguments, **env):
+        process.wait()
+        out, err = process.end()
+        sys.stdout.write(out)
+        sys.stderr.write(err)
 
 
 class Passes:
@@ -36,8 +48,8 @@ class Passes:
             engines = ["ddp:again", *SETTINGS[setting].faults, *(["xla"] if HAS_XLA else [])]
             engines += ["jax"] if HAS_JAX and setting in OF_JAX else []
             engines += ["not_loaded"]
-            engines += ["crashes_when_loaded"] if setting == "tests" else []
-            start_setting(self.base, setting, [0], engines, self.plugins)
+            engines += ["crashes_when_loaded"] if setting == "small" else []
+            start_setting(self.base, setting, [0], engines, self.plugins, run_ranks)
         return judge(self.base, setting, 0, engine)
 
 
@@ -49,7 +61,7 @@ def passes(tmp_path_factory):
 
 @pytest.mark.parametrize("setting", [
     pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])
-    for name in SETTINGS if name.startswith("tests")
+    for name in SETTINGS if name.startswith("small")
 ])  # fmt: skip
 @pytest.mark.parametrize(
     "engine",
@@ -72,7 +84,7 @@ def _look_at(passes, setting, engine):
     assert found.verdict == "trains the same", found
     assert found.num_sharp_steps == found.num_steps >= 4
     assert found.sensitivity < 0.1
-    assert ("own dropout" in found.tested) == (setting != "tests, tied")
+    assert ("own dropout" in found.tested) == (setting != "small, tied")
     assert {"evaluation", "free"} <= set(found.tested)
 
 
@@ -84,7 +96,7 @@ def _look_at(passes, setting, engine):
 )
 def test_what_xla_is_given_on_a_gpu_trains_the_same_in_16_bits(tmp_path, setting):
     engines = ["xla:lean", *(["jax:lean"] if HAS_JAX else [])]
-    start_setting(tmp_path, setting, [0], engines, tmp_path)
+    start_setting(tmp_path, setting, [0], engines, tmp_path, run_ranks)
     for engine in engines:
         found = judge(tmp_path, setting, 0, engine)
         assert found.verdict == "trains the same", (engine, found)
@@ -94,7 +106,7 @@ def test_what_xla_is_given_on_a_gpu_trains_the_same_in_16_bits(tmp_path, setting
 @pytest.mark.parametrize(
     ("setting", "engine"),
     [pytest.param(name, fault, marks=[pytest.mark.soak] if name in LONG else [])
-     for name in SETTINGS if name.startswith("tests") for fault in SETTINGS[name].faults],
+     for name in SETTINGS if name.startswith("small") for fault in SETTINGS[name].faults],
 )  # fmt: skip
 def test_planted_errors_are_found(passes, setting, engine):
     found = passes.verdict(setting, engine)
@@ -112,19 +124,19 @@ def test_planted_errors_are_found(passes, setting, engine):
     ],
 )  # fmt: skip
 def test_first_step_and_tensor_are_named(passes, engine, where):
-    found = passes.verdict("tests", engine)
+    found = passes.verdict("small", engine)
     step, name = where
     assert found.first_step == step
     assert name is None or found.first_tensor == name, found
 
 
 def test_dropout_of_its_own_is_looked_at(passes):
-    assert "repeats itself" in passes.verdict("tests", "drops_the_same").reason
-    on_ranks = passes.verdict("tests, two workers", "drops_the_same_on_all").reason
+    assert "repeats itself" in passes.verdict("small", "drops_the_same").reason
+    on_ranks = passes.verdict("small, two workers", "drops_the_same_on_all").reason
     assert "the same on several ranks" in on_ranks
 
 
-@pytest.mark.parametrize("setting", ["tests", "tests, two workers"])
+@pytest.mark.parametrize("setting", ["small", "small, two workers"])
 def test_engine_that_cannot_be_loaded_is_not_checked(passes, setting):
     found = passes.verdict(setting, "not_loaded")
     assert (found.verdict, found.crashed) == ("not checked", False)
@@ -133,16 +145,16 @@ def test_engine_that_cannot_be_loaded_is_not_checked(passes, setting):
 
 
 def test_pass_that_crashes_says_so(passes):
-    found = passes.verdict("tests", "crashes_when_loaded")
+    found = passes.verdict("small", "crashes_when_loaded")
     assert (found.verdict, found.crashed) == ("not checked", True)
     assert "did not end" in found.reason
 
 
 def test_the_reference_trains_as_float32_does_but_for_rounding(passes):
-    passes.verdict("tests", "ddp:again")
+    passes.verdict("small", "ddp:again")
 
     def losses(engine: str, phase: str) -> list[float]:
-        path = folder_of(passes.base, "tests", 0, engine) / "records.jsonl"
+        path = folder_of(passes.base, "small", 0, engine) / "records.jsonl"
         found = [json.loads(line) for line in path.read_text().splitlines()]
         return [line["loss"] for line in found if line.get("phase") == phase]
 
@@ -152,7 +164,7 @@ def test_the_reference_trains_as_float32_does_but_for_rounding(passes):
     assert losses("ddp", "free") == pytest.approx(exact, rel=1e-4)
 
 
-@pytest.mark.parametrize("setting", ["tests", "tests, two workers"])
+@pytest.mark.parametrize("setting", ["small", "small, two workers"])
 def test_plain_ddp_does_each_step_again_as_other_programs_might(passes, setting):
     """Off by little, each time by something else, and never in what the optimizer does."""
     passes.verdict(setting, "ddp:again")
@@ -164,7 +176,7 @@ def test_plain_ddp_does_each_step_again_as_other_programs_might(passes, setting)
                 drawn.setdefault(line["step"], []).append(line["distances"])
             elif line.get("phase") == "noise of evaluation":
                 drawn.setdefault(0, []).append(line["distances"])
-    num_steps = 8 if setting == "tests" else 4
+    num_steps = 8 if setting == "small" else 4
     assert sorted(drawn) == [*range(num_steps + 1)]
     for step, of_step in drawn.items():
         assert len(of_step) == (4 if step else 8)

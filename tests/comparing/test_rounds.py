@@ -17,7 +17,7 @@ from accbench.comparing import rounds
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.report import comparison
-from tests import planted
+from benchmarks import planted
 from tests.conftest import HANG_S, ROOT, TINY, processes_of, wait_until
 
 FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu")

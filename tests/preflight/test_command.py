@@ -23,7 +23,7 @@ pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("as_users_have_it")]
 
 # ResNet-50's step as it was when it was last looked at: what grows by more than 2 % is found. A
-# change for the better belongs in here, and in docs/measured.md.
+# change for the better belongs in here, and in a file of docs/results/.
 GOLDEN = {"bytes": 89.316e9, "operations": 596, "launches": 597, "peak_bytes": 10.21 * 2**30}
 JAX_GOLDEN = {"bytes": 2.643e09, "launches": 402, "peak_bytes": 3.776e08}
 SCHEMA = json.loads((ROOT / "accbench/report/preflight.schema.json").read_text())

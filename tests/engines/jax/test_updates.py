@@ -6,7 +6,7 @@ import torch
 jax = pytest.importorskip("jax")
 
 from accbench.engines.jax import lowering, updates  # noqa: E402
-from tests.engines.jax_lowering.against_torch import to_torch  # noqa: E402
+from benchmarks.against_torch import to_torch  # noqa: E402
 
 # Of numbers that float32 has, so that nothing is rounded on the way.
 SETTINGS = {"betas": (0.875, 0.96875), "eps": 2.0**-20, "weight_decay": 0.125}

@@ -14,8 +14,7 @@ jnp = pytest.importorskip("jax.numpy")
 
 from accbench.engines.jax.lowering import jax_dtype, to_jax  # noqa: E402
 from accbench.engines.jax.lowering.dtypes import result_type  # noqa: E402
-
-from . import against_torch  # noqa: E402
+from benchmarks import against_torch  # noqa: E402
 
 DTYPES = (
     torch.float32,

@@ -16,9 +16,8 @@ from accbench.errors import RequestError
 jax = pytest.importorskip("jax")
 
 from accbench.engines.jax import lowering  # noqa: E402
+from benchmarks import against_torch  # noqa: E402
 from tests.conftest import HANG_S, ROOT  # noqa: E402
-
-from . import against_torch  # noqa: E402
 
 # Core ATen operations that a graph of a training step has no use for here.
 WITHOUT_ROW = {

@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("jax")
 
-from . import against_torch
+from benchmarks import against_torch
 
 # Of torch's own list, whose samples try broadcasting, 0-d and empty tensors, negative dims...
 NAMES = [

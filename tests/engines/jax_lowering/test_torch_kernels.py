@@ -11,8 +11,7 @@ jax = pytest.importorskip("jax")
 from accbench.engines.jax import lowering  # noqa: E402
 from accbench.engines.jax.lowering import torch_calls  # noqa: E402
 from accbench.engines.jax.lowering.rows import torch_kernels  # noqa: E402
-
-from . import against_torch  # noqa: E402
+from benchmarks import against_torch  # noqa: E402
 
 NAMES = ("float32", "bfloat16", "float16")
 RULES = lowering.Rules(channels_last=True, torch_convolutions=NAMES, torch_products=NAMES)

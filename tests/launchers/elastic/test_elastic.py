@@ -8,8 +8,8 @@ import pytest
 
 from accbench import cli
 from accbench.recording import records
+from benchmarks.nodes import MAY_HIDE, Nodes, ended, logs_of, on_loopback, two_nodes
 from tests.conftest import TINY, end_of, of_kind, processes_of, run, wait_until
-from tests.launchers.elastic.nodes import MAY_HIDE, Nodes, ended, logs_of, on_loopback, two_nodes
 
 SYNTHETIC = (*TINY, "--data=synthetic")
 # About 0.2 s a step, a hundred an epoch.

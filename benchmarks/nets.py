@@ -1,0 +1,77 @@
+"""Small networks for `--model benchmarks.nets:NAME`, for images of 32 pixels."""
+
+import os
+import time
+
+import torch
+from torch import nn
+
+
+def tiny(num_classes: int) -> nn.Module:
+    """Return a convolution, BatchNorm and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
+    )
+
+
+def dropping(num_classes: int) -> nn.Module:
+    """Return `tiny` with dropout of two kinds."""
+    net = tiny(num_classes)
+    net.insert(3, nn.Dropout2d(0.2))
+    net.insert(6, nn.Dropout(0.3))
+    return net
+
+
+def slow_dropping(num_classes: int) -> nn.Module:
+    """Return `dropping`, which sleeps SLOW_NET_S seconds in each forward pass."""
+    net, seconds = dropping(num_classes), float(os.environ["SLOW_NET_S"])
+    net.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    return net
+
+
+class _Transformer(nn.Module):
+    """Embed patches, apply one torch encoder layer, average the tokens."""
+
+    def __init__(self, num_classes: int, dropout: float, width: int = 32) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.encoder = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens_NTC = self.patches(images).flatten(2).transpose(1, 2)
+        return self.head(self.norm(self.encoder(tokens_NTC)).mean(1))
+
+
+def transformer(num_classes: int) -> nn.Module:
+    """Return one encoder layer with dropout over patches of 8 pixels."""
+    return _Transformer(num_classes, dropout=0.1)
+
+
+class _Tied(nn.Module):
+    """Use one convolution weight under two names."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, stride=2)
+        self.one = nn.Conv2d(16, 16, 3, padding=1)
+        self.two = nn.Conv2d(16, 16, 3, padding=1)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.two(torch.relu(self.one(torch.relu(self.stem(images)))))
+        return self.head(hidden.mean((2, 3)))
+
+
+def tied(num_classes: int) -> nn.Module:
+    """Return a network with a tied weight."""
+    return _Tied(num_classes)

@@ -1,0 +1,98 @@
+"""Every benchmark that backs a claim runs to its end with `--tiny`, and prints its table."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, python
+
+FOLDER = ROOT / "benchmarks"
+soak = pytest.mark.soak
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
+
+
+# Script -> (arguments beside --tiny, environment, what it prints). FOLDER is a new folder.
+CASES = {
+    "checkpoint_cost": (["FOLDER"], {}, ["training stood still for", "killed after step"]),
+    "digits_table": (["FOLDER"], {}, ["| 1 | float32 | ddp |"]),
+    "engine_overhead": ([], {}, ["ratio", "1 processes of 1 turns of 2 steps"]),
+    "engine_speed": (["FOLDER"], {}, ["| model, type, workers | inductor |", "resnet50, float32"]),
+    "gpu_resnet50": (["FOLDER"], {"DEVICE": "cpu"}, ["| ddp channels_last |", "2 of 2 runs"]),
+    "input_rates": (["FOLDER"], {}, ["| photographs: RecordIO |", "| faces: RecordIO |"]),
+    "interval_coverage": ([], {}, ["| normal | turns | 2 | t |", "| drift | fixed | 10 | t |"]),
+    "kill_soak": (["FOLDER"], {}, ["equal bit for bit; left over: nothing"]),
+    "model_sweep": (["FOLDER"], {}, ["| benchmarks.nets:tiny | 32 | 2 | same |"]),
+    "numerics_trials": (["FOLDER"], {}, ["| ddp:again | same |", "| dropout_off | found |"]),
+    "preflight_table": (["FOLDER"], {}, ["| benchmarks.nets:tiny, 4 | xla | 1 x h100 | float16 |"]),
+    "scaling": ([], {}, ["of which reducing", "| ddp |"]),
+    "two_nodes": ([], {}, ["| ddp | 1 |", "equal"]),
+    "verdict_trials": (["FOLDER"], {}, ["same: ", "slowed: "]),
+}  # fmt: skip
+MARKS = {
+    "digits_table": [needs("sklearn")],
+    "engine_speed": [soak],
+    "gpu_resnet50": [soak],
+    "kill_soak": [soak],
+    "preflight_table": [soak, pytest.mark.xla, needs("torch_xla"), needs("jax_plugins")],
+    "scaling": [soak],
+    "two_nodes": [soak],
+    "verdict_trials": [soak],
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, [])) for n in CASES])
+def test_tiny_run_prints_its_table(name, tmp_path):
+    arguments, env, expected = CASES[name]
+    words = [str(tmp_path / "out") if word == "FOLDER" else word for word in arguments]
+    done = python(f"benchmarks/{name}.py", *words, "--tiny", PYTHONPATH=str(ROOT), **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in expected:
+        assert text in done.stdout, done.stdout + done.stderr
+
+
+def test_the_model_of_many_devices_prints_its_tables():
+    done = python("benchmarks/scaling_model.py", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "| ResNet-50, V100, FP32 [1] | 1 | 8 | 97.2% |" in done.stdout
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def scripts(folder: Path) -> list[Path]:
+    """Return the files that can be run as commands."""
+    return [p for p in sorted(folder.glob("*.py")) if '__name__ == "__main__"' in p.read_text()]
+
+
+def test_every_script_has_a_tiny_run_or_takes_a_moment():
+    # `numerics_passes` is a process of numerics_trials, `sweep_models` prints model_sweep's list.
+    others = {"numerics_passes", "scaling_model", "sweep_models"}
+    assert {path.stem for path in scripts(FOLDER)} == set(CASES) | others
+
+
+def test_every_script_stands_in_the_table_of_its_folder():
+    for folder in (FOLDER, FOLDER / "research"):
+        page = (folder / "README.md").read_text()
+        missing = [p.name for p in scripts(folder) if f"`{p.name}`" not in page]
+        assert not missing, folder
+
+
+@pytest.mark.parametrize("folder", ["accbench", "benchmarks", "examples"])
+def test_nothing_outside_tests_imports_tests(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        wrong = [name for name in imported(path) if name.split(".")[0] == "tests"]
+        assert not wrong, path
+        assert "tests.nets" not in path.read_text(), path
