@@ -346,6 +346,12 @@ def _check_range(
             raise RequestError(f"--{prefix}{name} must be at most {limit:g}, not {value}")
 
 
+def amp_level(task: TaskConfig) -> str:
+    """Return the task's level of mixed precision, O0 or O1, also where none was given."""
+    is_mixed = task.script is None or task.amp_dtype is not None
+    return task.amp_level or ("O1" if is_mixed else "O0")
+
+
 def data_name(data: str) -> tuple[str, str | None]:
     """`--data` as (source, location): NAME, NAME:LOCATION, or a URL, which is both."""
     if "://" in data:

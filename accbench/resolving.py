@@ -83,11 +83,10 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
     if problem is not None:
         raise RequestError(problem)
     cores_per_worker = max(1, num_cores() // task.nproc_per_node)
-    is_mixed = task.script is None or task.amp_dtype is not None
     task = dataclasses.replace(
         task,
         device=device,
-        amp_level=task.amp_level or ("O1" if is_mixed else "O0"),
+        amp_level=config.amp_level(task),
         amp_dtype=task.amp_dtype or ("float16" if device == "cuda" else "bfloat16"),
         threads=task.threads or cores_per_worker,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, amp_level
 from accbench.engines import checkpointing, sharing, state
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import ReductionError, RequestError
@@ -74,7 +74,7 @@ class Engine(abc.ABC):
         self.options = options
         self.topology = topology
         self.autocast_dtype = (
-            getattr(torch, task.amp_dtype) if task.amp_level == "O1" and task.amp_dtype else None
+            getattr(torch, task.amp_dtype) if amp_level(task) == "O1" and task.amp_dtype else None
         )
         self._resident: list[Batch] = []
 
