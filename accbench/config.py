@@ -346,7 +346,7 @@ def _check_range(
             raise RequestError(f"--{prefix}{name} must be at most {limit:g}, not {value}")
 
 
-def amp_level(task: TaskConfig) -> str:
+def amp_level(task: TaskConfig) -> Literal["O0", "O1"]:
     """Return the task's level of mixed precision, O0 or O1, also where none was given."""
     is_mixed = task.script is None or task.amp_dtype is not None
     return task.amp_level or ("O1" if is_mixed else "O0")

@@ -34,7 +34,7 @@ class Loader:
     loop's own thread, so that random numbers are drawn in the order of a plain loop.
     """
 
-    def __init__(self, loader: Any, passes: Passes, sampler: DistributedSampler | None) -> None:
+    def __init__(self, loader: Any, passes: Passes, sampler: "_OfRank | None") -> None:
         self.loader, self._passes, self._sampler = loader, passes, sampler
         self.epoch = 0
         """Of the next pass, which a sampler made here shuffles by."""
@@ -71,16 +71,29 @@ class Loader:
 
     def _on_device(self) -> Generator[Batch, None, None]:
         engine = self._passes.engine
+        on_host = iter(self.loader)
+        if self._sampler is not None:
+            on_host = _by_the_sampler(on_host, self._sampler, self.loader)
         if getattr(self.loader, "num_workers", 0):
-            on_host = naming_dead_workers(iter(self.loader))
+            on_host = naming_dead_workers(on_host)
             with closing(engine.stream(on_host)) as batches:  # type: ignore[type-var]
                 yield from batches
         else:
-            for batch in self.loader:
+            for batch in on_host:
                 yield engine.to_device(batch)
 
 
-def of_rank(loader: Any, topology: Topology, seed: int) -> tuple[Any, DistributedSampler | None]:
+class _OfRank(DistributedSampler):
+    """Knows whether a loader has taken samples from it."""
+
+    was_asked = False
+
+    def __iter__(self) -> Iterator[int]:
+        self.was_asked = True
+        return super().__iter__()
+
+
+def of_rank(loader: Any, topology: Topology, seed: int) -> tuple[Any, _OfRank | None]:
     """A loader of this rank's part of the samples, and the sampler that was made for it.
 
     Raises:
@@ -99,9 +112,7 @@ def of_rank(loader: Any, topology: Topology, seed: int) -> tuple[Any, Distribute
             "samples of its own and say sharded=True"
         )
     shuffle = isinstance(sampler, RandomSampler)
-    shared = DistributedSampler(
-        loader.dataset, topology.world_size, topology.rank, shuffle=shuffle, seed=seed
-    )
+    shared = _OfRank(loader.dataset, topology.world_size, topology.rank, shuffle=shuffle, seed=seed)
     return _with_sampler(loader, shared), shared
 
 
@@ -117,6 +128,23 @@ def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler) -> DataL
     # DataLoader lets nobody set these after its constructor; the copy has not been read yet.
     vars(other).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return other
+
+
+def _by_the_sampler(batches: Iterator[Any], sampler: "_OfRank", loader: Any) -> Iterator[Any]:
+    """Pass batches through.
+
+    Raises:
+        RequestError: the first comes without the sampler having been asked for samples, so that
+            each worker would train on all of them.
+    """
+    for batch in batches:
+        if not sampler.was_asked:
+            raise RequestError(
+                f"a {type(loader).__name__} that takes its samples past its sampler cannot be "
+                "shared out over workers: have it iterate over its batch_sampler, or have each "
+                "worker load samples of its own and say sharded=True"
+            )
+        yield batch
 
 
 def _why_whole(loader: Any, sampler: Any) -> str | None:

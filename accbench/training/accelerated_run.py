@@ -89,6 +89,8 @@ class Run:
         self._losses: list[torch.Tensor] = []
         self._taken: dict[int, int] = {}  # of the next step: pass over a loader -> samples
         self._position: BatchPosition | None = None
+        self._stepped: set[int] = set()  # optimizers, by the gradients of the last backward passes
+        self._training_passes: set[int] = set()  # begun, and not at their end
         self._num_applied = self._num_backward = 0
         self._error: Exception | None = None
         self._has_header = self._ended = self._is_unscaled = self._without_reduction = False
@@ -146,13 +148,14 @@ class Run:
                 "run.backward what you make of them"
             )
         self._num_backward += 1
+        self._stepped.clear()
         with self._foreign.gathered():
             self.engine.backward(loss, retain_graph)
         if not self._without_reduction:
             self.engine.reduce_gradients(self.optimizer)
         self._losses.append(loss.detach())
         if self._foreign.take_gathered():
-            self._after_step()
+            self._after_step(None)
 
     def gather(self, nest: Any) -> Any:
         """Return all workers' tensors joined along the first dimension, on the host.
@@ -202,11 +205,20 @@ class Run:
 
     def _step(self) -> None:
         self._raise_left()
-        self._refuse_without_losses()
-        self._end_if_done()
+        self._begin_step(self.optimizer)
         with self._foreign.ignored():  # a wrapper's own optimizer steps in here
             accelerated_optimizer.plainly(self.optimizer, self.engine)
-        self._after_step()
+        self._after_step(self.optimizer)
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look whether there are gradients, unless it takes part in a step that is counted."""
+        if not self._takes_part(optimizer):
+            self._refuse_without_losses()
+            self._end_if_done()
+
+    def _takes_part(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether another optimizer has stepped by the same gradients, and this has not."""
+        return not self._losses and bool(self._stepped) and id(optimizer) not in self._stepped
 
     def _refuse_without_losses(self) -> None:
         if not self._losses:
@@ -215,7 +227,16 @@ class Run:
                 "loss.backward()"
             )
 
-    def _after_step(self) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count a step of the optimizer; None is those that stepped in a backward pass.
+
+        Several optimizers by the same gradients, each with some of the parameters, are one step.
+        """
+        takes_part = optimizer is not None and self._takes_part(optimizer)
+        self._stepped.add(id(optimizer))
+        if takes_part:
+            self.engine.end_step()
+            return
         loss = self._losses[0]
         for other in self._losses[1:]:
             loss = loss + other
@@ -228,27 +249,32 @@ class Run:
         known = num_samples or (0 if self.loaders else self.task.batch_size)
         self.timer.step_done(loss, known)
 
-    def _before_foreign_step(self) -> None:
+    def _before_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer is about to step: a wrapped one, or one of some of the parameters."""
         self._raise_left()
         if not self._foreign.is_in_backward:
-            self._refuse_without_losses()
-        elif self.topology.world_size > 1:
+            self._begin_step(optimizer)
+            self._refuse_float16()
+            return
+        if self.topology.world_size > 1:
             raise RequestError(
                 "an optimizer steps in the backward pass, before gradients are averaged over "
                 "workers; step after run.backward(loss), or use one worker"
             )
+        self._refuse_float16()
+        self._end_if_done()
+
+    def _refuse_float16(self) -> None:
         if self.engine.loss_scale() is not None:
             raise RequestError(
                 "an optimizer steps that accbench.accelerate was not given, with gradients that "
                 "hold float16's loss scale: give accelerate that optimizer, or use --amp_dtype "
                 "bfloat16"
             )
-        self._end_if_done()
 
-    def _after_foreign_step(self) -> None:
-        self._num_applied += 1
-        self._after_step()
+    def _after_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._num_applied += not self._takes_part(optimizer)
+        self._after_step(optimizer)
 
     def _count(self, *_: Any) -> None:
         self._num_applied += 1
@@ -257,7 +283,8 @@ class Run:
         """One pass over a loader; `on_device` is to be closed when it is left."""
         # What is evaluated is no part of a window of training.
         evaluates = not (torch.is_grad_enabled() and self.model.training)
-        if not evaluates:
+        # Nor is a window cut by one more loader that is read beside others.
+        if not (evaluates or self._training_passes):
             self.timer.close_window()
             self.timer.start(loader.epoch - 1)
         a_pass = self._pass(on_device, evaluates, loader.position)
@@ -275,6 +302,8 @@ class Run:
             self.timer.pause()
         timed = iter(on_device) if evaluates else self.timer.batches(on_device)
         end, this = "failed", id(on_device)
+        if not evaluates:
+            self._training_passes.add(this)
         try:
             while True:
                 self._raise_left()
@@ -304,10 +333,11 @@ class Run:
             raise
         finally:
             on_device.close()
+            self._training_passes.discard(this)
             if pauses:
                 self.timer.resume()
             # Not after an error: the other ranks may be gone, which a window waits for.
-            if not (evaluates or self._ended or end == "failed"):
+            if not (evaluates or self._ended or end == "failed" or self._training_passes):
                 self._close_window(left=end == "left")
 
     def _close_window(self, left: bool) -> None:

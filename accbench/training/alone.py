@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from accbench import config, resolving
@@ -35,6 +36,9 @@ def start(flags: Mapping[str, Any]) -> Worker:
     topology = Topology.from_env()
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     task = config.parse(config.as_flags({**flags, "script": script}), "accbench.accelerate")
+    if task.threads is None and topology.local_world_size == 1:
+        # Sums are rounded otherwise by another number, and the script's numbers are its own.
+        task = replace(task, threads=torch.get_num_threads())
     task = resolving.resolve(replace(task, nproc_per_node=topology.local_world_size))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(None)

@@ -23,14 +23,15 @@ class ForeignSteps(contextlib.AbstractContextManager["ForeignSteps"]):
     """Tells of them while it is entered."""
 
     def __init__(
-        self, model: nn.Module, given: Iterable[nn.Parameter], before: Callable[[], None],
-        after: Callable[[], None],
+        self, model: nn.Module, given: Iterable[nn.Parameter],
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None],
     ) -> None:  # fmt: skip
         """
         Args:
             given: the parameters that the model had before an engine took it.
-            before, after: called around a step; neither around those of a backward pass, which
-                are one step together.
+            before, after: called with the optimizer around its step; `after` not in a backward
+                pass, whose steps are one together.
         """
         self._model, self._before, self._after = model, before, after
         now = {id(parameter) for parameter in model.parameters()}
@@ -77,7 +78,7 @@ class ForeignSteps(contextlib.AbstractContextManager["ForeignSteps"]):
 
     def _on_begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._concerns(optimizer):
-            self._before()
+            self._before(optimizer)
 
     def _on_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._concerns(optimizer):
@@ -85,7 +86,7 @@ class ForeignSteps(contextlib.AbstractContextManager["ForeignSteps"]):
         if self.is_in_backward:
             self._has_stepped = True
         else:
-            self._after()
+            self._after(optimizer)
 
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._is_ignored:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accbench
+from accbench.errors import RequestError
 
 
 class Scaled(DataLoader[Any]):
@@ -26,6 +27,13 @@ class Scaled(DataLoader[Any]):
             yield (x * 1000,)
 
 
+class Whole(DataLoader[Any]):
+    """Asks no sampler."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
 def main() -> None:
     (folder,) = sys.argv[1:]
     torch.manual_seed(0)
@@ -35,7 +43,8 @@ def main() -> None:
     loader.note = "kept"
     five = DataLoader(TensorDataset(torch.arange(5.0).view(5, 1)), batch_size=2)
     run = accbench.accelerate(
-        net, torch.optim.SGD(net.parameters(), 0.1), loader, five, device="cpu",
+        net, torch.optim.SGD(net.parameters(), 0.1), loader, five,
+        Whole(TensorDataset(samples), batch_size=2), device="cpu",
         tensorboard="off", output_dir=folder,
     )  # fmt: skip
     batches = [x for (x,) in run.loaders[0]]
@@ -48,6 +57,10 @@ def main() -> None:
     found["uneven"] = run.gather(torch.full((run.rank + 1,), float(run.rank))).tolist()
     number = torch.complex(torch.full((3,), float(run.rank)), torch.ones(3))
     found["complex"] = torch.view_as_real(run.gather(number)).tolist()
+    try:
+        next(iter(run.loaders[2]))
+    except RequestError as error:
+        found["past_its_sampler"] = str(error)
     Path(f"{folder}-rank{run.rank}.json").write_text(json.dumps(found))
     net.train()
     run.backward(net(batches[0]).mean())

@@ -102,6 +102,24 @@ def two_optimizers(net: Any, optimizer: Any, loaders: Any, backward: Any) -> Non
         second.step()
 
 
+def of_halves(net: Any, optimizer: Any, loaders: Any, backward: Any) -> None:
+    """Each has some of the parameters, and steps by the same gradients."""
+    second = torch.optim.Adam(net[2].parameters(), 0.05)
+    optimizer.param_groups[0]["params"][2:] = []
+    for (x,) in loaders[0]:
+        net.zero_grad()
+        backward(net(x).square().mean())
+        second.step()
+        optimizer.step()
+
+
+def twice_by_one(net: Any, optimizer: Any, loaders: Any, backward: Any) -> None:
+    for (x,) in loaders[0]:
+        backward(net(x).square().mean())
+        optimizer.step()
+        optimizer.step()
+
+
 def zipped(net: Any, optimizer: Any, loaders: Any, backward: Any) -> None:
     for (x,), (y,) in zip(*loaders, strict=True):
         optimizer.zero_grad()
@@ -138,7 +156,8 @@ def built_before(net: Any, optimizer: Any, loaders: Any, backward: Any) -> None:
 
 
 CASES = (
-    by_sam, by_lookahead, two_optimizers, zipped, one_within_another, never_stepped, built_before,
+    by_sam, by_lookahead, two_optimizers, of_halves, twice_by_one, zipped, one_within_another,
+    never_stepped, built_before,
 )  # fmt: skip
 
 

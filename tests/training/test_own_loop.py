@@ -84,12 +84,16 @@ def test_steps_of_wrapped_optimizers_and_samples_of_two_loaders_are_counted(engi
     done = python("-m", "tests.training.own_wrapped", engine, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run.json").read_text())
-    never, before = (found.pop(case) for case in ("never_stepped", "built_before"))
+    never, before, twice = (
+        found.pop(case) for case in ("never_stepped", "built_before", "twice_by_one")
+    )
     assert {case: (one["steps"], one["samples"]) for case, one in found.items()} == {
         "by_sam": (6, 12), "by_lookahead": (6, 12), "two_optimizers": (12, 12),
+        "of_halves": (6, 12),
         "zipped": (6, 24), "one_within_another": (5, 20),
     }  # fmt: skip
     assert max(one["far"] for one in found.values()) <= (0 if engine == "ddp" else 1e-5)
+    assert "without gradients of run.backward" in twice["error"]
     assert "no optimizer of the model's parameters has stepped" in never["error"]
     if engine == "xla":  # which has put other parameters in their places
         assert "build it behind accelerate" in before["error"]
@@ -107,3 +111,4 @@ def test_two_workers_gather_each_sample_once_and_keep_a_loaders_class(tmp_path):
         assert found["uneven"] == [0.0] + [1.0, 1.0]
         assert found["complex"] == [[0.0, 1.0]] * 3 + [[1.0, 1.0]] * 3
         assert found["attribute"] == "kept"
+        assert "a Whole that takes its samples past its sampler" in found["past_its_sampler"]
