@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data import SequentialSampler as InOrder
 
-from accbench.data import nested
+from accbench.data import nested, shared_memory
 from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.engines import Batch, Engine
@@ -72,7 +72,8 @@ class Loader:
     def _on_device(self) -> Generator[Batch, None, None]:
         engine = self._passes.engine
         if getattr(self.loader, "num_workers", 0):
-            on_host = naming_dead_workers(iter(self.loader))
+            with shared_memory.explained():
+                on_host = naming_dead_workers(iter(self.loader))
             with closing(engine.stream(on_host)) as batches:  # type: ignore[type-var]
                 yield from batches
         else:
