@@ -32,11 +32,6 @@ def new(name: str) -> Path:
     raise AssertionError
 
 
-def of_user_cache(name: str) -> Path:
-    """accbench/NAME in the user's cache folder, by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accbench" / name
-
-
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Keep other processes out until the block or this process ends, also if it is killed.

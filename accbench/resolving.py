@@ -1,20 +1,14 @@
 """A task as flags ask for it, and what this machine makes of it."""
 
 import dataclasses
-import os
 import shlex
 from pathlib import Path
 from typing import Any
 
-from accbench import config, extras, models, plugins
+from accbench import cgroups, config, extras, models, plugins
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.recording import board
-
-
-def num_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve(task: TaskConfig) -> TaskConfig:
@@ -82,7 +76,7 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
     problem = plugins.load("launchers", task.launcher).problem(task)
     if problem is not None:
         raise RequestError(problem)
-    cores_per_worker = max(1, num_cores() // task.nproc_per_node)
+    cores_per_worker = max(1, cgroups.num_cores() // task.nproc_per_node)
     task = dataclasses.replace(
         task,
         device=device,

@@ -38,7 +38,10 @@ def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
             write(task)
         except OSError as error:
             where = task.output_dir or "runs"
-            raise RequestError(f"cannot write to --output_dir {where}: {error.strerror}") from None
+            raise RequestError(
+                f"cannot write to --output_dir {where}: {error.strerror}; name one that can be "
+                "written"
+            ) from None
         yield task
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from accbench.config import TaskConfig
-from accbench.data import nested
+from accbench.data import nested, shared_memory
 from accbench.data.loader import naming_dead_workers
 from accbench.data.mixing import Mixing
 from accbench.data.samplers import (
@@ -207,6 +207,7 @@ class Loader:
         self.check: Callable[[Batch], None] = lambda batch: None
         self._max_bad_samples = task.max_bad_samples
         self._sampler, self._batch_size = sampler, task.batch_size
+        self._num_ranks, self._has_room = topology.local_world_size, False
         collate = collate or Collate
         collated: Any = _CollateInEpoch(collate(), mixing) if train else collate(task.batch_size)
         self._dataset, self._keys, self._collate = dataset, keys, collated
@@ -260,11 +261,33 @@ class Loader:
         self._sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, problems in naming_dead_workers(iter(self._loader)):
+        if self._keys is not None:
+            self._check_shared_memory(self._keys)
+        with shared_memory.explained():
+            batches = iter(self._loader)
+        for batch, problems in naming_dead_workers(batches):
             for problem in problems:
                 self._count(problem)
             self.check(batch)
             yield batch
+
+    def _check_shared_memory(self, keys: _Keys) -> None:
+        """Look whether the batches of all loading processes fit, by the size of one sample.
+
+        Raises:
+            RequestError: they do not, and some day a process would be killed by a bus error.
+        """
+        if self._loader.num_workers == 0 or self._has_room or shared_memory.is_ample():
+            return
+        self._has_room = True  # it is asked once: later the batches themselves are there
+        try:
+            batch, _ = self._collate(self._dataset.__getitems__([*islice(keys, 1)]))
+        except Exception:  # of a sample, which the loading process is to tell of
+            return
+        num_bytes = shared_memory.bytes_of(batch) * self._batch_size
+        problem = shared_memory.problem(num_bytes, self._loader.num_workers, self._num_ranks)
+        if problem is not None:
+            raise RequestError(problem)
 
     def _count(self, problem: str) -> None:
         self.num_bad_samples += 1

@@ -1,5 +1,6 @@
 """A `DataLoader` whose batches are on the device when the loop asks for them."""
 
+import signal
 import time
 import weakref
 from collections.abc import Iterator
@@ -8,8 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from accbench.data import shared_memory
 from accbench.data.batch_samplers import IterationBasedBatchSampler
 from accbench.data.prefetch import BackgroundGenerator
+from accbench.errors import RequestError
 
 # How long a worker process whose connection broke may take to be gone. Its files are
 # closed first, then the system says that it died.
@@ -17,7 +20,7 @@ _DEATH_TIMEOUT_S = 5.0
 
 
 def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
-    """A loader's batches, with an error that says so where a worker process is gone.
+    """A loader's batches, with an error that says so where a worker process is gone, and why.
 
     torch's own says it too, except where the process dies between announcing a
     batch and handing over its memory. A data set's own error stays what it is.
@@ -28,6 +31,10 @@ def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
             batch = next(batches)
         except StopIteration:
             return
+        except RuntimeError as error:
+            if shared_memory.is_full(error) or _has_died_of_memory(workers):
+                raise RequestError(shared_memory.wanting()) from error
+            raise
         except (EOFError, ConnectionError) as error:
             # Raised before the system said that the process died, our error would be
             # followed in the main thread by torch's, which may come while ours is printed.
@@ -46,6 +53,11 @@ def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
 def _is_from_inside_a_worker(error: BaseException) -> bool:
     # torch.utils.data raises it anew here, with the traceback from there as its text.
     return str(error).startswith("Caught ")
+
+
+def _has_died_of_memory(workers: list[Any]) -> bool:
+    # What writes to shared memory that is not there gets this signal.
+    return any(worker.exitcode == -signal.SIGBUS for worker in workers)
 
 
 def _worker_that_died(workers: list[Any]) -> Any | None:
@@ -92,7 +104,8 @@ class DataLoaderX(DataLoader[Any]):
         earlier = self._persistent() if self._persistent is not None else None
         # torch would take the worker processes from a loop that still goes on.
         are_taken = self.persistent_workers and earlier is not None and earlier.is_fetching
-        on_host = self._get_iterator() if are_taken else super().__iter__()
+        with shared_memory.explained():
+            on_host = self._get_iterator() if are_taken else super().__iter__()
         batches = BackgroundGenerator(
             naming_dead_workers(on_host), self.local_rank, self.max_prefetch, device=self.device
         )

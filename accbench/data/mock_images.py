@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from rich.progress import track
 
+from accbench import cgroups
 from accbench.errors import RequestError
 
 DEFAULT_FOLDER = "data/mock_imagenet"
@@ -89,7 +90,7 @@ def _make_missing(folder: Path, plan: Plan) -> None:
     for parent in {path.parent for path, _, _ in files}:
         parent.mkdir(parents=True, exist_ok=True)
     # Threads do: drawing and encoding leave Python's lock most of the time.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cgroups.num_cores()) as pool:
         done = pool.map(_write_picture, *zip(*files, strict=True)) if files else ()
         try:
             for _ in track(done, f"mock images in {folder}", total=len(files)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accbench.data import nested
+from accbench.data import nested, shared_memory
 
 # Batches that an engine keeps ready: one to copy while another waits is enough to
 # hide the copy, and each costs memory of the device.
@@ -74,7 +74,8 @@ class BackgroundGenerator:
     def __next__(self) -> Any:
         if self._shared.stopped.is_set():
             raise StopIteration
-        item, error = self._shared.ready.get()
+        with shared_memory.explained():  # torch says in the main thread that a process is gone
+            item, error = self._shared.ready.get()
         self._shared.free.release()
         if error is not None:
             self.close()

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accbench import engines, extras
+from accbench import cache_folders, engines, extras
 from accbench.config import TaskConfig
 from accbench.engines import ddp, decompositions, inductor_mends, places
 from accbench.engines.double_backward import DifferentiableGraph
@@ -104,12 +104,15 @@ class Engine(ddp.Engine):
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
+        run_dir = None if task.output_dir is None else task.run_dir
+        found = cache_folders.of_inductor(run_dir)
         options = task.options.get("inductor")
         if options is None or options.cache_dir is None:
-            return {}
+            return found
         # Both, or Triton keeps its kernels where a "cold" run finds them again.
         folder = Path(options.cache_dir).absolute()
         return {
+            **found,
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
             "TRITON_CACHE_DIR": str(folder / "triton"),
         }

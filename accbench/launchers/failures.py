@@ -41,11 +41,14 @@ def end_groups(pids: Iterable[int]) -> None:
 
 
 # What torch says -> what a person can do about it here.
-_HINTS = dict.fromkeys(
-    REFUSED_VIEWS,
-    " (engines ddp and inductor have images in channels_last; --ddp.no-channels_last or "
-    "--inductor.no-channels_last, or x.flatten(1) in the place of x.view)",
-)
+_HINTS = {
+    **dict.fromkeys(
+        REFUSED_VIEWS,
+        " (engines ddp and inductor have images in channels_last; --ddp.no-channels_last or "
+        "--inductor.no-channels_last, or x.flatten(1) in the place of x.view)",
+    ),
+    "killed by signal: Bus error": " (that is /dev/shm: --workers 0, or docker --shm-size 8g)",
+}
 
 
 def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]) -> Failure:

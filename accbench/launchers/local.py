@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )  # fmt: skip
 
-from accbench import config, launchers, network, plugins
+from accbench import cache_folders, config, launchers, network, plugins
 from accbench.config import TaskConfig
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE
 from accbench.launchers import Failure, failures
@@ -45,7 +45,7 @@ class Launcher(launchers.Launcher):
         arguments = (*worker, f"--config={task.run_dir / config.CONFIG_FILE}")
         ranks = range(task.nproc_per_node)
         # Not in the run's folder, whose disk may be full: the errors go here as well.
-        with tempfile.TemporaryDirectory() as elastic_dir, _silenced(), StopSignals() as signals:
+        with _temporary(task) as elastic_dir, _silenced(), StopSignals() as signals:
             error_files = {rank: Path(elastic_dir) / f"rank{rank}.error.json" for rank in ranks}
             if (problem := failures.reserve(error_files.values())) is not None:
                 return problem
@@ -83,6 +83,10 @@ def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict
         ERROR_FILE_VARIABLE: str(error_file),
         LAUNCHER_PID_VARIABLE: str(os.getpid()),
     }
+
+
+def _temporary(task: TaskConfig) -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(dir=cache_folders.temporary_of(task.run_dir))
 
 
 @contextlib.contextmanager

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench import extras, plugins, resolving
+from accbench import cache_folders, cgroups, extras, plugins, user_name
 from accbench.config import TaskConfig
+from accbench.data import shared_memory
 from accbench.pjrt import nvidia
 from accbench.recording import provenance
 
@@ -50,10 +51,11 @@ def examine() -> dict[str, Any]:
         "versions": provenance.versions(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": provenance.cpu_name(),
-        "cores": resolving.num_cores(),
+        "cores": cgroups.num_cores(),
         "memory_bytes": memory_bytes,
         "free_disk_bytes": free_disk_bytes,
         "free_port": _has_free_port(),
+        **_of_user(),
         "gpus": [dataclasses.asdict(gpu) for gpu in driver.gpus],
         "gpu_problem": driver.problem,
         "driver": _driver_version(),
@@ -102,6 +104,7 @@ def _lines(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "processor", f"{facts['cpu']}, {facts['cores']} cores to use"
     yield "memory", f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     yield "free disk here", f"{facts['free_disk_bytes'] / 2**30:.0f} GiB"
+    yield from _lacking(facts)
     yield "port on localhost", "can be opened" if facts["free_port"] else "cannot be opened"
     for gpu in facts["gpus"]:
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
@@ -113,6 +116,38 @@ def _lines(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "PJRT plugin", facts["plugin"] or f"none: {nvidia.install_command()}"
     for name in (*_LIBRARIES, "ptxas"):
         yield name, facts[name] or "-"
+
+
+_CACHES = {
+    "user": "in the user's cache folder",
+    "temporary": "in the temporary folder, for the user's cannot be written: set XDG_CACHE_HOME",
+    "run": "in each run's folder, for no other can be written: set XDG_CACHE_HOME or TMPDIR",
+}
+
+
+def _of_user() -> dict[str, Any]:
+    """What a container's user may lack, without a word on who it is and where."""
+    shared = shared_memory.sizes()
+    caches = "run" if cache_folders.temporary() is None else "temporary"
+    return {
+        "user_has_name": user_name.found() is not None,
+        "caches": caches if cache_folders.of_user() is None else "user",
+        "temporary_folder": cache_folders.temporary() is not None,
+        "shared_memory_bytes": None if shared is None else shared[0],
+        "free_shared_memory_bytes": None if shared is None else shared[1],
+    }
+
+
+def _lacking(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    if not facts.get("user_has_name", True):
+        yield "user", "has no name; workers are given one"
+    if "caches" in facts:
+        yield "compile caches", _CACHES[facts["caches"]]
+    if not facts.get("temporary_folder", True):
+        yield "temporary folder", "none that can be written; set TMPDIR"
+    if "shared_memory_bytes" in facts:
+        size, free = facts["shared_memory_bytes"], facts["free_shared_memory_bytes"]
+        yield "shared memory", shared_memory.described(size, free)
 
 
 def _public(value: Any) -> Any:
@@ -174,7 +209,8 @@ def _ptxas_version(toolkit: Path) -> str | None:
 def _memory_bytes() -> int:
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemTotal:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
-    return int(found[1]) * 1024 if found else 0
+    of_machine = int(found[1]) * 1024 if found else 0
+    return min(of_machine, cgroups.memory_limit_bytes() or of_machine)
 
 
 def _has_free_port() -> bool:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from accbench import cache_folders
+
 # What Abseil's logging puts before a line: severity, date, time, thread, place.
 _LOG_HEAD = re.compile(r"^\S*\s*([IWEF])\S*\s+\S+\s+\S+\]\s*|^[\d-]+ [\d:.]+: [IWEF] \S+\]\s*")
 _SAID_LAST = 300
@@ -39,10 +41,11 @@ def run(
         waiting: called now and then with the seconds passed.
     """
     command = [sys.executable, "-m", "accbench.preflight.child", str(os.getpid()), module]
+    environment = {**os.environ, **cache_folders.environment(log.parent), **environment}
     started = time.perf_counter()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*command, *arguments], env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+            [*command, *arguments], env=environment, stdin=subprocess.DEVNULL,
             stdout=file, stderr=file,
         )  # fmt: skip
         try:

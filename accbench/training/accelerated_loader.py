@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data import SequentialSampler as InOrder
 
-from accbench.data import nested
+from accbench.data import nested, shared_memory
 from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.engines import Batch, Engine
@@ -71,16 +71,20 @@ class Loader:
 
     def _on_device(self) -> Generator[Batch, None, None]:
         engine = self._passes.engine
-        on_host = iter(self.loader)
-        if self._sampler is not None:
-            on_host = _by_the_sampler(on_host, self._sampler, self.loader)
         if getattr(self.loader, "num_workers", 0):
-            on_host = naming_dead_workers(on_host)
+            with shared_memory.explained():
+                on_host = naming_dead_workers(self._on_host())
             with closing(engine.stream(on_host)) as batches:  # type: ignore[type-var]
                 yield from batches
         else:
-            for batch in on_host:
+            for batch in self._on_host():
                 yield engine.to_device(batch)
+
+    def _on_host(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        if self._sampler is None:
+            return batches
+        return _by_the_sampler(batches, self._sampler, self.loader)
 
 
 class _OfRank(DistributedSampler):

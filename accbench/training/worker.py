@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from accbench import config, models, plugins, resolving, run_folder, standard_streams
+from accbench import cache_folders, config, models, plugins, resolving, run_folder, standard_streams
 from accbench.config import TaskConfig
 from accbench.engines import Engine
 from accbench.errors import (
@@ -114,10 +115,19 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 
 
 def apply_environment(task: TaskConfig, topology: Topology) -> None:
-    """What the engine wants set, where a launcher has not set it; and the threads."""
+    """Set what the engine wants, where a launcher has not, what the user lacks, and the threads.
+
+    Raises:
+        RequestError: there is no folder that can be written.
+    """
     engine_class = plugins.load("engines", task.engine)
     for name, value in engine_class.worker_env(task, topology.local_rank).items():
         os.environ.setdefault(name, value)
+    run_dir = None if task.output_dir is None else task.run_dir
+    for name, value in cache_folders.environment(run_dir).items():
+        os.environ[name] = value  # one that is set leads to where nothing can be written
+        if name == "TMPDIR":
+            tempfile.tempdir = None  # which keeps what it found first
     assert task.threads is not None
     torch.set_num_threads(task.threads)
 

@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from accbench import extras
+from accbench.data import shared_memory
 from accbench.machine import doctor, self_test
+from tests import containers
 from tests.conftest import HANG_S, ROOT
 
 
@@ -62,6 +64,20 @@ def test_the_table_gives_the_reason_in_words() -> None:
         ["ddp", "cpu", "2", "ok", "1.5"]
     ]
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_what_a_container_lacks_is_told(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "none")
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: containers.UID)
+    told = " ".join(doctor.render(doctor.examine(), "table").split())
+    assert "has no name" in told
+    assert "in the temporary folder, for the user's cannot be written: set XDG_CACHE_HOME" in told
+    assert "shared memory none: use --workers 0" in told
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("jax", marks=pytest.mark.soak)])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from accbench import folders
+from accbench import cache_folders
 from accbench.data.recordio import file as recordio_file
 from accbench.data.recordio.file import DamagedRecordError, RecordFile
 from accbench.errors import RequestError
@@ -226,7 +226,7 @@ def _cache_file(file: RecordFile, idx_path: Path) -> Path:
         states += [(s.st_size, s.st_mtime_ns) for s in (idx_path.stat(),)]
     of_path = hashlib.sha256(os.fsencode(file.path.resolve())).hexdigest()[:24]
     of_state = hashlib.sha256(repr((str(idx_path), states)).encode()).hexdigest()[:24]
-    return folders.of_user_cache("recordio") / f"{of_path}-{of_state}.i8"
+    return cache_folders.folder("recordio") / f"{of_path}-{of_state}.i8"
 
 
 def _keep(rows: list[np.ndarray], more: Iterator[np.ndarray], path: Path) -> Index:

@@ -10,7 +10,7 @@ import time
 import warnings
 from pathlib import Path
 
-from accbench import folders
+from accbench import cache_folders
 
 # A part file of this age belongs to a process that was killed.
 _STALE_S = 3600.0
@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def default_folder() -> Path:
     """accbench/s3 in the user's cache folder."""
-    return folders.of_user_cache("s3")
+    return cache_folders.folder("s3")
 
 
 class BoundedCache:

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accbench import folders
+from accbench import cache_folders
 from accbench.errors import RequestError
 from accbench.pjrt import xla_flags
 
@@ -44,7 +44,7 @@ def keep_compiled(device: str, options: Any) -> str:
 
     if options.compile_cache == "off":
         return "off: --jax.compile_cache off"
-    folder = Path(options.cache_dir or folders.of_user_cache("jax"))
+    folder = Path(options.cache_dir or cache_folders.folder("jax"))
     folder = folder / f"{jax.__version__}-{device}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from accbench import engines, extras, folders
+from accbench import cache_folders, engines, extras
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
@@ -183,10 +183,16 @@ class Engine(engines.Engine):
             return "off: --xla.compile_cache off"
         if wanted == "auto" and self.task.device == "cpu":
             return "off: XLA on the CPU saves compiled graphs but cannot load them"
-        folder = Path(self.options.cache_dir or folders.of_user_cache("xla"))
+        folder = Path(self.options.cache_dir or cache_folders.folder("xla"))
         folder = folder / f"{version('torch_xla')}-{self.task.device}"
         folder = folder / f"rank{self.topology.rank}"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"compiled graphs cannot be kept in {folder}: {error.strerror}; name another "
+                "folder by --xla.cache_dir, or keep none by --xla.compile_cache off"
+            ) from error
         self.xr.initialize_cache(str(folder))
         return str(folder)
 

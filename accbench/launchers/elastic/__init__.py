@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from accbench import config, launchers, network, resolving
+from accbench import cache_folders, config, launchers, network, resolving
 from accbench.config import TaskConfig
 from accbench.errors import (
     ERROR_FILE_VARIABLE,
@@ -102,7 +102,8 @@ class Launcher(launchers.Launcher):
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         endpoint = meeting.endpoint_of(task)
-        with tempfile.TemporaryDirectory() as name, StopSignals() as signals:
+        shared = cache_folders.temporary_of(task.run_dir)
+        with tempfile.TemporaryDirectory(dir=shared) as name, StopSignals() as signals:
             folder = Path(name)
             problem = failures.reserve(watching.error_files(folder, task.nproc_per_node).values())
             if problem is not None:
@@ -155,6 +156,7 @@ class Launcher(launchers.Launcher):
             **launchers.common_env(task),
             **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
             **os.environ,
+            **cache_folders.environment(task.run_dir),
             ERROR_FILE_VARIABLE: str(folder / watching.ERROR_FILE),
             RECORDS_BEFORE_VARIABLE: str(self._records_bytes),
             # Or a node that joins later waits for an address that nobody tells it any more.

@@ -1,0 +1,75 @@
+"""The processors and the memory that a container, or a job of a scheduler, may use of a machine."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+OF_PROCESS = Path("/proc/self/cgroup")
+# Version 1 spells no limit as the largest number of whole pages.
+_NO_LIMIT_BYTES = 2**60
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use: by its affinity, and by its share of time.
+
+    A share of two and a half cores counts as three.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        visible = len(os.sched_getaffinity(0))
+    else:
+        visible = os.cpu_count() or 1
+    share = cpu_limit()
+    return visible if share is None else max(1, min(visible, math.ceil(share)))
+
+
+def cpu_limit() -> float | None:
+    """Return the processor time a second, in seconds, that is allowed; None without a limit."""
+    found = []
+    for folder in _folders("cpu"):
+        for line in (_read(folder / "cpu.max"), _of_version_1(folder)):
+            quota, _, period = line.partition(" ")
+            with contextlib.suppress(ValueError):  # "max", or no such file
+                if int(quota) > 0 and int(period) > 0:
+                    found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def _of_version_1(folder: Path) -> str:
+    return f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+
+
+def memory_limit_bytes() -> int | None:
+    """Return the memory that is allowed; None without a limit."""
+    found = []
+    for folder in _folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(ValueError):
+                found.append(int(_read(folder / name)))
+    return min((limit for limit in found if limit < _NO_LIMIT_BYTES), default=None)
+
+
+def _folders(controller: str) -> Iterator[Path]:
+    """This process's groups, from its own up to the root: limits of all count.
+
+    /proc/self/cgroup has a line `number:controllers:path` each, see cgroups(7). In a container the
+    path may be the host's, and the root of what is mounted the container's own.
+    """
+    for line in _read(OF_PROCESS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = ROOT / controller if controllers else ROOT
+        own = top / path.strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(top):
+                yield folder
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
