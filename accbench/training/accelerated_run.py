@@ -288,7 +288,7 @@ class Run:
                     end = "whole"
                     return
                 num_steps = self.timer.num_steps
-                samples = accelerated_loader.num_samples(batch)
+                samples = nested.num_rows(batch)
                 position.next(samples)
                 self._position = position
                 if not evaluates:

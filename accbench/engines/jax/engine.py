@@ -194,8 +194,10 @@ class Engine(engines.Engine):
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         from accbench.engines.jax import arrays
 
+        # A tensor of a batch that has none of the known kinds would be a constant of the step.
+        tensors = nested.tensors_of(nested.mapped(batch, _itself, doing="an input of a graph"))
         if self.task.device != "cpu":  # there it is the same memory
-            for tensor in nested.tensors_of(batch):
+            for tensor in tensors:
                 self._sent.keep(tensor, arrays.lent(tensor, self._workers.device))
         return batch
 
@@ -487,6 +489,10 @@ class Engine(engines.Engine):
 
         self.wait()
         workers.leave()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import nn
 
 from accbench import engines, extras, folders
 from accbench.config import TaskConfig
-from accbench.data import nested, prefetch
+from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import beside, optimizers, sharing, state, used
 from accbench.engines.ddp import peak_resident_bytes
@@ -42,6 +42,7 @@ from accbench.engines.xla import (
     recurrent,
     reductions,
     resizing,
+    sending,
 )
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
@@ -343,9 +344,10 @@ class Engine(engines.Engine):
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
         # in the training thread would take for a part of the step, and compile it anew.
-        on_host = [tensor.contiguous() for tensor in nested.tensors_of(batch)]
-        sent = self.xm.send_cpu_data_to_device(on_host, self.device) if on_host else []
-        return nested.with_tensors(batch, sent)
+        def send(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return sending.send(tensors, self.device)
+
+        return moving.moved(batch, self.device, send)
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
         return BackgroundGenerator(
@@ -372,7 +374,9 @@ class Engine(engines.Engine):
 
     def results(self, nest: Any) -> Any:
         # Of what was made inside of it there are views.
-        return nested.mapped(nest, torch.clone) if torch.is_inference_mode_enabled() else nest
+        if not torch.is_inference_mode_enabled():
+            return nest
+        return nested.mapped(nest, torch.clone, doing="copied under torch.inference_mode")
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         try:
