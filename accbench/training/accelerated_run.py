@@ -303,6 +303,7 @@ class Run:
             end = "left"
             raise
         finally:
+            self.engine.leave_batches()
             on_device.close()
             if pauses:
                 self.timer.resume()

@@ -24,6 +24,7 @@ from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import beside, cuda_rules, optimizers
 from accbench.engines.ddp import peak_resident_bytes
+from accbench.engines.index_ranges import Ranges
 from accbench.engines.jax import starting
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
@@ -258,6 +259,9 @@ class Engine(engines.Engine):
             if len(self._steps) == _MOST_STEPS:
                 del self._steps[next(iter(self._steps))]
             self._steps[key] = found
+        for part in nested.chunks(batch, self.task.accumulate) if found.ranges.checks else ():
+            names, tensors = zip(*nested.named_tensors(part), strict=True)
+            found.ranges.refuse(tensors, names)
         with torch.profiler.record_function("jax.step"):  # as optimizers do with theirs
             state, own, loss = found.run(*arguments)
         self._num_run += 1
@@ -328,7 +332,14 @@ class Engine(engines.Engine):
         function, reads = self._kept_function(model, spec, optimizer, batch, arguments)
         run = function.lower(*arguments).compile()
         self._stats += engines.CompileStats(1, time.perf_counter() - begun)
-        return _Step(run, [number * self.task.accumulate for number in reads])
+        reads = [number * self.task.accumulate for number in reads]
+        return _Step(run, reads, self._index_ranges(model, spec, batch))
+
+    def _index_ranges(self, model: nn.Module, spec: Any, batch: engines.Batch) -> Ranges:
+        from accbench.engines.jax import capture
+
+        part = nested.chunks(batch, self.task.accumulate)[0]
+        return capture.index_ranges_of(model, spec.loss, part, self._autocast)
 
     def _kept_function(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
@@ -502,6 +513,8 @@ class _Step:
     run: Callable[..., Any]
     reads: list[int]
     """How far it moves each position of `beside`."""
+    ranges: Ranges
+    """Of the indices in a part of the batch."""
 
 
 _ON_CPU_ALONE = (

@@ -36,6 +36,7 @@ from accbench.engines.xla import (
     device_module,
     host_reduction,
     importing,
+    index_watch,
     norms,
     pooling,
     profiling,
@@ -149,6 +150,7 @@ class Engine(engines.Engine):
         if self.scaler is not None:
             self.scaler.anew = self._anew
         self._num_run = 0
+        self._indices = index_watch.IndexWatch()
         self._trained: list[bool] = []
         self._used_somewhere: list[bool] = []
         self._left_compiler: list[str] = []
@@ -345,7 +347,7 @@ class Engine(engines.Engine):
         # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
         # in the training thread would take for a part of the step, and compile it anew.
         def send(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return sending.send(tensors, self.device)
+            return sending.send(tensors, self.device, self._indices.host_copies)
 
         return moving.moved(batch, self.device, send)
 
@@ -370,7 +372,11 @@ class Engine(engines.Engine):
             yield
 
     def given(self, batch: engines.Batch) -> engines.Batch:
+        self._indices.begin(batch, is_fixed=False)
         return self.results(batch)
+
+    def leave_batches(self) -> None:
+        self._indices.leave()
 
     def results(self, nest: Any) -> Any:
         # Of what was made inside of it there are views.
@@ -379,6 +385,7 @@ class Engine(engines.Engine):
         return nested.mapped(nest, torch.clone, doing="copied under torch.inference_mode")
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        self._indices.look()
         try:
             with autocast.in_reach():
                 scaled = loss if self.scaler is None else self.scaler.scale(loss)
@@ -455,6 +462,7 @@ class Engine(engines.Engine):
         return used.with_gradients(parameters, self._used_somewhere)
 
     def end_step(self) -> None:
+        self._indices.end()
         if self._replay is None or not self._replay.recording:
             self.xla.sync()
 
@@ -468,6 +476,7 @@ class Engine(engines.Engine):
     ) -> torch.Tensor:
         self._num_run += 1
         before = self.compile_stats().num_fallbacks if self._num_run == 1 else 0
+        self._indices.begin(batch, is_fixed=True)
         loss = self._run_step(step, model, spec, optimizer, batch)
         # Of a step one only knows that operations have left the compiler, not where.
         if self._num_run == 1 and self.compile_stats().num_fallbacks > before:
@@ -499,6 +508,10 @@ class Engine(engines.Engine):
         self.load_rng_state(random)
         self.xla.sync()
         return finder.lines()
+
+    def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
+        self._indices.begin(batch, is_fixed=True)
+        return super().run_score(model, spec, batch)
 
     def left_compiler(self) -> list[str]:
         return self._left_compiler

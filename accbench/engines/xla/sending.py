@@ -2,11 +2,17 @@
 
 import torch
 
+from accbench.engines.xla.index_watch import HostCopies
 from accbench.errors import RequestError
 
 
-def send(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def send(
+    tensors: list[torch.Tensor], device: torch.device, host_copies: HostCopies
+) -> list[torch.Tensor]:
     """Return the tensors on the device, each of its own class and with its attributes.
+
+    Args:
+        host_copies: told of those that may hold indices.
 
     Raises:
         RequestError: XLA has no such tensors, sparse or nested ones.
@@ -20,6 +26,8 @@ def send(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
     result = list(tensors)
     for i, tensor in zip(places, sent, strict=True):
         result[i] = _of_class(tensors[i], tensor)
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            host_copies.note(result[i], tensors[i])
     return result
 
 
