@@ -1,14 +1,16 @@
 """Models of other libraries in loops of one's own, by their own classes, all in one process.
 
-    python -m tests.training.own_libraries ENGINE FOLDER
+    python -m tests.training.own_libraries ENGINE FOLDER [MODEL ...]
 
 Writes JSON to FOLDER/found.json: model -> losses, those of the plain loop, and how far the weights
-are from its; and the types of outputs under autocast.
+are from its; the types of outputs under autocast; and where batches of own kinds come.
 """
 
 import copy
+import dataclasses
 import json
 import sys
+from collections import UserList, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,54 @@ def types_of_outputs(engine: str, folder: Path) -> list[str]:
     return [type(outputs).__name__, *sorted({str(tensor.dtype) for tensor in tensors})]
 
 
+@dataclasses.dataclass
+class Output:
+    scores: torch.Tensor
+    hidden: list[torch.Tensor]
+
+
+class Graphs:
+    """A batch that moves itself."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.num_graphs = x, 2
+
+    def to(self, device: torch.device) -> "Graphs":
+        return Graphs(self.x.to(device))
+
+
+class OfNests(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        hidden = self.first(x)
+        return Output(self.second(hidden), [hidden])
+
+
+def nests(engine: str, folder: Path) -> dict[str, Any]:
+    """Batches of kinds that torch's own loader does not make; outputs that are a dataclass."""
+    model = OfNests()
+    batches = [deque([torch.ones(4, 3)]), UserList([torch.ones(4, 3)]), [Graphs(torch.ones(4, 3))]]
+    run = run_of(model, batches, engine, "O1", folder)
+    kinds, devices, dtypes = [], set(), set()
+    for (part,) in run.loaders[0]:
+        run.optimizer.zero_grad()
+        x = part.x if isinstance(part, Graphs) else part
+        output = model(x)
+        run.backward(output.scores.mean())
+        run.optimizer.step()
+        kinds.append(type(output).__name__)
+        devices.add(x.device == run.device)
+        dtypes |= {str(output.scores.dtype), str(output.hidden[0].dtype)}
+    run.close()
+    return {
+        "kinds": kinds, "on_device": [*devices], "dtypes": [*dtypes],
+        "samples": run.timer.num_samples,
+    }  # fmt: skip
+
+
 def trained(make: Callable[[], library_models.Made], engine: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     own, batch = make()
@@ -94,10 +144,15 @@ def trained(make: Callable[[], library_models.Made], engine: str, folder: Path) 
 def main() -> None:
     engine, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    makers = (*library_models.TRANSFORMERS, *library_models.TIMM)
+    makers = [
+        make for make in (*library_models.TRANSFORMERS, *library_models.TIMM)
+        if not sys.argv[3:] or make.__name__ in sys.argv[3:]
+    ]  # fmt: skip
     found = {make.__name__: trained(make, engine, folder) for make in makers}
     types = types_of_outputs(engine, folder / "autocast")
-    (folder / "found.json").write_text(json.dumps({"trained": found, "types": types}))
+    of_nests = nests(engine, folder / "nests")
+    report = {"trained": found, "types": types, "nests": of_nests}
+    (folder / "found.json").write_text(json.dumps(report))
 
 
 main()
