@@ -629,6 +629,23 @@ class Ragged(Autoencoder):
         )
 
 
+class Mislabelled(Autoencoder):
+    """Vectors and their classes, of which the third batch has one that the model does not have."""
+
+    name = "tests.nets:Mislabelled"
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Linear(8, 3)
+
+    def loss(self, model: nn.Module, batch) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["vectors"]), batch["classes"])
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        self.num_batches = getattr(self, "num_batches", 0) + 1
+        classes = torch.full((batch_size,), 3 if self.num_batches == 3 else 2)
+        return {"vectors": torch.randn(batch_size, 8, generator=generator), "classes": classes}
+
+
 class Recolours(Spec):
     """Images that it should give back; it has no accuracy."""
 

@@ -1,86 +1,102 @@
-"""Batches as nests: tensors in tuples, named tuples, lists and mappings, in any depth."""
+"""Batches and outputs as nests: tensors in containers of any kind in `nest_kinds`, in any depth."""
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-# What of a packed sequence lies on the device.
-_OF_PACKED = ("data", "sorted_indices", "unsorted_indices")
+from accbench.data import nest_kinds
+from accbench.errors import RequestError
 
 
-def mapped(nest: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nest with `change(tensor)` in each tensor's place; what is no tensor stays."""
+def mapped(
+    nest: Any, change: Callable[[torch.Tensor], Any],
+    by_itself: Callable[[Any], Any] | None = None, doing: str = "rebuilt with other tensors",
+) -> Any:  # fmt: skip
+    """Return the same nest with `change(tensor)` in each tensor's place; what is no tensor stays.
+
+    Args:
+        by_itself: changes an object that has a `.to(device)` of its own, whole.
+        doing: what is done, for the message on an object that it cannot be done to.
+
+    Raises:
+        RequestError: an object of no known kind holds tensors.
+    """
     if isinstance(nest, torch.Tensor):
         return change(nest)
-    if isinstance(nest, PackedSequence):  # its sizes are read on the host
-        changed = {n: mapped(getattr(nest, n), change) for n in _OF_PACKED}
-        return PackedSequence(batch_sizes=nest.batch_sizes, **changed)
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(mapped(part, change) for part in nest))
-    if isinstance(nest, (tuple, list)):
-        return type(nest)(mapped(part, change) for part in nest)
-    if isinstance(nest, Mapping):
-        changed = {key: mapped(part, change) for key, part in nest.items()}
-        if not isinstance(nest, MutableMapping):
-            return changed
-        same = copy.copy(nest)  # of its own type, as torch's pinning does it
-        same.update(changed)
-        return same
-    return nest
+    if by_itself is not None and nest_kinds.moves_itself(nest):
+        return by_itself(nest)
+    kind = nest_kinds.of(nest)
+    if kind is None:
+        nest_kinds.refuse_holder(nest, doing)
+        return nest
+    parts = [mapped(part, change, by_itself, doing) for _, part in kind.parts(nest)]
+    return kind.rebuilt(nest, parts)
 
 
 def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor with its place, as `batch['labels']` or `batch[1]`, in the order of `mapped`."""
-    if isinstance(nest, torch.Tensor):
-        yield name, nest
-    elif isinstance(nest, PackedSequence):
-        for field in _OF_PACKED:
-            yield from named_tensors(getattr(nest, field), f"{name}.{field}")
-    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        for field, part in zip(nest._fields, nest, strict=True):
-            yield from named_tensors(part, f"{name}.{field}")
-    elif isinstance(nest, (tuple, list)):
-        for index, part in enumerate(nest):
-            yield from named_tensors(part, f"{name}[{index}]")
-    elif isinstance(nest, Mapping):
-        for key, part in nest.items():
-            yield from named_tensors(part, f"{name}[{key!r}]")
+    """Give tensors with their places, as `batch['labels']` or `batch[1]`, in the order of `mapped`.
+
+    Tensors that an object of no known kind holds are among them.
+    """
+    kind = nest_kinds.of(nest)
+    if kind is None:
+        yield from nest_kinds.held(nest, name)
+        return
+    for place, part in kind.parts(nest):
+        yield from named_tensors(part, f"{name}{place}")
 
 
 def tensors_of(nest: Any) -> list[torch.Tensor]:
-    """All tensors, in the order of `mapped`."""
+    """Return all tensors, in the order of `mapped`."""
     return [tensor for _, tensor in named_tensors(nest)]
 
 
-def parts(nest: Any) -> Iterator[torch.Tensor | PackedSequence]:
-    """As `tensors_of`, with packed sequences whole."""
-    if isinstance(nest, (torch.Tensor, PackedSequence)):
-        yield nest
-    elif isinstance(nest, (tuple, list)):
-        for part in nest:
-            yield from parts(part)
-    elif isinstance(nest, Mapping):
-        for part in nest.values():
-            yield from parts(part)
+def num_rows(nest: Any) -> int:
+    """Return how many samples a batch has: the length of its first tensor that has one.
+
+    Of a packed sequence that is how many are in it; an object may say it itself, as batches of
+    graphs do (`num_graphs`, `batch_size`). 1 where nothing has a length.
+    """
+    return next(_rows(nest), 1)
+
+
+def _rows(nest: Any) -> Iterator[int]:
+    if isinstance(nest, PackedSequence):
+        yield int(nest.batch_sizes[0])
+        return
+    if isinstance(nest, torch.Tensor):
+        if nest.dim():
+            yield len(nest)
+        return
+    kind = nest_kinds.of(nest)
+    if kind is None or nest_kinds.moves_itself(nest):
+        for name in ("num_graphs", "batch_size"):
+            told = getattr(nest, name, None)
+            if isinstance(told, int):
+                yield told
+    parts = nest_kinds.held(nest) if kind is None else kind.parts(nest)
+    for _, part in parts:
+        yield from _rows(part)
 
 
 def with_tensors(nest: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The same nest with these in the places of `tensors_of`."""
+    """Return the same nest with these in the places of `tensors_of`."""
     others = iter(tensors)
     return mapped(nest, lambda _: next(others))
 
 
 def chunks(nest: Any, num_parts: int) -> list[Any]:
-    """The nest cut along the first dimension of its tensors into equal parts.
+    """Cut the nest along the first dimension of its tensors into equal parts.
 
     Raises:
         ValueError: a tensor cannot be cut so.
+        RequestError: the nest cannot, such as a packed sequence.
     """
     if num_parts == 1:
         return [nest]
+    _refuse_packed(nest)
     for name, tensor in named_tensors(nest):
         if not tensor.dim() or len(tensor) % num_parts:
             raise ValueError(
@@ -88,6 +104,17 @@ def chunks(nest: Any, num_parts: int) -> list[Any]:
             )
     cut = [tensor.chunk(num_parts) for tensor in tensors_of(nest)]
     return [with_tensors(nest, [parts[i] for parts in cut]) for i in range(num_parts)]
+
+
+def _refuse_packed(nest: Any) -> None:
+    if isinstance(nest, PackedSequence):
+        raise RequestError(
+            "--accumulate cannot cut a packed sequence, whose rows are steps of time; give padded "
+            "sequences, or leave it out"
+        )
+    kind = nest_kinds.of(nest)
+    for _, part in kind.parts(nest) if kind is not None else ():
+        _refuse_packed(part)
 
 
 def signature(nest: Any) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accbench.data import nested, shared_memory
+from accbench.data import moving, nested, shared_memory
 
 # Batches that an engine keeps ready: one to copy while another waits is enough to
 # hide the copy, and each costs memory of the device.
@@ -33,8 +33,8 @@ class BackgroundGenerator:
             where they leave that open.
         max_prefetch: items that exist ahead of the consumer at most, the one in
             the making included.
-        device: move items there: tensors in any nesting of tuples, lists and
-            mappings. On CUDA in a stream of its own. None leaves them where they are.
+        device: move items there: tensors in nests of any kind. On CUDA in a stream
+            of its own. None leaves them where they are.
         to_device: moves one item, instead of `move`.
     """
 
@@ -193,5 +193,5 @@ def _on_consumers_stream(copied: tuple[Any, Any], device: torch.device) -> Any:
 
 
 def move(item: Any, device: torch.device) -> Any:
-    """The same nesting of tuples, named tuples, lists and mappings, its tensors on the device."""
-    return nested.mapped(item, lambda tensor: tensor.to(device, non_blocking=True))
+    """Return the same nest with its tensors on the device; see `accbench.data.moving`."""
+    return moving.moved(item, device)

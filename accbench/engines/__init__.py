@@ -163,6 +163,9 @@ class Engine(abc.ABC):
         """A batch on the device, as the loop may do anything with."""
         return batch
 
+    def leave_batches(self) -> None:  # noqa: B027
+        """The loop has left a pass over a loader, maybe in the middle of a step."""
+
     def results(self, nest: Any) -> Any:
         """What the model has returned, as the loop may do anything with."""
         return nest

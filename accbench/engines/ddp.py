@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from accbench import engines
 from accbench.config import TaskConfig
-from accbench.data import nested, prefetch
+from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import layouts, optimizers, sharing, used
 from accbench.errors import RequestError
@@ -186,7 +186,7 @@ class Engine(engines.Engine):
                 return tensor.to(self.device, non_blocking=True, memory_format=self.memory_format)
             return tensor.to(self.device, non_blocking=True)
 
-        return nested.mapped(batch, send)
+        return moving.moved(batch, self.device, lambda tensors: [*map(send, tensors)])
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
         return BackgroundGenerator(

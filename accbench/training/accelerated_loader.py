@@ -5,11 +5,10 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any, Protocol
 
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data import SequentialSampler as InOrder
 
-from accbench.data import nested, shared_memory
+from accbench.data import shared_memory
 from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.engines import Batch, Engine
@@ -163,11 +162,3 @@ def _why_whole(loader: Any, sampler: Any) -> str | None:
         whole = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
         return None if whole else "a DataLoader that draws with replacement, or a part"
     return None if type(sampler) is InOrder else f"the sampler {type(sampler).__name__}"
-
-
-def num_samples(batch: Batch) -> int:
-    """The length of its first tensor that has one; of a packed sequence, how many are in it."""
-    first = next((part for part in nested.parts(batch) if part.data.dim()), None)
-    if isinstance(first, PackedSequence):
-        return int(first.batch_sizes[0])
-    return 1 if first is None else len(first)

@@ -32,7 +32,9 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: Engine) -> None:
         finally:
             running = False
         outputs = engine.results(outputs)
-        return outputs if engine.autocast_dtype is None else nested.mapped(outputs, _as_float32)
+        if engine.autocast_dtype is None:
+            return outputs
+        return nested.mapped(outputs, _as_float32, doing="made float32")
 
     def reduce(self: Any, protocol: Any) -> Any:
         _, _, *state = kind.__reduce_ex__(self, protocol)
@@ -47,6 +49,6 @@ def _new(kind: Any) -> Any:
 
 
 def _as_float32(output: Any) -> Any:
-    if output.data.dtype in (torch.float16, torch.bfloat16):
+    if output.dtype in (torch.float16, torch.bfloat16):
         return output.float()
     return output

@@ -317,7 +317,7 @@ class Run:
                     end = "whole"
                     return
                 num_steps = self.timer.num_steps
-                samples = accelerated_loader.num_samples(batch)
+                samples = nested.num_rows(batch)
                 position.next(samples)
                 self._position = position
                 if not evaluates:
@@ -332,6 +332,7 @@ class Run:
             end = "left"
             raise
         finally:
+            self.engine.leave_batches()
             on_device.close()
             self._training_passes.discard(this)
             if pauses:

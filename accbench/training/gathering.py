@@ -57,7 +57,7 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
         left = position.num_samples - position.num_before * world_size
         return in_order[: max(0, left)]
 
-    return nested.mapped(nest, of_all)
+    return nested.mapped(nest, of_all, doing="gathered")
 
 
 def _of_workers(own: torch.Tensor) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from accbench.data import nested
 from accbench.engines import beside, places
+from accbench.engines.index_ranges import Ranges, Tracer
 from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
 
@@ -311,6 +312,18 @@ def _with_gradient(
         gradients = torch.autograd.grad(value, some, allow_unused=True)
     pairs = zip(trained, gradients, strict=True)
     return [place for place, gradient in pairs if gradient is not None]
+
+
+def index_ranges_of(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
+) -> Ranges:
+    """Return what must hold of the batch's tensors for the indices among them to be in range."""
+    trained = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
+    with faked(trained, model, batch) as (some, kept, inputs):
+        tracer = Tracer(inputs[: len(nested.tensors_of(batch))])
+        with tracer:
+            loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
+    return tracer.notes.ranges()
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import beside, cuda_rules, optimizers
 from accbench.engines.ddp import peak_resident_bytes
+from accbench.engines.index_ranges import Ranges
 from accbench.engines.jax import starting
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
@@ -194,8 +195,10 @@ class Engine(engines.Engine):
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         from accbench.engines.jax import arrays
 
+        # A tensor of a batch that has none of the known kinds would be a constant of the step.
+        tensors = nested.tensors_of(nested.mapped(batch, _itself, doing="an input of a graph"))
         if self.task.device != "cpu":  # there it is the same memory
-            for tensor in nested.tensors_of(batch):
+            for tensor in tensors:
                 self._sent.keep(tensor, arrays.lent(tensor, self._workers.device))
         return batch
 
@@ -256,6 +259,9 @@ class Engine(engines.Engine):
             if len(self._steps) == _MOST_STEPS:
                 del self._steps[next(iter(self._steps))]
             self._steps[key] = found
+        for part in nested.chunks(batch, self.task.accumulate) if found.ranges.checks else ():
+            names, tensors = zip(*nested.named_tensors(part), strict=True)
+            found.ranges.refuse(tensors, names)
         with torch.profiler.record_function("jax.step"):  # as optimizers do with theirs
             state, own, loss = found.run(*arguments)
         self._num_run += 1
@@ -326,7 +332,14 @@ class Engine(engines.Engine):
         function, reads = self._kept_function(model, spec, optimizer, batch, arguments)
         run = function.lower(*arguments).compile()
         self._stats += engines.CompileStats(1, time.perf_counter() - begun)
-        return _Step(run, [number * self.task.accumulate for number in reads])
+        reads = [number * self.task.accumulate for number in reads]
+        return _Step(run, reads, self._index_ranges(model, spec, batch))
+
+    def _index_ranges(self, model: nn.Module, spec: Any, batch: engines.Batch) -> Ranges:
+        from accbench.engines.jax import capture
+
+        part = nested.chunks(batch, self.task.accumulate)[0]
+        return capture.index_ranges_of(model, spec.loss, part, self._autocast)
 
     def _kept_function(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
@@ -489,6 +502,10 @@ class Engine(engines.Engine):
         workers.leave()
 
 
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class _Step:
     """A compiled step."""
@@ -496,6 +513,8 @@ class _Step:
     run: Callable[..., Any]
     reads: list[int]
     """How far it moves each position of `beside`."""
+    ranges: Ranges
+    """Of the indices in a part of the batch."""
 
 
 _ON_CPU_ALONE = (

@@ -7,6 +7,7 @@ On a CPU both sides read and write the same memory.
 """
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import fx
 
 from accbench import engines
 from accbench.config import TaskConfig
-from accbench.engines import inductor
+from accbench.engines import index_ranges, inductor
 from accbench.engines.jax import noting, starting, traceable
 from accbench.training.process_group import Topology
 
@@ -86,6 +87,7 @@ class Engine(inductor.Engine):
         def backend(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             self._in_dynamo = True
             differentiable = self._differentiable(graph)
+            check = _check_of_indices(graph)
             try:
                 dtype = (
                     torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -94,7 +96,8 @@ class Engine(inductor.Engine):
                     traceable.attention(starting.attends(self._rules, dtype)),
                     noting.everywhere(), inductor.for_several_backwards(self.task),
                 ):  # fmt: skip
-                    return self._counted(to_functions(graph, inputs), differentiable)
+                    run = self._counted(to_functions(graph, inputs), differentiable)
+                    return _checked(run, check)
             finally:
                 self._in_dynamo = False
 
@@ -143,6 +146,39 @@ class Engine(inductor.Engine):
             ]
 
         return function
+
+
+def _check_of_indices(graph: fx.GraphModule) -> Callable[[Sequence[Any]], None] | None:
+    """Return what refuses inputs whose indices are out of range; None if there are none."""
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in placeholders]
+    places = [
+        place for place, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and not value.requires_grad
+    ]  # fmt: skip
+    ranges = index_ranges.of_graph(graph, places)
+    if not ranges.checks:
+        return None
+    # dynamo names them after the arguments: l_kwargs_labels_.
+    names = [re.sub(r"^[lL]_((kw)?args_)?|_$", "", placeholders[place].name) for place in places]
+
+    def check(inputs: Sequence[Any]) -> None:
+        ranges.refuse([inputs[place].detach() for place in places], names)
+
+    return check
+
+
+def _checked(
+    run: Callable[..., Any], check: Callable[[Sequence[Any]], None] | None
+) -> Callable[..., Any]:
+    if check is None:
+        return run
+
+    def checked(*inputs: Any) -> Any:
+        check(inputs)
+        return run(*inputs)
+
+    return checked
 
 
 def _draws(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 
 from accbench import cache_folders, engines, extras
 from accbench.config import TaskConfig
-from accbench.data import nested, prefetch
+from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.engines import beside, optimizers, sharing, state, used
 from accbench.engines.ddp import peak_resident_bytes
@@ -36,12 +36,14 @@ from accbench.engines.xla import (
     device_module,
     host_reduction,
     importing,
+    index_watch,
     norms,
     pooling,
     profiling,
     recurrent,
     reductions,
     resizing,
+    sending,
 )
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
@@ -148,6 +150,7 @@ class Engine(engines.Engine):
         if self.scaler is not None:
             self.scaler.anew = self._anew
         self._num_run = 0
+        self._indices = index_watch.IndexWatch()
         self._trained: list[bool] = []
         self._used_somewhere: list[bool] = []
         self._left_compiler: list[str] = []
@@ -349,9 +352,10 @@ class Engine(engines.Engine):
     def to_device(self, batch: engines.Batch) -> engines.Batch:
         # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
         # in the training thread would take for a part of the step, and compile it anew.
-        on_host = [tensor.contiguous() for tensor in nested.tensors_of(batch)]
-        sent = self.xm.send_cpu_data_to_device(on_host, self.device) if on_host else []
-        return nested.with_tensors(batch, sent)
+        def send(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return sending.send(tensors, self.device, self._indices.host_copies)
+
+        return moving.moved(batch, self.device, send)
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
         return BackgroundGenerator(
@@ -374,13 +378,20 @@ class Engine(engines.Engine):
             yield
 
     def given(self, batch: engines.Batch) -> engines.Batch:
+        self._indices.begin(batch, is_fixed=False)
         return self.results(batch)
+
+    def leave_batches(self) -> None:
+        self._indices.leave()
 
     def results(self, nest: Any) -> Any:
         # Of what was made inside of it there are views.
-        return nested.mapped(nest, torch.clone) if torch.is_inference_mode_enabled() else nest
+        if not torch.is_inference_mode_enabled():
+            return nest
+        return nested.mapped(nest, torch.clone, doing="copied under torch.inference_mode")
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        self._indices.look()
         try:
             with autocast.in_reach():
                 scaled = loss if self.scaler is None else self.scaler.scale(loss)
@@ -457,6 +468,7 @@ class Engine(engines.Engine):
         return used.with_gradients(parameters, self._used_somewhere)
 
     def end_step(self) -> None:
+        self._indices.end()
         if self._replay is None or not self._replay.recording:
             self.xla.sync()
 
@@ -470,6 +482,7 @@ class Engine(engines.Engine):
     ) -> torch.Tensor:
         self._num_run += 1
         before = self.compile_stats().num_fallbacks if self._num_run == 1 else 0
+        self._indices.begin(batch, is_fixed=True)
         loss = self._run_step(step, model, spec, optimizer, batch)
         # Of a step one only knows that operations have left the compiler, not where.
         if self._num_run == 1 and self.compile_stats().num_fallbacks > before:
@@ -501,6 +514,10 @@ class Engine(engines.Engine):
         self.load_rng_state(random)
         self.xla.sync()
         return finder.lines()
+
+    def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
+        self._indices.begin(batch, is_fixed=True)
+        return super().run_score(model, spec, batch)
 
     def left_compiler(self) -> list[str]:
         return self._left_compiler

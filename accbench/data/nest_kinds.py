@@ -1,0 +1,270 @@
+"""The register of nests: every kind of container that a batch or a model's outputs may be.
+
+Each kind says which parts a nest has and how one of its own type is rebuilt from others, so that
+moving, casting, cutting and tracing know the same kinds. Types that are registered with torch's
+pytree (`torch.utils._pytree.register_pytree_node`) are known by that.
+"""
+
+import copy
+import dataclasses
+import inspect
+from collections import UserList, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree
+
+from accbench.errors import RequestError
+
+Parts = list[tuple[str, Any]]
+"""(what is written behind the nest's name to reach a part, the part)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of container."""
+
+    accepts: Callable[[Any], bool]
+    parts: Callable[[Any], Parts]
+    rebuilt: Callable[[Any, list[Any]], Any]
+    """A nest of the first's own type and attributes, with other parts in the order of `parts`."""
+
+
+# What of a packed sequence lies on the device; its sizes are read on the host.
+_OF_PACKED = ("data", "sorted_indices", "unsorted_indices")
+# Objects that are what their attributes are: by name, for nothing is imported to look.
+_OF_ATTRIBUTES = {
+    "torch.distributions.distribution.Distribution",
+    "torch.distributions.transforms.Transform",
+    "transformers.cache_utils.Cache",
+    "transformers.cache_utils.CacheLayerMixin",
+}
+# Of these nobody asks whether they hold tensors.
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, type, np.ndarray, np.generic, torch.dtype,
+    torch.device, torch.Size, nn.Module, ModuleType,
+)  # fmt: skip
+_LEAVES = (torch.Tensor, *_PLAIN)
+# How far below an object's attributes its tensors are looked for.
+_DEPTH = 5
+
+
+def _packed_parts(nest: PackedSequence) -> Parts:
+    return [(f".{name}", getattr(nest, name)) for name in _OF_PACKED]
+
+
+def _packed(nest: PackedSequence, parts: list[Any]) -> Any:
+    return PackedSequence(batch_sizes=nest.batch_sizes, **dict(zip(_OF_PACKED, parts, strict=True)))
+
+
+def _named_parts(nest: Any) -> Parts:
+    return [(f".{name}", part) for name, part in zip(nest._fields, nest, strict=True)]
+
+
+def _named(nest: Any, parts: list[Any]) -> Any:
+    return _with_attributes_of(nest, tuple.__new__(type(nest), parts))
+
+
+def _sequence_parts(nest: Sequence[Any]) -> Parts:
+    return [(f"[{index}]", part) for index, part in enumerate(nest)]
+
+
+def _tuple(nest: Any, parts: list[Any]) -> Any:
+    if hasattr(nest, "n_sequence_fields"):  # torch.return_types, which tuple's own would crash
+        return type(nest)(parts)
+    return _with_attributes_of(nest, tuple.__new__(type(nest), parts))
+
+
+def _with_attributes_of(nest: Any, other: Any) -> Any:
+    vars_of = getattr(nest, "__dict__", None)
+    if vars_of:
+        other.__dict__.update(vars_of)
+    return other
+
+
+def _list(nest: Any, parts: list[Any]) -> Any:
+    same = copy.copy(nest)
+    same[:] = parts
+    return same
+
+
+def _deque(nest: Any, parts: list[Any]) -> Any:
+    same = copy.copy(nest)
+    same.clear()
+    same.extend(parts)
+    return same
+
+
+def _mapping_parts(nest: Mapping[Any, Any]) -> Parts:
+    return [(f"[{key!r}]", part) for key, part in nest.items()]
+
+
+def _mutable_mapping(nest: Any, parts: list[Any]) -> Any:
+    same = _own_copy(nest)
+    for key, part in zip([*nest], parts, strict=True):  # transformers' outputs have no update()
+        same[key] = part
+    return same
+
+
+def _mapping(nest: Any, parts: list[Any]) -> Any:
+    changed = dict(zip(nest, parts, strict=True))
+    if type(nest) is MappingProxyType:
+        return MappingProxyType(changed)
+    try:
+        same = type(nest)(changed)
+    except TypeError as error:
+        raise _refused(nest, "rebuilt with other tensors") from error
+    return _with_missing_attributes(nest, same)
+
+
+def _with_missing_attributes(nest: Any, same: Any) -> Any:
+    for name, value in getattr(nest, "__dict__", {}).items():
+        if name not in vars(same):
+            object.__setattr__(same, name, value)
+    return same
+
+
+def _own_copy(nest: Any) -> Any:
+    """Copy a mapping; of one that keeps its items in an attribute, that as well."""
+    same = copy.copy(nest)
+    if isinstance(nest, dict) or hasattr(type(nest), "__copy__"):
+        return same
+    for name, value in getattr(nest, "__dict__", {}).items():
+        if isinstance(value, (MutableMapping, list)) and vars(same).get(name) is value:
+            object.__setattr__(same, name, copy.copy(value))
+    return same
+
+
+def _is_dataclass(nest: Any) -> bool:
+    return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
+
+
+def _is_of_attributes(nest: Any) -> bool:
+    kind = type(nest)
+    return (
+        isinstance(nest, SimpleNamespace)
+        or hasattr(kind, "__attrs_attrs__")
+        or any(f"{base.__module__}.{base.__qualname__}" in _OF_ATTRIBUTES for base in kind.__mro__)
+    )
+
+
+def _attribute_names(nest: Any) -> list[str]:
+    declared = [field.name for field in dataclasses.fields(nest)] if _is_dataclass(nest) else []
+    declared += [one.name for one in getattr(type(nest), "__attrs_attrs__", ())]
+    names = dict.fromkeys([*declared, *getattr(nest, "__dict__", {})])
+    return [name for name in names if hasattr(nest, name)]
+
+
+def _attribute_parts(nest: Any) -> Parts:
+    return [(f".{name}", getattr(nest, name)) for name in _attribute_names(nest)]
+
+
+def _of_attributes(nest: Any, parts: list[Any]) -> Any:
+    names = _attribute_names(nest)
+    before = [tensor for name in names for _, tensor in held(getattr(nest, name))]
+    after = [tensor for part in parts for _, tensor in held(part)]
+    if not _is_dataclass(nest) and [*map(id, before)] == [*map(id, after)]:
+        return nest  # the very object, which may be more than its attributes
+    same = copy.copy(nest)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(same, name, part)  # frozen ones, too
+    return same
+
+
+def _registered_parts(nest: Any) -> Parts:
+    node = _pytree.SUPPORTED_NODES[type(nest)]
+    return [(f"[{index}]", part) for index, part in enumerate(node.flatten_fn(nest)[0])]
+
+
+def _registered(nest: Any, parts: list[Any]) -> Any:
+    node = _pytree.SUPPORTED_NODES[type(nest)]
+    return node.unflatten_fn(parts, node.flatten_fn(nest)[1])
+
+
+def _is_registered(nest: Any) -> bool:
+    """Return whether pytree knows the type and it is none of those that have a kind here."""
+    known = (tuple, list, dict, deque)
+    return type(nest) in _pytree.SUPPORTED_NODES and not isinstance(nest, known)
+
+
+KINDS = (
+    Kind(lambda n: isinstance(n, PackedSequence), _packed_parts, _packed),
+    Kind(lambda n: isinstance(n, tuple) and hasattr(n, "_fields"), _named_parts, _named),
+    Kind(lambda n: isinstance(n, tuple), _sequence_parts, _tuple),
+    Kind(lambda n: isinstance(n, (list, UserList)), _sequence_parts, _list),
+    Kind(lambda n: isinstance(n, deque), _sequence_parts, _deque),
+    Kind(_is_registered, _registered_parts, _registered),
+    Kind(lambda n: isinstance(n, MutableMapping), _mapping_parts, _mutable_mapping),
+    Kind(lambda n: isinstance(n, Mapping), _mapping_parts, _mapping),
+    Kind(_is_dataclass, _attribute_parts, _of_attributes),
+    Kind(_is_of_attributes, _attribute_parts, _of_attributes),
+)
+"""In the order in which they are asked."""
+
+
+def of(nest: Any) -> Kind | None:
+    """Return the nest's kind; None of a tensor, and of what is no container that is known."""
+    if isinstance(nest, _LEAVES):
+        return None
+    return next((kind for kind in KINDS if kind.accepts(nest)), None)
+
+
+def moves_itself(nest: Any) -> bool:
+    """Return whether a nest has a `.to(device)` of its own, and no kind that says more.
+
+    A dataclass or a mapping with one may keep the device beside its tensors.
+    """
+    if isinstance(nest, _LEAVES) or not callable(getattr(nest, "to", None)):
+        return False
+    kind = of(nest)
+    return kind is None or kind.parts is _attribute_parts
+
+
+def held(thing: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
+    """Find the tensors that an object of no known kind holds: (place below `name`, tensor)."""
+    if isinstance(thing, torch.Tensor):
+        yield name, thing
+        return
+    if isinstance(thing, _PLAIN) or not depth or inspect.isroutine(thing):
+        return
+    kind = of(thing)
+    parts = kind.parts(thing) if kind is not None else _attributes(thing)
+    for place, part in parts:
+        yield from held(part, f"{name}{place}", depth - 1)
+
+
+def _attributes(thing: Any) -> Parts:
+    slots = [
+        name for base in type(thing).__mro__ for name in _names(getattr(base, "__slots__", ()))
+    ]
+    names = dict.fromkeys([*getattr(thing, "__dict__", {}), *slots])
+    found = ((name, getattr(thing, name, None)) for name in names if not name.startswith("__"))
+    return [(f".{name}", value) for name, value in found]
+
+
+def _names(slots: Any) -> Sequence[str]:
+    return [slots] if isinstance(slots, str) else [*slots]
+
+
+def refuse_holder(thing: Any, doing: str) -> None:
+    """Raise RequestError if an object of no known kind holds tensors.
+
+    Args:
+        doing: what would be left out, as in "moved to the device".
+    """
+    found = next(held(thing), None)
+    if found is not None:
+        raise _refused(thing, f"{doing}: it holds a tensor at {found[0]}")
+
+
+def _refused(thing: Any, what: str) -> RequestError:
+    kind = type(thing)
+    return RequestError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be {what}; make it a dataclass, a mapping "
+        "or a sequence, or register it by torch.utils._pytree.register_pytree_node"
+    )

@@ -1,0 +1,49 @@
+"""Models of transformers and timm train by their own classes in loops of one's own, as plainly."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.conftest import python
+from tests.training import library_models
+from tests.training.test_own_loop import ENGINES
+
+pytestmark = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("transformers", "timm")),
+    reason="no transformers or no timm",
+)
+ALL = [make.__name__ for make in (*library_models.TRANSFORMERS, *library_models.TIMM)]
+DDP, INDUCTOR, JAX, XLA = ENGINES
+
+
+def found_of(engine, folder, *names):
+    done = python("-m", "tests.training.own_libraries", engine, folder, *names)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "found.json").read_text())
+
+
+def check(found, names, is_exact):
+    """Losses and updates are the plain loop's; outputs of all kinds are float32, batches moved."""
+    assert [*found["trained"]] == names
+    for name, one in found["trained"].items():
+        assert one["losses"] == pytest.approx(one["plain"], rel=0 if is_exact else 1e-5), name
+        assert one["far"] <= (0 if is_exact else 1e-4), name
+    assert found["types"] == ["CausalLMOutputWithCrossAttentions", "torch.float32"]
+    assert found["nests"] == {
+        "kinds": ["Output"] * 3, "on_device": [True], "dtypes": ["torch.float32"],
+        "samples": 4 + 4 + 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [DDP, JAX, XLA])
+def test_five_families_and_ten_of_timm_train_as_plainly(engine, tmp_path):
+    check(found_of(engine, tmp_path), ALL, is_exact=engine == "ddp")
+
+
+@pytest.mark.parametrize("engine", [INDUCTOR])
+@pytest.mark.parametrize(
+    "names", [[], pytest.param(ALL, marks=pytest.mark.soak)], ids=["gpt2 in bfloat16", "all"]
+)
+def test_they_do_where_compiling_takes_minutes(engine, names, tmp_path):
+    check(found_of(engine, tmp_path, *(names or ["none"])), names, is_exact=False)
