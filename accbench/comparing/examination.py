@@ -17,6 +17,7 @@ from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
 from accbench.engines import Batch, Engine
 from accbench.engines.state import NotLoadableError, TrainingState
+from accbench.models import trainable
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import process_group
@@ -51,7 +52,8 @@ class Examination:
     def build(self, num_classes: int) -> None:
         """The model and its optimizer, as in training."""
         torch.manual_seed(self.task.seed)
-        self.net: nn.Module = self.spec.build(num_classes)
+        self.net: nn.Module = trainable.unwrapped(self.spec.build(num_classes))
+        self.engine.check_model(self.net)
         process_group.broadcast_module(self.net)
         self.model = self.engine.prepared(self.net)
         self.optimizer = self.engine.build_optimizer(self.model)

@@ -28,6 +28,7 @@ from accbench.data import nested
 from accbench.engines import Batch, sharing
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
+from accbench.models import trainable
 from accbench.training.process_group import Topology
 
 FOLDER = "reference"
@@ -85,7 +86,7 @@ class _Plain:
     def __init__(self, task: TaskConfig, num_classes: int, num_shards: int, rule: Rule) -> None:
         self.task, self.spec = task, models.of_task(task)
         torch.manual_seed(task.seed)
-        net = self.spec.build(num_classes)
+        net = trainable.unwrapped(self.spec.build(num_classes))
         self.parameters = dict(net.named_parameters())
         start = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
         self.weights = Weights.start(start, rule)

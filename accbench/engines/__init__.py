@@ -18,7 +18,8 @@ from torch import nn
 from accbench.config import TaskConfig
 from accbench.engines import checkpointing, sharing, state
 from accbench.engines.state import Tensors, TrainingState
-from accbench.errors import ReductionError, RequestError
+from accbench.errors import ReductionError
+from accbench.models import trainable
 from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
 
 Batch = Any
@@ -309,6 +310,15 @@ class Engine(abc.ABC):
 
     # The same for all.
 
+    def check_model(self, net: nn.Module) -> None:
+        """Look whether this engine can train a model, on the host and as it was built.
+
+        Raises:
+            RequestError: it cannot; the message says why and what to do.
+        """
+        trainable.check(net, self.task.engine, compiles=self.compiler is not None)
+        sharing.refuse_views(net)
+
     def prepared(self, net: nn.Module) -> nn.Module:
         """`prepare`, after which the same parameters and buffers must be one tensor as before.
 
@@ -316,9 +326,7 @@ class Engine(abc.ABC):
             RequestError: parameters share memory in a way that cannot be kept, or none trains.
             RuntimeError: they are not, so that another model would be trained.
         """
-        sharing.refuse_views(net)
-        if not any(parameter.requires_grad for parameter in net.parameters()):
-            raise RequestError("the model has no parameter that trains (requires_grad)")
+        self.check_model(net)
         if self.task.checkpoint_modules:
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
             checkpointing.apply(net, names, self.computed_again)

@@ -14,6 +14,7 @@ from accbench.data import nested
 from accbench.engines import Batch, Engine
 from accbench.errors import RequestError, RunEnded, end_status
 from accbench.logger import RunLogger
+from accbench.models import trainable
 from accbench.recording import board, records
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
@@ -56,6 +57,7 @@ class Run:
         self.task, self.topology = begun.task, begun.topology
         self.optimizer_class = type(optimizer)
         """As the script built it."""
+        self._given, model = model, trainable.unwrapped(model)
         names = accelerated_optimizer.names_of(model)
         accelerated_optimizer.check(optimizer, names)
         shares: list[tuple[Any, Any]] = [
@@ -101,6 +103,7 @@ class Run:
 
     def _prepare(self, names: accelerated_optimizer.Names) -> None:
         self.engine.prove_reduction()
+        self.engine.check_model(self.model)
         if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
             self.model.to("cpu")
         process_group.broadcast_module(self.model)
@@ -111,7 +114,7 @@ class Run:
         accelerated_optimizer.accelerate(self.optimizer, self._step)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.optimizer, *self.loaders))
+        return iter((self._given, self.optimizer, *self.loaders))
 
     @property
     def rank(self) -> int:

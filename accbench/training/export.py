@@ -10,6 +10,7 @@ from accbench import config, models, plugins
 from accbench.engines import optimizers
 from accbench.engines.state import Tensors
 from accbench.errors import RequestError
+from accbench.models import trainable
 from accbench.training import checkpoint_file, checkpoints, export_onnx
 from accbench.training.process_group import Topology
 
@@ -87,7 +88,8 @@ def _top1(spec: Any, model: nn.Module, loader: Any) -> tuple[float, int]:
 
 
 def _model_of(facts: checkpoint_file.Facts, tensors: Tensors) -> nn.Module:
-    model: nn.Module = models.resolve(facts.model, facts.image_size).build(facts.num_classes)
+    spec = models.resolve(facts.model, facts.image_size)
+    model = trainable.unwrapped(spec.build(facts.num_classes))
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if own.keys() != tensors.keys():
         other = sorted(own.keys() ^ tensors.keys())[0]

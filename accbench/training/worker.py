@@ -33,7 +33,7 @@ from accbench.errors import (
     remedy_of_overflow,
 )
 from accbench.logger import RunLogger
-from accbench.models import flops
+from accbench.models import flops, trainable
 from accbench.recording import board, provenance, records, terminal
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
@@ -164,7 +164,8 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     engine.prove_reduction()
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
-    model = spec.build(source.num_classes)
+    model = trainable.unwrapped(spec.build(source.num_classes))
+    engine.check_model(model)
     process_group.broadcast_module(model)
     net, model = model, engine.prepared(model)
     optimizer = engine.build_optimizer(model)
