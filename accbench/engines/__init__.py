@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
-from accbench.engines import checkpointing, sharing, state
+from accbench.engines import checkpointing, model_state, sharing, state
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import ReductionError
 from accbench.models import trainable
@@ -354,20 +354,17 @@ class Engine(abc.ABC):
         yield from islice(cycle(self._resident), begin, begin + len(loader))
 
     def share_buffers(self, net: nn.Module) -> None:
-        """Give all ranks rank 0's buffers, so that all evaluate one model, the one that is saved.
+        """Give all ranks rank 0's buffers and extra state, so that all evaluate one model, the one
+        that is saved.
 
         While training, BatchNorm's statistics are those of each rank's shard.
         """
-        shared = net.state_dict()
-        names = {name for name, _ in net.named_buffers() if name in shared}
-        if self.topology.world_size == 1 or not names:
+        if self.topology.world_size == 1:
             return
-        for name, tensor in [*shared.items()]:
-            if name in names:
-                shared[name] = from_rank0_tensor(tensor.cpu())
-            else:
-                del shared[name]
-        net.load_state_dict(shared, strict=False)
+        with torch.no_grad():
+            for buffer in model_state.saved_buffers(net):
+                buffer.copy_(from_rank0_tensor(buffer.cpu()))
+        model_state.share(net)
         self.end_step()
 
     def prove_reduction(self) -> None:

@@ -127,7 +127,7 @@ def _own(name: str) -> Any:
                 f"{', '.join(_required(net.forward))}; a spec of your own says what a batch is and "
                 "how the model is called with it (docs/models.md)"
             )
-        return trainable.unwrapped(net)
+        return trainable.plain(net)
 
     return ImageClassification(name, build_net)
 

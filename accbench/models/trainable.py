@@ -1,4 +1,4 @@
-"""What of a network that somebody built can be trained by an engine: wrappers off, the rest refused.
+"""What of a network can be trained by an engine: wrappers are taken off, the rest is refused.
 
 An engine distributes and compiles by itself. A model that comes wrapped for that is trained as it
 was before; what cannot be trained, or would train without a part of it, is refused in one line.
@@ -43,8 +43,10 @@ class Unwrapped(nn.Module):
             return getattr(_inner(self), name)
 
 
-def unwrapped(net: nn.Module) -> nn.Module:
+def plain(net: nn.Module) -> nn.Module:
     """Return the network without DistributedDataParallel, DataParallel and torch.compile.
+
+    Its buffers have memory of their own, where `expand` has made them, which none can write to.
 
     A wrapper within the network becomes `Unwrapped` in its place. A wrapper around it stays whole,
     but calls what is returned and does nothing else: whoever holds it may go on calling it.
@@ -69,7 +71,16 @@ def unwrapped(net: nn.Module) -> nn.Module:
             _take_off(module)
         if vars(module).get("_compiled_call_impl") is not None:
             module._compiled_call_impl = None
+    _write_out_buffers(net)
     return net
+
+
+def _write_out_buffers(net: nn.Module) -> None:
+    written: dict[int, torch.Tensor] = {}
+    for module in net.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not is_lazy(buffer) and 0 in buffer.stride() and buffer.numel() > 1:
+                setattr(module, name, written.setdefault(id(buffer), buffer.contiguous()))
 
 
 def _wrappers(net: nn.Module) -> list[str]:

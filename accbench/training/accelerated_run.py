@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import Batch, Engine
+from accbench.engines import Batch, Engine, model_state
 from accbench.errors import RequestError, RunEnded, end_status
 from accbench.logger import RunLogger
 from accbench.models import trainable
@@ -57,7 +57,7 @@ class Run:
         self.task, self.topology = begun.task, begun.topology
         self.optimizer_class = type(optimizer)
         """As the script built it."""
-        self._given, model = model, trainable.unwrapped(model)
+        self._given, model = model, trainable.plain(model)
         names = accelerated_optimizer.names_of(model)
         accelerated_optimizer.check(optimizer, names)
         shares: list[tuple[Any, Any]] = [
@@ -107,6 +107,7 @@ class Run:
         if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
             self.model.to("cpu")
         process_group.broadcast_module(self.model)
+        model_state.share(self.model)
         self.prepared = self.engine.prepared(self.model)
         accelerated_model.accelerate(self.model, self.prepared, self.engine)
         accelerated_optimizer.take_over(self.optimizer, names, self.model)

@@ -20,7 +20,7 @@ import torch
 
 from accbench import config, models, plugins, resolving, run_folder, standard_streams
 from accbench.config import TaskConfig
-from accbench.engines import Engine
+from accbench.engines import Engine, model_state
 from accbench.errors import (
     ERROR_FILE_VARIABLE,
     LAUNCHER_PID_VARIABLE,
@@ -164,9 +164,12 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     engine.prove_reduction()
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
-    model = trainable.unwrapped(spec.build(source.num_classes))
+    model = trainable.plain(spec.build(source.num_classes))
     engine.check_model(model)
     process_group.broadcast_module(model)
+    model_state.share(model)
+    if task.save_interval:
+        model_state.check_loadable(model)
     net, model = model, engine.prepared(model)
     optimizer = engine.build_optimizer(model)
     engine.seed(task.seed + topology.rank)  # dropout and the like differ by rank
