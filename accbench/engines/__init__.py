@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from accbench.config import TaskConfig
-from accbench.engines import checkpointing, model_state, sharing, state
+from accbench.engines import checkpointing, complex_parameters, model_state, sharing, state
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import ReductionError
 from accbench.models import trainable
@@ -186,15 +187,22 @@ class Engine(abc.ABC):
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the loss scale out of the gradients, at most once a step."""
         if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+            with complex_parameters.as_real(optimizer):
+                self.scaler.unscale_(optimizer)
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with gradients that are averaged; unscale those that are not; skip on overflow."""
         if self.scaler is None:
             optimizer.step()
         else:
+            if complex_parameters.of(optimizer) and self._is_scaled(optimizer):
+                self.unscale_gradients(optimizer)
             self.scaler.step(optimizer)
             self.scaler.update()
+
+    def _is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        stage = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
+        return bool(self.scaler.is_enabled()) and stage is OptState.READY
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""

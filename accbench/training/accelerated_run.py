@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import Batch, Engine, model_state
+from accbench.engines import Batch, Engine, complex_parameters, model_state
 from accbench.errors import RequestError, RunEnded, end_status
 from accbench.logger import RunLogger
 from accbench.models import trainable
@@ -152,6 +152,7 @@ class Run:
         self._num_backward += 1
         with self._foreign.gathered():
             self.engine.backward(loss, retain_graph)
+        complex_parameters.materialize_gradients(self.optimizer)
         if not self._without_reduction:
             self.engine.reduce_gradients(self.optimizer)
         self._losses.append(loss.detach())
