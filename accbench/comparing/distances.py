@@ -5,12 +5,16 @@ gradient, of the parameter's way, of the buffer's.
 """
 
 import math
+from typing import Any
 
 import torch
 
 from accbench.comparing.reference import LOSS_SCALE, Reference
-from accbench.engines import optimizers
+from accbench.engines import extra_state, optimizers
+from accbench.engines.complex_numbers import wide
 from accbench.engines.state import Tensors, TrainingState
+
+Extra = dict[str, Any] | None
 
 GRADIENT, SCALE, UPDATE, SECOND_MOMENT = "gradient", "scale", "update", "second moment"
 AVERAGE = "average"
@@ -42,7 +46,7 @@ def relative(own: float, expected: float) -> float:
 
 def of_update(own: torch.Tensor | None, before: torch.Tensor, expected: torch.Tensor) -> float:
     """Of what a step has made of a tensor, as a part of what it should have changed."""
-    return _away(own, expected) / (_norm(expected.double() - before.double()) or 1.0)
+    return _away(own, expected) / (_norm(wide(expected) - wide(before)) or 1.0)
 
 
 def of_weights(own: Tensors, start: Tensors, expected: Tensors) -> dict[str, float]:
@@ -50,7 +54,7 @@ def of_weights(own: Tensors, start: Tensors, expected: Tensors) -> dict[str, flo
     away = moved = own_moved = 0.0
     for name, begun in start.items():
         away += _away(own.get(name), expected[name]) ** 2
-        moved += _norm(expected[name].double() - begun.double()) ** 2
+        moved += _norm(wide(expected[name]) - wide(begun)) ** 2
         own_moved += _away(own.get(name), begun) ** 2
     return {
         "parameters": math.sqrt(away / (moved or 1.0)),
@@ -59,13 +63,13 @@ def of_weights(own: Tensors, start: Tensors, expected: Tensors) -> dict[str, flo
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
+    return float(torch.linalg.vector_norm(wide(tensor)))
 
 
 def _away(own: torch.Tensor | None, expected: torch.Tensor) -> float:
     if own is None or own.shape != expected.shape:
         return _FURTHEST
-    return _norm(own.double() - expected.double())
+    return _norm(wide(own) - wide(expected))
 
 
 def of_start(own: TrainingState, expected: TrainingState) -> dict[str, float]:
@@ -96,6 +100,7 @@ def of_step(own: TrainingState, against: Reference) -> dict[str, float]:
         **of_gradients(_own_gradients(own, against), against.gradients),
         **_of_updates(own, against),
         **of_buffers(own.model, against.buffers, against.buffers_after),
+        **of_extra(own.extra, against.extra, against.extra_after),
         **_of_counts(own, against),
     }
 
@@ -121,7 +126,7 @@ def _own_gradients(own: TrainingState, against: Reference) -> Tensors:
 def of_gradients(gradients: Tensors, all_expected: Tensors) -> dict[str, float]:
     """Of each gradient, and of all together."""
     found = {}
-    squares = {name: float(g.double().square().sum()) for name, g in all_expected.items()}
+    squares = {name: float(wide(g).square().sum()) for name, g in all_expected.items()}
     total, num_values = sum(squares.values()), sum(g.numel() for g in all_expected.values())
     product = away = 0.0
     for name, expected in all_expected.items():
@@ -130,8 +135,8 @@ def of_gradients(gradients: Tensors, all_expected: Tensors) -> dict[str, float]:
             away += squares[name]
             found[f"{GRADIENT} of {name}"] = _FURTHEST
             continue
-        distance = _norm(gradient - expected.double())
-        of_tensor = float((gradient * expected.double()).sum())
+        distance = _norm(wide(gradient) - wide(expected))
+        of_tensor = float((wide(gradient) * wide(expected)).sum())
         usual = math.sqrt(total * expected.numel() / num_values)
         size = max(math.sqrt(squares[name]), _NEGLIGIBLE * usual) or 1.0
         found[f"{GRADIENT} of {name}"] = distance / size
@@ -157,11 +162,11 @@ def _of_updates(own: TrainingState, against: Reference) -> dict[str, float]:
         expected, after = against.rule.step(
             parameter, before.state[name], gradients[name], before.num_steps[name] + 1
         )
-        moved = _norm(expected - parameter.double()) or 1.0
+        moved = _norm(wide(expected) - wide(parameter)) or 1.0
         found[f"{UPDATE} of {name}"] = _away(own.model.get(name), expected) / moved
         for kind, key in ((SECOND_MOMENT, "exp_avg_sq"), (AVERAGE, optimizers.AVERAGE)):
             if key in after:
-                changed = _norm(after[key] - before.state[name][key].double())
+                changed = _norm(wide(after[key]) - wide(before.state[name][key]))
                 if kind == AVERAGE:  # which moves by less than float32 may be able to hold
                     changed += _HELD * _norm(after[key])
                 distance = _away(own.optimizer[name].get(key), after[key])
@@ -176,8 +181,21 @@ def of_buffers(own: Tensors, before: Tensors, after: Tensors) -> dict[str, float
     found = {}
     for name, expected in after.items():
         # One that the reference leaves alone is measured by its own size.
-        size = _norm(expected.double() - before[name].double()) or _norm(expected) or 1.0
+        size = _norm(wide(expected) - wide(before[name])) or _norm(expected) or 1.0
         found[f"{BUFFER} {name}"] = _away(own.get(name), expected) / size
+    return found
+
+
+def of_extra(own: Extra, before: Extra, after: Extra) -> dict[str, float]:
+    """Of modules' extra state: numbers as buffers, all else must be the same."""
+    found = {}
+    for key, expected in (after or {}).items():
+        others, values = extra_state.numbers(expected)
+        own_others, own_values = extra_state.numbers((own or {}).get(key))
+        _, earlier = extra_state.numbers((before or {}).get(key))
+        away = _away(own_values, values) if own_others == others else _FURTHEST
+        moved = _norm(values - earlier) if values.shape == earlier.shape else 0.0
+        found[f"{BUFFER} {key}"] = away / (moved or _norm(values) or 1.0)
     return found
 
 

@@ -15,8 +15,9 @@ from accbench.comparing import distances, dropout, reference, roundings
 from accbench.comparing.own_dropout import own_dropout
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
-from accbench.engines import Batch, Engine
+from accbench.engines import Batch, Engine, model_state
 from accbench.engines.state import NotLoadableError, TrainingState
+from accbench.models import trainable
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import process_group
@@ -51,8 +52,10 @@ class Examination:
     def build(self, num_classes: int) -> None:
         """The model and its optimizer, as in training."""
         torch.manual_seed(self.task.seed)
-        self.net: nn.Module = self.spec.build(num_classes)
+        self.net: nn.Module = trainable.plain(self.spec.build(num_classes))
+        self.engine.check_model(self.net)
         process_group.broadcast_module(self.net)
+        model_state.share(self.net)
         self.model = self.engine.prepared(self.net)
         self.optimizer = self.engine.build_optimizer(self.model)
         self.engine.seed(self.task.seed + self.topology.rank)

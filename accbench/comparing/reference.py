@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -25,14 +25,15 @@ from accbench.comparing import dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig
 from accbench.data import nested
-from accbench.engines import Batch, sharing
+from accbench.engines import Batch, complex_numbers, extra_state, model_state, sharing
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
+from accbench.models import trainable
 from accbench.training.process_group import Topology
 
 FOLDER = "reference"
 _FACTS, _START = "facts.json", "start.safetensors"
-_PARAMETER, _GRADIENT, _BUFFER = "parameter/", "gradient/", "buffer/"
+_PARAMETER, _GRADIENT, _BUFFER, _EXTRA = "parameter/", "gradient/", "buffer/", "extra/"
 # The loss scale that float16 steps start from: nothing overflows, and little is lost below.
 LOSS_SCALE = 1024.0
 
@@ -80,12 +81,12 @@ def _cycled(loader: Any) -> Iterator[Batch]:
 
 
 class _Plain:
-    """The float64 model of all shards: one set of weights, a set of buffers each."""
+    """The float64 model of all shards: one set of weights, buffers and extra state of each."""
 
     def __init__(self, task: TaskConfig, num_classes: int, num_shards: int, rule: Rule) -> None:
         self.task, self.spec = task, models.of_task(task)
         torch.manual_seed(task.seed)
-        net = self.spec.build(num_classes)
+        net = trainable.plain(self.spec.build(num_classes))
         self.parameters = dict(net.named_parameters())
         start = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
         self.weights = Weights.start(start, rule)
@@ -93,18 +94,17 @@ class _Plain:
             {name: tensor.clone() for name, tensor in net.named_buffers()}
             for _ in range(num_shards)
         ]
+        self.extra = [model_state.read_extra(net) for _ in range(num_shards)]
         cuda = task.device == "cuda" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
         places = sharing.places(net)
-        self.net = net.to(self.device, torch.float64)
+        self.net = complex_numbers.double(net.to(self.device))
         sharing.tie(places)
         self.parameters = dict(self.net.named_parameters())
 
     def send(self, batch: Batch) -> Batch:
         """What engines would compute with in float32 is float64 here."""
-        return nested.mapped(
-            batch, lambda t: t.to(self.device, torch.float64 if t.is_floating_point() else None)
-        )
+        return nested.mapped(batch, lambda t: complex_numbers.doubled(t.to(self.device)))
 
     def place(self, rank: int) -> None:
         """Put the weights and a rank's buffers into the model."""
@@ -113,12 +113,14 @@ class _Plain:
                 parameter.copy_(self.weights.parameters[name])
             for name, buffer in self.net.named_buffers():
                 buffer.copy_(self.buffers[rank][name])
+        model_state.load_extra(self.net, self.extra[rank])
 
     def keep_buffers(self, rank: int) -> None:
         self.buffers[rank] = {
-            name: (b.float() if b.is_floating_point() else b).detach().to("cpu", copy=True)
+            name: complex_numbers.singled(b).detach().to("cpu", copy=True)
             for name, b in self.net.named_buffers()
         }
+        self.extra[rank] = model_state.read_extra(self.net, wide=False)
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
         """Gradients of those that have any, on the host."""
@@ -152,7 +154,7 @@ def make(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> Fa
     folder = run_dir / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _save(folder / _START, {_PARAMETER: plain.weights.parameters}, plain.buffers)
+    _save(folder / _START, {_PARAMETER: plain.weights.parameters}, plain)
     with dropout.given():
         loaders = [source.train_loader() for source in of_shards]
         streams = [epochs(loader, _host_batches) for loader in loaders]
@@ -175,7 +177,7 @@ def make(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> Fa
             averaged = _clipped(
                 {n: total / num_shards for n, total in sums.items()}, task.clip_norm
             )
-            _save(folder / _step_file(step), {_GRADIENT: averaged}, plain.buffers)
+            _save(folder / _step_file(step), {_GRADIENT: averaged}, plain)
             plain.weights = plain.weights.after(rule, averaged)
         scores = []
         for rank, batch in enumerate(first):
@@ -194,9 +196,13 @@ def _clipped(gradients: Tensors, max_norm: float | None) -> Tensors:
     """In float32, as `torch.nn.utils.clip_grad_norm_` leaves them."""
     factor = 1.0
     if max_norm is not None:
-        squares = sum(float(gradient.square().sum()) for gradient in gradients.values())
+        squares = sum(
+            float(complex_numbers.wide(gradient).square().sum()) for gradient in gradients.values()
+        )
         factor = min(1.0, max_norm / (math.sqrt(squares) + 1e-6))
-    return {name: (factor * gradient).float() for name, gradient in gradients.items()}
+    return {
+        name: complex_numbers.singled(factor * gradient) for name, gradient in gradients.items()
+    }
 
 
 def _learn_draws(task: TaskConfig, plain: _Plain, batch: Batch) -> tuple[dropout.Draws, bool]:
@@ -226,18 +232,33 @@ def _step_file(step: int) -> str:
     return f"step-{step:04}.safetensors"
 
 
-def _save(path: Path, groups: dict[str, Tensors], buffers: list[Tensors]) -> None:
+def _save(path: Path, groups: dict[str, Tensors], plain: _Plain) -> None:
     tensors = {
         prefix + name: tensor.contiguous()
         for prefix, group in groups.items()
         for name, tensor in group.items()
     }
-    for rank, of_rank in enumerate(buffers):
+    metadata: dict[str, str] = {}
+    for rank, of_rank in enumerate(plain.buffers):
         tensors |= {f"{_BUFFER}{rank}/{name}": tensor for name, tensor in of_rank.items()}
+        extra: list[torch.Tensor] = []
+        packed = {key: extra_state.packed(v, extra) for key, v in plain.extra[rank].items()}
+        metadata[str(rank)] = json.dumps(packed)
+        tensors |= {f"{_EXTRA}{rank}/{number}": tensor for number, tensor in enumerate(extra)}
     try:
-        save_file(tensors, path)
+        save_file(complex_numbers.as_real(tensors), path, metadata)
     except (OSError, SafetensorError) as error:
         raise RequestError(f"cannot write {path}: {error}") from None
+
+
+def _load(path: Path, rank: int) -> tuple[Tensors, dict[str, Any]]:
+    """(tensors, a rank's extra state)"""
+    tensors = complex_numbers.as_complex(load_file(path))
+    with safe_open(path, "pt") as file:
+        packed = json.loads(file.metadata()[str(rank)])
+    extra = _of(tensors, f"{_EXTRA}{rank}/")
+    in_order = [extra[str(number)] for number in range(len(extra))]
+    return tensors, {key: extra_state.unpacked(one, in_order) for key, one in packed.items()}
 
 
 def _of(tensors: Tensors, prefix: str) -> Tensors:
@@ -257,7 +278,8 @@ class Reference:
             self.facts = Facts(**json.loads((self.folder / _FACTS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise RequestError(f"no reference in {self.folder}: {error}") from None
-        start = load_file(self.folder / _START)
+        start, extra = _load(self.folder / _START, rank)
+        self.start_extra = self.extra = self.extra_after = extra
         self.start = Weights.start(_of(start, _PARAMETER), rule)
         self.weights = self.start
         self.start_buffers = self.buffers = _of(start, f"{_BUFFER}{rank}/")
@@ -267,7 +289,8 @@ class Reference:
 
     def read(self, step: int) -> None:
         """Get ready for a step; steps are read in their order."""
-        tensors = load_file(self.folder / _step_file(step))
+        self.extra = self.extra_after
+        tensors, self.extra_after = _load(self.folder / _step_file(step), self.rank)
         self.weights, self.buffers = self.weights_after, self.buffers_after or self.start_buffers
         self.gradients = _of(tensors, _GRADIENT)
         self.buffers_after = _of(tensors, f"{_BUFFER}{self.rank}/")
@@ -276,20 +299,22 @@ class Reference:
     @property
     def state(self) -> TrainingState:
         """Before the step that was read."""
-        return _state(self.weights, self.buffers, set(self.gradients))
+        return _state(self.weights, self.buffers, set(self.gradients), self.extra)
 
     @property
     def start_state(self) -> TrainingState:
         """Before the first step."""
-        return _state(self.start, self.start_buffers, set(self.gradients))
+        return _state(self.start, self.start_buffers, set(self.gradients), self.start_extra)
 
     @property
     def state_after(self) -> TrainingState:
         """After the step that was read."""
-        return _state(self.weights_after, self.buffers_after, set(self.gradients))
+        return _state(self.weights_after, self.buffers_after, set(self.gradients), self.extra_after)
 
 
-def _state(weights: Weights, buffers: Tensors, trained: set[str]) -> TrainingState:
+def _state(
+    weights: Weights, buffers: Tensors, trained: set[str], extra: dict[str, Any]
+) -> TrainingState:
     of_optimizer = {
         name: {
             "step": torch.tensor(float(weights.num_steps[name])),
@@ -298,4 +323,4 @@ def _state(weights: Weights, buffers: Tensors, trained: set[str]) -> TrainingSta
         for name in trained
     }
     scaler = {"scale": LOSS_SCALE, "growth_tracker": 0.0}
-    return TrainingState({**weights.parameters, **buffers}, of_optimizer, scaler)
+    return TrainingState({**weights.parameters, **buffers}, of_optimizer, scaler, extra)

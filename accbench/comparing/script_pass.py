@@ -20,7 +20,7 @@ from accbench.comparing import distances, dropout, script_reference
 from accbench.comparing.script_reference import Step
 from accbench.config import TaskConfig
 from accbench.data import nested
-from accbench.engines import Batch, ddp, sharing
+from accbench.engines import Batch, complex_numbers, ddp, sharing
 from accbench.engines.state import NotLoadableError, TrainingState
 from accbench.errors import RequestError
 from accbench.recording import records
@@ -43,14 +43,12 @@ class Float64(ddp.Engine):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         places = sharing.places(model)
-        model = model.double()
+        model = complex_numbers.double(model)
         sharing.tie(places)
         return super().prepare(model)
 
     def to_device(self, batch: Batch) -> Batch:
-        return super().to_device(
-            nested.mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
-        )
+        return super().to_device(nested.mapped(batch, complex_numbers.doubled))
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._in_float64()

@@ -12,7 +12,7 @@ from torch import nn
 from accbench.comparing import distances
 from accbench.comparing.reference import FOLDER, LOSS_SCALE
 from accbench.data import nested
-from accbench.engines import Batch
+from accbench.engines import Batch, complex_numbers, extra_state
 from accbench.engines.state import NotLoadableError, Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.recording import records
@@ -75,7 +75,7 @@ def _path(folder: Path, step: int, rank: int) -> Path:
 
 def sums_of(batch: Batch) -> list[float]:
     """Of each tensor, on the host."""
-    return [float(tensor.cpu().double().sum()) for tensor in nested.tensors_of(batch)]
+    return [float(complex_numbers.wide(tensor.cpu()).sum()) for tensor in nested.tensors_of(batch)]
 
 
 def same_data(own: list[float], expected: list[float]) -> bool:
@@ -91,8 +91,8 @@ def rounded(run: Run) -> TrainingState:
     tensors = [*run.model.parameters(), *run.model.buffers()]
     tensors += [v for state in run.optimizer.state.values() for v in state.values()]
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            tensor.copy_(tensor.float())
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(complex_numbers.singled(tensor))
     return _float32(state_of(run))
 
 
@@ -104,16 +104,17 @@ def state_of(run: Run) -> TrainingState:
 
 def _float32(state: TrainingState) -> TrainingState:
     def of(tensors: Tensors) -> Tensors:
-        return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
+        return {name: complex_numbers.singled(tensor) for name, tensor in tensors.items()}
 
     of_parameters = {name: of(tensors) for name, tensors in state.optimizer.items()}
-    return dataclasses.replace(state, model=of(state.model), optimizer=of_parameters)
+    extra = {k: extra_state.copied(v, wide=False) for k, v in (state.extra or {}).items()}
+    return dataclasses.replace(state, model=of(state.model), optimizer=of_parameters, extra=extra)
 
 
 def gradients(run: Run) -> Tensors:
     """Of the step that was taken last, by the parameter's name, on the host."""
     return {
-        name: parameter.grad.detach().to("cpu", copy=True)
+        name: parameter.grad.detach().resolve_conj().to("cpu", copy=True)
         for name, parameter in run.model.named_parameters()
         if parameter.grad is not None
     }
@@ -121,7 +122,7 @@ def gradients(run: Run) -> Tensors:
 
 def of_step(run: Run, own: TrainingState, expected: Step) -> dict[str, float]:
     """Of one step from the reference's state, in the words of `distances.of_step`."""
-    of_own = {name: gradient.double() for name, gradient in gradients(run).items()}
+    of_own = {n: complex_numbers.doubled(gradient) for n, gradient in gradients(run).items()}
     buffers = {
         name: tensor
         for name, tensor in expected.after.model.items()
@@ -131,6 +132,7 @@ def of_step(run: Run, own: TrainingState, expected: Step) -> dict[str, float]:
         **distances.of_gradients(of_own, expected.gradients),
         **_of_updates(run, own, expected.before, of_own),
         **distances.of_buffers(own.model, expected.before.model, buffers),
+        **distances.of_extra(own.extra, expected.before.extra, expected.after.extra),
         **_of_counts(own, expected.after),
     }
 
@@ -177,10 +179,13 @@ def _stepped(run: Run, before: TrainingState, gradients: Tensors) -> TrainingSta
     for group in run.optimizer.param_groups:
         own = [names[id(parameter)] for parameter in group["params"]]
         for name in own:
-            copies[name] = copy = nn.Parameter(before.model[name].double())
+            copies[name] = copy = nn.Parameter(complex_numbers.doubled(before.model[name]))
             copy.grad = gradients.get(name)
             kept = before.optimizer.get(name, {})
-            state[copy] = {k: t.double() if t.shape == copy.shape else t for k, t in kept.items()}
+            state[copy] = {
+                k: complex_numbers.doubled(t) if t.shape == copy.shape else t
+                for k, t in kept.items()
+            }
         given = {name: value for name, value in settings.items() if name in group}
         groups.append({**group, **given, "params": [copies[name] for name in own]})
     try:

@@ -13,7 +13,7 @@ import math
 import torch
 
 from accbench.config import TaskConfig
-from accbench.engines import optimizers
+from accbench.engines import complex_numbers, optimizers
 from accbench.engines.state import Tensors
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
@@ -35,21 +35,27 @@ class Rule(abc.ABC):
         self, parameter: torch.Tensor, state: Tensors, gradient: torch.Tensor, num_steps: int
     ) -> tuple[torch.Tensor, Tensors]:
         """Parameter and state after the `num_steps`th step (from 1), in float64."""
-        before = {key: tensor.double() for key, tensor in state.items()}
-        moved, after = self._step(parameter.double(), before, gradient.double(), num_steps)
+        # Of complex numbers their parts, as torch's optimizers take them.
+        before = {key: complex_numbers.wide(tensor) for key, tensor in state.items()}
+        p, g = complex_numbers.wide(parameter), complex_numbers.wide(gradient)
+        moved, after = self._step(p, before, g, num_steps, self._decay(parameter))
         if self.task.ema_decay:
             average = before[optimizers.AVERAGE]
             after[optimizers.AVERAGE] = average + (1 - self.task.ema_decay) * (moved - average)
+        if parameter.is_complex():
+            after = {key: torch.view_as_complex(tensor) for key, tensor in after.items()}
+            return torch.view_as_complex(moved), after
         return moved, after
 
     @abc.abstractmethod
     def _step(
-        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int
+        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
     ) -> tuple[torch.Tensor, Tensors]: ...
 
     @abc.abstractmethod
     def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
-        """What the optimizer used, from its state after and before a step: float64.
+        """What the optimizer used, from its state after and before a step: float64, (..., 2) of
+        complex numbers.
 
         It is averaged, unscaled and clipped, wherever an engine does those.
 
@@ -65,35 +71,36 @@ class AdamW(Rule):
     """Decoupled weight decay, two moments."""
 
     def _step(
-        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int
+        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
     ) -> tuple[torch.Tensor, Tensors]:
         lr = self.task.lr
         m = BETA1 * state["exp_avg"] + (1 - BETA1) * g
         v = BETA2 * state["exp_avg_sq"] + (1 - BETA2) * g.square()
         m_hat_factor = 1 / (1 - BETA1**num_steps)
         root = v.sqrt() / math.sqrt(1 - BETA2**num_steps) + EPSILON
-        moved = p * (1 - lr * self._decay(p)) - lr * m_hat_factor * m / root
+        moved = p * (1 - lr * decay) - lr * m_hat_factor * m / root
         return moved, {"exp_avg": m, "exp_avg_sq": v}
 
     def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
-        return (after["exp_avg"].double() - BETA1 * before["exp_avg"].double()) / (1 - BETA1)
+        m = complex_numbers.wide(after["exp_avg"])
+        return (m - BETA1 * complex_numbers.wide(before["exp_avg"])) / (1 - BETA1)
 
 
 class SGD(Rule):
     """An L2 penalty in the gradient, momentum without dampening, Nesterov's by choice."""
 
     def _step(
-        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int
+        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
     ) -> tuple[torch.Tensor, Tensors]:
-        g = g + self._decay(p) * p
+        g = g + decay * p
         buffer = self.task.momentum * state["momentum_buffer"] + g
         way = g + self.task.momentum * buffer if self.task.nesterov else buffer
         return p - self.task.lr * way, {"momentum_buffer": buffer}
 
     def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
-        kept = self.task.momentum * before["momentum_buffer"].double()
-        penalty = self._decay(parameter) * parameter.double()
-        return after["momentum_buffer"].double() - kept - penalty
+        kept = self.task.momentum * complex_numbers.wide(before["momentum_buffer"])
+        penalty = self._decay(parameter) * complex_numbers.wide(parameter)
+        return complex_numbers.wide(after["momentum_buffer"]) - kept - penalty
 
 
 def of_task(task: TaskConfig) -> Rule:
@@ -134,6 +141,6 @@ class Weights:
         for name, gradient in gradients.items():
             num_steps[name] += 1
             moved, after = rule.step(parameters[name], state[name], gradient, num_steps[name])
-            parameters[name] = moved.float()
-            state[name] = {key: tensor.float() for key, tensor in after.items()}
+            parameters[name] = complex_numbers.singled(moved)
+            state[name] = {key: complex_numbers.singled(t) for key, t in after.items()}
         return Weights(parameters, state, num_steps)

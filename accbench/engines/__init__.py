@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from accbench.config import TaskConfig, amp_level
-from accbench.engines import checkpointing, sharing, state
+from accbench.engines import checkpointing, complex_parameters, model_state, sharing, state
 from accbench.engines.state import Tensors, TrainingState
-from accbench.errors import ReductionError, RequestError
+from accbench.errors import ReductionError
+from accbench.models import trainable
 from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
 
 Batch = Any
@@ -188,15 +190,22 @@ class Engine(abc.ABC):
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the loss scale out of the gradients, at most once a step."""
         if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+            with complex_parameters.as_real(optimizer):
+                self.scaler.unscale_(optimizer)
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with gradients that are averaged; unscale those that are not; skip on overflow."""
         if self.scaler is None:
             optimizer.step()
         else:
+            if complex_parameters.of(optimizer) and self._is_scaled(optimizer):
+                self.unscale_gradients(optimizer)
             self.scaler.step(optimizer)
             self.scaler.update()
+
+    def _is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        stage = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
+        return bool(self.scaler.is_enabled()) and stage is OptState.READY
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""
@@ -312,6 +321,15 @@ class Engine(abc.ABC):
 
     # The same for all.
 
+    def check_model(self, net: nn.Module) -> None:
+        """Look whether this engine can train a model, on the host and as it was built.
+
+        Raises:
+            RequestError: it cannot; the message says why and what to do.
+        """
+        trainable.check(net, self.task.engine, compiles=self.compiler is not None)
+        sharing.refuse_views(net)
+
     def prepared(self, net: nn.Module) -> nn.Module:
         """`prepare`, after which the same parameters and buffers must be one tensor as before.
 
@@ -319,9 +337,7 @@ class Engine(abc.ABC):
             RequestError: parameters share memory in a way that cannot be kept, or none trains.
             RuntimeError: they are not, so that another model would be trained.
         """
-        sharing.refuse_views(net)
-        if not any(parameter.requires_grad for parameter in net.parameters()):
-            raise RequestError("the model has no parameter that trains (requires_grad)")
+        self.check_model(net)
         if self.task.checkpoint_modules:
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
             checkpointing.apply(net, names, self.computed_again)
@@ -349,20 +365,17 @@ class Engine(abc.ABC):
         yield from islice(cycle(self._resident), begin, begin + len(loader))
 
     def share_buffers(self, net: nn.Module) -> None:
-        """Give all ranks rank 0's buffers, so that all evaluate one model, the one that is saved.
+        """Give all ranks rank 0's buffers and extra state, so that all evaluate one model, the one
+        that is saved.
 
         While training, BatchNorm's statistics are those of each rank's shard.
         """
-        shared = net.state_dict()
-        names = {name for name, _ in net.named_buffers() if name in shared}
-        if self.topology.world_size == 1 or not names:
+        if self.topology.world_size == 1:
             return
-        for name, tensor in [*shared.items()]:
-            if name in names:
-                shared[name] = from_rank0_tensor(tensor.cpu())
-            else:
-                del shared[name]
-        net.load_state_dict(shared, strict=False)
+        with torch.no_grad():
+            for buffer in model_state.saved_buffers(net):
+                buffer.copy_(from_rank0_tensor(buffer.cpu()))
+        model_state.share(net)
         self.end_step()
 
     def prove_reduction(self) -> None:

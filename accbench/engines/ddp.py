@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import layouts, optimizers, sharing, used
+from accbench.engines import complex_parameters, layouts, optimizers, sharing, used
+from accbench.engines.complex_numbers import real
 from accbench.errors import RequestError
 from accbench.recording import provenance
 from accbench.recording.terminal import log
@@ -133,7 +133,8 @@ class Engine(engines.Engine):
         sharing.tie(places)  # of buffers a move makes one for each place
         for tensor in (*model.parameters(), *model.buffers()):
             # Module.to takes tensors of five dimensions for images too, and fails.
-            if not is_lazy(tensor) and tensor.dim() == 4 and self.task.script is None:
+            is_image = tensor.dim() == 4 and not tensor.is_complex()
+            if is_image and self.task.script is None:
                 tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
         return model
 
@@ -141,7 +142,7 @@ class Engine(engines.Engine):
         """What was compiled for parameters in channels_last."""
 
     def _distributed(self, model: nn.Module) -> nn.Module:
-        if self.topology.world_size == 1:
+        if self.topology.world_size == 1 or not complex_parameters.leave_out_of_buckets(model):
             return model
         self._averaged = trained(model)
         return DistributedDataParallel(model, **self._settings())
@@ -166,9 +167,10 @@ class Engine(engines.Engine):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
-            optimizers.groups(self.task, model), **optimizers.arguments(self.task), fused=True
-        )
+        optimizer = complex_parameters.built(
+            kinds[self.task.optimizer], optimizers.groups(self.task, model),
+            **optimizers.arguments(self.task), fused=True,
+        )  # fmt: skip
         optimizers.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
         if self.task.optimizer == "sgd":
             optimizers.count_steps(optimizer)
@@ -212,19 +214,25 @@ class Engine(engines.Engine):
         if self.topology.world_size == 1:
             return
         if not self._will_average:
-            self._average(optimizer)
-        elif not self._is_checked:
+            self._average([p for group in optimizer.param_groups for p in group["params"]])
+            return
+        self._average(complex_parameters.of(optimizer))
+        if not self._is_checked:
             self._check_all_reduced(optimizer)
             self._is_checked = True
         self._will_average = False
 
-    def _average(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        if self.topology.world_size == 1 or not parameters:
+            return
         for parameter in used.with_gradients(parameters, used.somewhere(parameters)):
             assert parameter.grad is not None
-            total = parameter.grad.contiguous()  # gloo takes no other
+            gradient = complex_parameters.materialized(parameter.grad)
+            total = real(gradient).contiguous()  # gloo takes no other
+            total = total.clone() if total.data_ptr() == gradient.data_ptr() else total
             dist.all_reduce(total)
-            parameter.grad.copy_(total / self.topology.world_size)
+            real(gradient).copy_(total / self.topology.world_size)
+            parameter.grad = gradient
 
     def results(self, nest: Any) -> Any:
         """See the base class."""
@@ -257,6 +265,11 @@ class Engine(engines.Engine):
             )
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self._average(complex_parameters.of(optimizer))
+        with complex_parameters.as_real(optimizer):
+            self._apply_gradients(optimizer)
+
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self.topology.world_size > 1 and not self._is_checked:
             self._check_all_reduced(optimizer)
             self._is_checked = True

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accbench.engines import model_state
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -27,12 +29,14 @@ class TrainingState:
     """Parameter -> what the optimizer keeps of it, as `step` () and `exp_avg` of its shape."""
     scaler: dict[str, float] = dataclasses.field(default_factory=dict)
     """`scale` and `growth_tracker` of the GradScaler; empty without one."""
+    extra: dict[str, Any] | None = None
+    """What the model's state_dict holds beside tensors of `model`, by its keys; None: unknown, and
+    a load leaves it as it is."""
 
 
 def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> TrainingState:
     """The state as it is; waits for the device."""
-    saved = net.state_dict()  # an engine may keep buffers in another form
-    model = {name: _copy(saved.get(name, tensor)) for name, tensor in _named_tensors(net)}
+    model = {name: _copy(tensor) for name, tensor in model_state.tensors(net).items()}
     of_optimizer = {
         name: {
             key: _copy(value)
@@ -42,7 +46,7 @@ def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Train
         for name, parameter in net.named_parameters()
         if parameter in optimizer.state
     }
-    return TrainingState(model, of_optimizer, _read_scaler(scaler))
+    return TrainingState(model, of_optimizer, _read_scaler(scaler), model_state.read_extra(net))
 
 
 def load(
@@ -57,7 +61,7 @@ def load(
         NotLoadableError: model or optimizer have other tensors.
     """
     try:
-        _load_model(net, state.model)
+        model_state.load(net, state.model, state.extra)
         _load_optimizer(net, optimizer, state.optimizer)
         if _enabled(scaler) and state.scaler:
             saved = {**scaler.state_dict(), "scale": state.scaler["scale"]}
@@ -66,35 +70,6 @@ def load(
     except (KeyError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         why = " ".join(str(error).split())
         raise NotLoadableError(f"{type(error).__name__}: {why}") from error
-
-
-def _load_model(net: nn.Module, tensors: Tensors) -> None:
-    own = dict(_named_tensors(net))
-    if own.keys() != tensors.keys():
-        other = sorted(own.keys() ^ tensors.keys())
-        raise ValueError(f"the model has other tensors than the state, such as {other[0]}")
-    # A tied weight stands in the state_dict under each of its names.
-    first_name = {id(tensor): name for name, tensor in own.items()}
-    saved = net.state_dict(keep_vars=True)
-    names = {key: key if key in own else first_name[id(value)] for key, value in saved.items()}
-    # Copies, for XLA on a CPU may take over the memory of a host's tensor, and write to it. In what
-    # the model itself gave, for modules look there for the version of their tensors.
-    for key, name in names.items():
-        saved[key] = tensors[name].clone()
-    net.load_state_dict(saved)
-    for name in own.keys() - saved.keys():  # buffers that are not saved
-        _load_buffer(net, own[name], tensors[name].clone())
-
-
-def _load_buffer(net: nn.Module, buffer: torch.Tensor, loaded: torch.Tensor) -> None:
-    if buffer.shape == loaded.shape:
-        with torch.no_grad():
-            buffer.copy_(loaded)
-        return
-    # A forward pass may put another in its place.
-    new = loaded.to(buffer.device, buffer.dtype)
-    for module in net.modules():
-        module._buffers.update({n: new for n, own in module._buffers.items() if own is buffer})
 
 
 def _load_optimizer(
@@ -123,10 +98,6 @@ def _copy_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if tensor.shape != parameter.shape:
         return tensor.clone()
     return torch.empty_like(parameter, device="cpu", dtype=tensor.dtype).copy_(tensor)
-
-
-def _named_tensors(net: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*net.named_parameters(), *net.named_buffers()]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

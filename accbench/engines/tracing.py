@@ -14,6 +14,7 @@ from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.engines import places
 from accbench.errors import RequestError
+from accbench.models import trainable
 from accbench.preflight import programs
 from accbench.training.process_group import Topology
 
@@ -59,7 +60,7 @@ def model_of(task: TaskConfig, num_classes: int) -> tuple[Any, nn.Module]:
     """(spec, model), as a worker builds them."""
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
-    return spec, spec.build(num_classes)
+    return spec, trainable.plain(spec.build(num_classes))
 
 
 def facts_of(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:

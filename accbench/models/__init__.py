@@ -19,6 +19,7 @@ from torch import nn
 from accbench import plugins
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
+from accbench.models import trainable
 from accbench.models.classification import Classifier, ImageClassification
 from accbench.models.spec import IMAGES, TOKENS, Spec
 
@@ -126,7 +127,7 @@ def _own(name: str) -> Any:
                 f"{', '.join(_required(net.forward))}; a spec of your own says what a batch is and "
                 "how the model is called with it (docs/models.md)"
             )
-        return net
+        return trainable.plain(net)
 
     return ImageClassification(name, build_net)
 

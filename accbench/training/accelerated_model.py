@@ -41,7 +41,9 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: Engine) -> None:
         return _new, (kind,), *state
 
     members = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
-    model.__class__ = type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__})
+    accelerated = type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__})
+    # Not by the class's own `__setattr__`: a traced module hands it on to what it is made of.
+    object.__setattr__(model, "__class__", accelerated)
 
 
 def _new(kind: Any) -> Any:

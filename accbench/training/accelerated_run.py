@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import Batch, Engine
+from accbench.engines import Batch, Engine, complex_parameters, model_state
 from accbench.errors import RequestError, RunEnded, end_status
 from accbench.logger import RunLogger
+from accbench.models import trainable
 from accbench.recording import board, records
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
@@ -56,6 +57,7 @@ class Run:
         self.task, self.topology = begun.task, begun.topology
         self.optimizer_class = type(optimizer)
         """As the script built it."""
+        self._given, model = model, trainable.plain(model)
         names = accelerated_optimizer.names_of(model)
         accelerated_optimizer.check(optimizer, names)
         shares: list[tuple[Any, Any]] = [
@@ -103,9 +105,11 @@ class Run:
 
     def _prepare(self, names: accelerated_optimizer.Names) -> None:
         self.engine.prove_reduction()
+        self.engine.check_model(self.model)
         if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
             self.model.to("cpu")
         process_group.broadcast_module(self.model)
+        model_state.share(self.model)
         self.prepared = self.engine.prepared(self.model)
         accelerated_model.accelerate(self.model, self.prepared, self.engine)
         accelerated_optimizer.take_over(self.optimizer, names, self.model)
@@ -113,7 +117,7 @@ class Run:
         accelerated_optimizer.accelerate(self.optimizer, self._step)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.optimizer, *self.loaders))
+        return iter((self._given, self.optimizer, *self.loaders))
 
     @property
     def rank(self) -> int:
@@ -151,6 +155,7 @@ class Run:
         self._stepped.clear()
         with self._foreign.gathered():
             self.engine.backward(loss, retain_graph)
+        complex_parameters.materialize_gradients(self.optimizer)
         if not self._without_reduction:
             self.engine.reduce_gradients(self.optimizer)
         self._losses.append(loss.detach())

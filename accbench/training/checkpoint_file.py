@@ -1,8 +1,9 @@
 """One checkpoint on disk: a folder of tensors.safetensors and checkpoint.json.
 
 Tensors are `model/NAME`, `optimizer/KEY/NAME` and `rng/RANK/KEY`, where NAME is the parameter's
-or buffer's. The JSON has the rest, the size and SHA-256 of the tensors' file, and its own
-SHA-256. Nothing in it is code: reading one runs none.
+or buffer's, and `extra/NUMBER`, of the model's extra state. Complex ones are real ones with a last
+axis of 2, and `:complex` behind the name. The JSON has the rest, the size and SHA-256 of the
+tensors' file, and its own SHA-256. Nothing in it is code: reading one runs none.
 """
 
 import contextlib
@@ -14,13 +15,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from accbench.engines import complex_numbers, extra_state
 from accbench.engines.state import Tensors, TrainingState
 
 FORMAT = 1
 JSON_FILE, TENSORS_FILE = "checkpoint.json", "tensors.safetensors"
+_EXTRA = "extra"
 # Behind the hidden name of one that a newer one of the same step is taking the place of.
 REPLACED = ".old"
 _CHUNK_BYTES = 1 << 22
@@ -94,10 +98,13 @@ def write(folder: Path, checkpoint: Checkpoint) -> int:
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
     tensors = folder / TENSORS_FILE
-    save_file(_flat(checkpoint), tensors)
+    extra: list[torch.Tensor] = []
+    packed = {k: extra_state.packed(v, extra) for k, v in (checkpoint.state.extra or {}).items()}
+    save_file(complex_numbers.as_real(_flat(checkpoint, extra)), tensors)
     _flush(tensors)
     content = {
         **dataclasses.asdict(checkpoint.facts),
+        _EXTRA: packed,
         "tensors": {"bytes": tensors.stat().st_size, "sha256": _sha256_of_file(tensors)},
     }
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=1)
@@ -108,12 +115,13 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
     return int(content["tensors"]["bytes"]) + len(text)
 
 
-def _flat(checkpoint: Checkpoint) -> Tensors:
+def _flat(checkpoint: Checkpoint, extra: list[torch.Tensor]) -> Tensors:
     found = {f"model/{name}": tensor for name, tensor in checkpoint.state.model.items()}
     for name, kept in checkpoint.state.optimizer.items():
         found.update({f"optimizer/{key}/{name}": tensor for key, tensor in kept.items()})
     for rank, states in enumerate(checkpoint.rng):
         found.update({f"rng/{rank}/{key}": tensor for key, tensor in states.items()})
+    found.update({f"{_EXTRA}/{number}": tensor for number, tensor in enumerate(extra)})
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
@@ -160,25 +168,40 @@ def read(folder: Path) -> Checkpoint:
     Raises:
         DamagedError: it is not, or no longer.
     """
-    facts = read_facts(folder)
+    content = _read_json(folder)
+    facts = _facts(content)
     model: Tensors = {}
+    extra: dict[int, torch.Tensor] = {}
     optimizer: dict[str, Tensors] = {}
     rng: dict[int, Tensors] = {}
     try:
-        for key, tensor in load_file(folder / TENSORS_FILE).items():
+        tensors = complex_numbers.as_complex(load_file(folder / TENSORS_FILE))
+        for key, tensor in tensors.items():
             kind, rest = key.split("/", 1)
             if kind == "model":
                 model[rest] = tensor
+                continue
+            if kind == _EXTRA:
+                extra[int(rest)] = tensor
                 continue
             group, name = rest.split("/", 1)
             if kind == "optimizer":
                 optimizer.setdefault(name, {})[group] = tensor
             else:
                 rng.setdefault(int(group), {})[name] = tensor
-    except (OSError, SafetensorError, ValueError) as error:
+        of_modules = _extra_of(content, extra)
+    except (OSError, SafetensorError, ValueError, LookupError) as error:
         raise DamagedError(f"cannot read {folder / TENSORS_FILE}: {error}") from None
-    state = TrainingState(model, optimizer, facts.scaler)
+    state = TrainingState(model, optimizer, facts.scaler, of_modules)
     return Checkpoint(facts, state, tuple(rng[rank] for rank in sorted(rng)))
+
+
+def _extra_of(content: dict[str, Any], tensors: dict[int, torch.Tensor]) -> dict[str, Any] | None:
+    """The model's extra state; None of a checkpoint from before it was kept."""
+    if _EXTRA not in content:
+        return None
+    in_order = [tensors[number] for number in range(len(tensors))]
+    return {key: extra_state.unpacked(found, in_order) for key, found in content[_EXTRA].items()}
 
 
 def _read_json(folder: Path) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from accbench import config, models, plugins
-from accbench.engines import optimizers
+from accbench.engines import model_state, optimizers
 from accbench.engines.state import Tensors
 from accbench.errors import RequestError
+from accbench.models import trainable
 from accbench.training import checkpoint_file, checkpoints, export_onnx
 from accbench.training.process_group import Topology
 
@@ -43,7 +44,7 @@ def export(
     assert found is not None
     saved = checkpoint_file.read(found)
     tensors = optimizers.of_averages(saved.state) if average else saved.state.model
-    model = _model_of(saved.facts, tensors)
+    model = _model_of(saved.facts, tensors, saved.state.extra)
     loader = _validation_set(found.parent.parent / config.CONFIG_FILE) if evaluate else None
     part = out.with_name(f".{out.name}.part")
     try:
@@ -86,37 +87,58 @@ def _top1(spec: Any, model: nn.Module, loader: Any) -> tuple[float, int]:
     return top1 / number, int(number)
 
 
-def _model_of(facts: checkpoint_file.Facts, tensors: Tensors) -> nn.Module:
-    model: nn.Module = models.resolve(facts.model, facts.image_size).build(facts.num_classes)
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if own.keys() != tensors.keys():
-        other = sorted(own.keys() ^ tensors.keys())[0]
+def _model_of(
+    facts: checkpoint_file.Facts, tensors: Tensors, extra: dict[str, Any] | None
+) -> nn.Module:
+    spec = models.resolve(facts.model, facts.image_size)
+    model = trainable.plain(spec.build(facts.num_classes))
+    try:
+        model_state.load(model, tensors, extra)
+    except (ValueError, RuntimeError) as error:
         raise RequestError(
-            f"--model {facts.model} now builds another network than the one that was "
-            f"saved: {other} is in one of them alone"
-        )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            f"--model {facts.model} now builds another network than the one that was saved: "
+            f"{' '.join(str(error).split())}"
+        ) from None
     return model.eval()
 
 
-def network_state(model: nn.Module) -> Tensors:
-    """The state_dict of the network, without the normalisation of images before it."""
+def network_state(model: nn.Module) -> dict[str, Any]:
+    """The state_dict of the network, without the normalisation of images before it.
+
+    Extra state is in it as its modules give it.
+    """
     net = getattr(model, "net", model)
-    return {name: tensor.detach().contiguous() for name, tensor in net.state_dict().items()}
+    return {
+        name: value.detach().contiguous() if isinstance(value, torch.Tensor) else value
+        for name, value in net.state_dict().items()
+    }
 
 
 def _write(model: nn.Module, image_size: int, path: Path, format: Format) -> str:
     if format.startswith("onnx"):
         apart = export_onnx.write(model, image_size, path, int8=format == "onnx_int8")
         return f", logits of random images within {apart:.1e} of the largest of torch's"
-    tensors = network_state(model)
+    state = network_state(model)
     if format == "state_dict":
-        torch.save(tensors, path)
-    else:
-        from safetensors.torch import save_file
+        torch.save(state, path)
+        return ""
+    return _write_safetensors(state, path)
 
+
+def _write_safetensors(state: dict[str, Any], path: Path) -> str:
+    """Write the tensors; returns a note on what this format has no place for."""
+    from safetensors.torch import save_file
+
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    try:
         # A tied weight has several names there, which this format writes out each.
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
-    return ""
+    except KeyError as error:
+        raise RequestError(
+            f"--format safetensors has no type {error.args[0]}, which the network's tensors have; "
+            "use --format state_dict"
+        ) from None
+    others = [name for name in state if name not in tensors]
+    if not others:
+        return ""
+    return f", without {', '.join(others)}, which are no tensors: --format state_dict has them"

@@ -150,6 +150,11 @@ def leave_at_once(status: int) -> None:
         os._exit(status)
 
 
+def is_alone() -> bool:
+    """Return whether there are no other workers to tell anything."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def gather_values(values: list[float]) -> list[list[float]]:
     """Every rank's `values`, by rank; all ranks give equally many."""
     if not dist.is_initialized():
@@ -167,12 +172,14 @@ def from_rank0(value: Any) -> Any:
 
 
 def from_rank0_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor on every rank; on the host, of one shape and type."""
+    """Rank 0's tensor on every rank; on the host, of one shape and of one type, whichever."""
     if not dist.is_initialized():
         return tensor
-    tensor = tensor.clone()
-    dist.broadcast(tensor, src=0)
-    return tensor
+    # Gloo knows not all types, but bytes.
+    data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone()
+    if data.numel():
+        dist.broadcast(data.view(torch.uint8), src=0)
+    return data.view(tensor.shape)
 
 
 def gather_tensor(own: torch.Tensor) -> list[torch.Tensor]:
@@ -195,6 +202,8 @@ def gather_names(name: str) -> list[str]:
 
 def broadcast_module(module: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers; the module is on the host."""
-    if dist.is_initialized():
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0)
+    if is_alone():
+        return
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.copy_(from_rank0_tensor(tensor))

@@ -13,7 +13,7 @@ from torch import nn
 
 from accbench import config, run_folder
 from accbench.config import TaskConfig
-from accbench.engines import Engine, optimizers
+from accbench.engines import Engine, model_state, optimizers
 from accbench.engines.state import NotLoadableError
 from accbench.errors import RECORDS_BEFORE_VARIABLE, RequestError
 from accbench.recording import records
@@ -111,6 +111,7 @@ class Keeper:
         rng = self.engine.rng_state()
         by_name = {name: gather_tensor(state) for name, state in rng.items()}
         self.engine.gather_state()
+        model_state.refuse_unsaved(self.net)
         if self.writer is not None:
             state = self.engine.training_state(self.net, self.optimizer)
             facts = Facts(

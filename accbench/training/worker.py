@@ -21,7 +21,7 @@ import torch
 
 from accbench import cache_folders, config, models, plugins, resolving, run_folder, standard_streams
 from accbench.config import TaskConfig
-from accbench.engines import Engine
+from accbench.engines import Engine, model_state
 from accbench.errors import (
     ERROR_FILE_VARIABLE,
     LAUNCHER_PID_VARIABLE,
@@ -34,7 +34,7 @@ from accbench.errors import (
     remedy_of_overflow,
 )
 from accbench.logger import RunLogger
-from accbench.models import flops
+from accbench.models import flops, trainable
 from accbench.recording import board, provenance, records, terminal
 from accbench.recording.board import Board
 from accbench.recording.terminal import TrainingDisplay, log
@@ -174,8 +174,12 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     engine.prove_reduction()
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
-    model = spec.build(source.num_classes)
+    model = trainable.plain(spec.build(source.num_classes))
+    engine.check_model(model)
     process_group.broadcast_module(model)
+    model_state.share(model)
+    if task.save_interval:
+        model_state.check_loadable(model)
     net, model = model, engine.prepared(model)
     optimizer = engine.build_optimizer(model)
     engine.seed(task.seed + topology.rank)  # dropout and the like differ by rank

@@ -4,13 +4,22 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax import lax
 
+from accbench.engines import complex_numbers
 from accbench.errors import RequestError
 
 # XLA on the CPU reads arrays at such addresses only.
 _ALIGNED_BYTES = 64
 _INT32 = torch.iinfo(torch.int32)
+_FLOAT8 = {
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
+    torch.float8_e5m2: jnp.float8_e5m2,
+    torch.float8_e4m3fnuz: jnp.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz: jnp.float8_e5m2fnuz,
+}
 
 
 def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
@@ -26,7 +35,7 @@ def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
         tensor = tensor.contiguous()
     if tensor.data_ptr() % _ALIGNED_BYTES:
         tensor = tensor.clone()
-    array = jax.dlpack.from_dlpack(tensor)
+    array = _from_dlpack(tensor)
     if device.platform != "cpu":
         return jax.device_put(array, device)
     # JAX keeps the tensor by its capsule, which is enough for what reads it later.
@@ -45,14 +54,26 @@ def tensor_of(array: jax.Array) -> torch.Tensor:
     """What an array holds, on the host; waits for it, and is not to be written to."""
     if next(iter(array.devices())).platform != "cpu":
         array = jax.device_put(array, jax.devices("cpu")[0])
+    for dtype, own in _FLOAT8.items():
+        if array.dtype == own:
+            return torch.from_dlpack(lax.bitcast_convert_type(array, jnp.uint8)).view(dtype)
     return torch.from_dlpack(array)
 
 
+def _from_dlpack(tensor: torch.Tensor) -> jax.Array:
+    if tensor.dtype in _FLOAT8:  # which dlpack has no name for
+        data = jax.dlpack.from_dlpack(tensor.view(torch.uint8))
+        return lax.bitcast_convert_type(data, _FLOAT8[tensor.dtype])
+    return jax.dlpack.from_dlpack(tensor)
+
+
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    if jax.config.read("jax_enable_x64") or tensor.dtype not in (torch.int64, torch.float64):
+    if jax.config.read("jax_enable_x64"):
         return tensor
-    if tensor.dtype is torch.float64:
-        return tensor.float()
+    if tensor.dtype in (torch.float64, torch.complex128):
+        return complex_numbers.singled(tensor)
+    if tensor.dtype is not torch.int64:
+        return tensor
     if tensor.numel():
         low, high = (int(value) for value in tensor.aminmax())
         if low < _INT32.min or high > _INT32.max:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import beside, places
+from accbench.engines import beside, extra_state, model_state, places
 from accbench.engines.index_ranges import Ranges, Tracer
 from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
@@ -231,6 +231,30 @@ def _refuse_numbers_that_change(
                 f"--engine jax captures the step once, and every forward pass changes "
                 f"{name + '.' if name else ''}{key} (now {value}): keep it in a buffer, "
                 "a tensor, or use --engine inductor, xla or ddp"
+            )
+
+
+def refuse_changing_extra_state(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
+) -> None:
+    """Raise RequestError if every forward pass changes a module's extra state, which is Python's.
+
+    Two passes on the host leave what they make of it, as a first step would; nothing for models
+    that have none.
+    """
+    if model_state.first_with_extra_state(model) is None:
+        return
+    for is_last in (False, True):
+        before = model_state.read_extra(model)
+        settle(model, loss, batch, autocast)
+        after = model_state.read_extra(model)
+        changed = [key for key in after if not extra_state.equal(before.get(key), after[key])]
+        if not changed:
+            return
+        if is_last:
+            raise RequestError(
+                f"--engine jax captures the step once, and every forward pass changes {changed[0]}:"
+                " keep it in a buffer, a tensor, or use --engine inductor, xla or ddp"
             )
 
 

@@ -328,7 +328,11 @@ class Engine(engines.Engine):
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
         batch: engines.Batch, arguments: tuple[Any, ...],
     ) -> "_Step":  # fmt: skip
+        from accbench.engines.jax import capture
+
         begun = time.perf_counter()
+        part = nested.chunks(batch, self.task.accumulate)[0]
+        capture.refuse_changing_extra_state(model, spec.loss, part, self._hosts_autocast)
         function, reads = self._kept_function(model, spec, optimizer, batch, arguments)
         run = function.lower(*arguments).compile()
         self._stats += engines.CompileStats(1, time.perf_counter() - begun)

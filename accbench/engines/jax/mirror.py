@@ -111,7 +111,8 @@ class Mirror:
         self.take_over()  # or what was written to torch's would be lost
         for key, tensors in self._tensors().items():
             for tensor, value in zip(tensors, self._values(key), strict=True):
-                tensor.copy_(value)
+                if not _holds(tensor, value):
+                    tensor.copy_(value)
             self._marks[key] = [_mark(tensor) for tensor in tensors]
         self._is_ahead = False
 
@@ -155,6 +156,11 @@ class Mirror:
 def _mark(tensor: torch.Tensor) -> _Mark:
     """Changes when anyone writes to the tensor."""
     return id(tensor), tensor._version, tensor.data_ptr()
+
+
+def _holds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a tensor that JAX has in fewer bits is as it was, with all of its bits."""
+    return tensor.dtype != value.dtype and torch.equal(tensor.to(value.dtype), value)
 
 
 def keys_of(task: Any) -> list[str]:

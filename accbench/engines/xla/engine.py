@@ -24,7 +24,7 @@ from accbench import cache_folders, engines, extras
 from accbench.config import TaskConfig
 from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, optimizers, sharing, state, used
+from accbench.engines import beside, model_state, optimizers, sharing, state, used
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors, TrainingState
 from accbench.engines.xla import (
@@ -264,6 +264,7 @@ class Engine(engines.Engine):
                 optimizer.stepped, lambda count: self.to_device(count.cpu())
             )
         self._note_places(model)
+        self._trace_where_python_keeps_state(model)
         # State that appears in the first step would make the second another graph.
         optimizers.make_state(self.task, optimizer, zeros_like, copy)
         self._place_counts(optimizer)
@@ -272,6 +273,12 @@ class Engine(engines.Engine):
             self._make_scaler_state(self.scaler)
         self.xla.sync()
         return optimizer
+
+    def _trace_where_python_keeps_state(self, model: nn.Module) -> None:
+        name = model_state.first_with_extra_state(model)
+        if self._replay is not None and name is not None:
+            # A forward pass may change it, which a recorded step would not run.
+            self._replay.give_up(f"{name or 'the model'} has extra state (get_extra_state)")
 
     def _note_places(self, model: nn.Module) -> None:
         # In the order of the model's modules, whatever groups they are in.
@@ -498,6 +505,7 @@ class Engine(engines.Engine):
         from accbench.engines.xla.fallbacks import Finder
 
         random, kept = self.rng_state(), [(m, dict(m._buffers)) for m in model.modules()]
+        extra = model_state.read_extra(model)
         copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         for module, buffers in kept:  # which a copy back would make another program's
             module._buffers.update(
@@ -511,6 +519,7 @@ class Engine(engines.Engine):
         optimizer.zero_grad(set_to_none=True)
         for module, buffers in kept:
             module._buffers.update(buffers)
+        model_state.load_extra(model, extra)
         self.load_rng_state(random)
         self.xla.sync()
         return finder.lines()

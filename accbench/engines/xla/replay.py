@@ -79,7 +79,7 @@ class StepReplay:
             plan, state = self._plan(step, model, optimizer, batch)
             return self._execute(plan, state.tensors, optimizer, tensors)
         except NotReplayable as why:
-            self._give_up(str(why))
+            self.give_up(str(why))
             return step() if why.loss is None else why.loss
 
     def _plan(
@@ -98,7 +98,8 @@ class StepReplay:
             except StateChanged:
                 continue
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
+        """Trace every step from here on."""
         self.given_up = why
         self._plans.clear()
         self._kept.clear()

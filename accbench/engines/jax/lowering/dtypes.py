@@ -4,7 +4,7 @@ JAX has int64 and float64 only where `jax_enable_x64` is set. Without it int64 i
 holds labels, token numbers and positions; at the border `checked` refuses values that don't fit,
 and sums of integers inside a graph wrap at 2**31. float64 is refused unless a rule
 (`float64_as_float32`) says that float32 will do; 0-d float64 tensors, which torch's promotion
-treats like Python numbers, are float32 always. Complex numbers are refused.
+treats like Python numbers, are float32 always. Likewise complex128 is complex64.
 """
 
 from typing import Any
@@ -27,6 +27,14 @@ _JAX: dict[torch.dtype, Any] = {
     torch.int8: jnp.int8,
     torch.uint8: jnp.uint8,
     torch.bool: jnp.bool_,
+    torch.uint16: jnp.uint16,
+    torch.uint32: jnp.uint32,
+    torch.complex64: jnp.complex64,
+    torch.complex128: jnp.complex128,
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
+    torch.float8_e5m2: jnp.float8_e5m2,
+    torch.float8_e4m3fnuz: jnp.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz: jnp.float8_e5m2fnuz,
 }
 
 
