@@ -21,7 +21,7 @@ from torch import nn
 
 from accbench import engines, extras
 from accbench.config import TaskConfig
-from accbench.engines import ddp, decompositions, inductor_mends, places
+from accbench.engines import compile_cache_key, ddp, decompositions, inductor_mends, places
 from accbench.engines.double_backward import DifferentiableGraph
 from accbench.training.process_group import Topology
 
@@ -85,7 +85,8 @@ class Engine(ddp.Engine):
         """Compile for sizes that may change. off: anew for each size. auto: for any size, from a
         second one on. on: from the start."""
         cache_dir: str | None = None
-        """Folder of the compile cache. Unset: inductor's own in the temporary folder."""
+        """Folder of the compile cache, in which each kind of processor has its own. Unset: inductor's
+        own in the temporary folder."""
 
     compiler = "inductor"
 
@@ -108,7 +109,8 @@ class Engine(ddp.Engine):
         if options is None or options.cache_dir is None:
             return {}
         # Both, or Triton keeps its kernels where a "cold" run finds them again.
-        folder = Path(options.cache_dir).absolute()
+        # A folder a processor, for code is compiled for the one that is here (-march=native).
+        folder = Path(options.cache_dir).absolute() / compile_cache_key.processor()
         return {
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
             "TRITON_CACHE_DIR": str(folder / "triton"),
@@ -156,13 +158,17 @@ class Engine(ddp.Engine):
                 mended = inductor_mends.mended
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
-            with self._compiling_alone(), mended():  # a backward pass is compiled later
-                return compile_fx_inner(*args, **kwargs)
-
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             differentiable = self._differentiable(graph)
-            with self._cache_tagged(), mended(), for_several_backwards(self.task):
+            # Donated buffers are none in a script (`for_several_backwards`).
+            tag = compile_cache_key.tag(self.device.type, self.task.script is not None)
+
+            def in_turn(*args: Any, **kwargs: Any) -> Any:
+                # A backward pass is compiled later, outside of what is entered below.
+                with self._compiling_alone(), mended(), compile_cache_key.tagged(tag):
+                    return compile_fx_inner(*args, **kwargs)
+
+            with compile_cache_key.tagged(tag), mended(), for_several_backwards(self.task):
                 compiled = compile_fx(
                     graph, inputs, inner_compile=in_turn, config_patches=patches,
                     decompositions=rules,
@@ -170,25 +176,6 @@ class Engine(ddp.Engine):
             return self._counted(compiled, differentiable)
 
         return backend
-
-    def _cache_tagged(self) -> contextlib.AbstractContextManager[Any]:
-        """Have torch's compile caches tell apart what their keys leave out.
-
-        AOTAutograd's key knows whether autocast is on, not its type, so that a run in float16 got
-        the graph of one in bfloat16; and neither donated buffers nor the number of threads, for
-        which loops on a CPU are generated.
-        """
-        kind = self.device.type
-        facts = (
-            torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
-            torch.is_autocast_cache_enabled(), torch.get_float32_matmul_precision(),
-            torch.get_num_threads(), torch.backends.mkldnn.enabled,
-            torch.are_deterministic_algorithms_enabled(), self.task.script is not None,
-        )  # fmt: skip
-        settings: Any = torch.compiler.config
-        tag = f"{settings.cache_key_tag} accbench {facts}".strip()
-        patch: contextlib.AbstractContextManager[Any] = settings.patch(cache_key_tag=tag)
-        return patch
 
     def _differentiable(self, graph: torch.fx.GraphModule) -> DifferentiableGraph | None:
         """Return what gives a graph second derivatives, which loops of a user's own may ask for."""

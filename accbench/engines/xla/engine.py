@@ -24,7 +24,7 @@ from accbench import engines, extras, folders
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, optimizers, sharing, state, used
+from accbench.engines import beside, compile_cache_key, optimizers, sharing, state, used
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors, TrainingState
 from accbench.engines.xla import (
@@ -184,7 +184,8 @@ class Engine(engines.Engine):
         if wanted == "auto" and self.task.device == "cpu":
             return "off: XLA on the CPU saves compiled graphs but cannot load them"
         folder = Path(self.options.cache_dir or folders.of_user_cache("xla"))
-        folder = folder / f"{version('torch_xla')}-{self.task.device}"
+        processor = compile_cache_key.processor()  # also what is made for a GPU has code for it
+        folder = folder / f"{version('torch_xla')}-{self.task.device}-{processor}"
         folder = folder / f"rank{self.topology.rank}"
         folder.mkdir(parents=True, exist_ok=True)
         self.xr.initialize_cache(str(folder))
