@@ -85,8 +85,8 @@ class Engine(ddp.Engine):
         """Compile for sizes that may change. off: anew for each size. auto: for any size, from a
         second one on. on: from the start."""
         cache_dir: str | None = None
-        """Folder of the compile cache, in which each kind of processor has its own. Unset: inductor's
-        own in the temporary folder."""
+        """Folder of the compile cache, with a folder in it for each kind of processor. Unset:
+        inductor's own in the temporary folder."""
 
     compiler = "inductor"
 
