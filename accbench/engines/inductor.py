@@ -21,8 +21,17 @@ from torch import nn
 
 from accbench import engines, extras
 from accbench.config import TaskConfig
-from accbench.engines import compile_cache_key, ddp, decompositions, inductor_mends, places
+from accbench.engines import (
+    compile_cache_key,
+    ddp,
+    decompositions,
+    inductor_mends,
+    own_errors,
+    places,
+    python_state,
+)
 from accbench.engines.double_backward import DifferentiableGraph
+from accbench.errors import RequestError
 from accbench.training.process_group import Topology
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
@@ -56,20 +65,43 @@ def _is_transformed() -> bool:
 
 
 def _compile_anew_where_others_train(model: nn.Module) -> None:
-    """Dynamo doesn't look at parameters' `requires_grad`: what is unfrozen would never train."""
+    """Dynamo doesn't look at parameters' `requires_grad`, nor at hooks of modules within: what is
+    unfrozen would never train, and a hook that is added never be called."""
     compiled: Any = model._compiled_call_impl
-    before: list[bool] = []
+    before: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
             return model._call_impl(*args, **kwargs)
-        now = ddp.trained(model)
+        now = [*ddp.trained(model), *python_state.hooks(model)]
         if before and now != before:
             torch._dynamo.reset_code_caches()
         before[:] = now
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            _raise_the_models_own(error, model, lambda: model._call_impl(*args, **kwargs))
+            raise
 
     model._compiled_call_impl = call
+
+
+def _raise_the_models_own(error: Exception, model: nn.Module, call: Callable[[], Any]) -> None:
+    """Raise what the model raises without a compiler; else say that the compiler is at fault."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    if isinstance(error, (RequestError, MemoryError, torch.OutOfMemoryError)):
+        return
+    by_itself = own_errors.of_call(model, call)
+    if by_itself is not None:
+        raise by_itself from None
+    if isinstance(error, TorchDynamoException):
+        place = places.in_model(traceback.extract_tb(error.__traceback__))
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise RequestError(
+            f"torch.compile fails on the model{f' at {place}' if place else ''}, which plain torch "
+            f"runs: {type(error).__name__}: {' '.join(lines)[:300]}; use --engine ddp or xla"
+        ) from error
 
 
 class Engine(ddp.Engine):

@@ -1,6 +1,8 @@
 """What a model raises by itself, whatever compiles it: no compiler is to blame for that."""
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,3 +29,14 @@ def of_call(model: nn.Module, call: Callable[[], Any]) -> Exception | None:
                     if buffer.shape == before.shape:
                         buffer.copy_(before)
     return None
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep torch from printing the stack of an error in shapes before it is raised."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

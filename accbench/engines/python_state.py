@@ -139,6 +139,15 @@ class _Glance:
         return self._freeze() == self._frozen
 
 
+def hooks(model: nn.Module) -> list[int]:
+    """Return a list that is another one when a hook is added to a module or taken away."""
+    held = (vars(module)[name] for module in model.modules() for name in _HOOKS)
+    return [
+        value for number, found in enumerate(held) if found
+        for value in (number, *map(id, found.values()))
+    ]  # fmt: skip
+
+
 def _can_change(value: Any) -> bool:
     """Return whether a thing can become another and remain the same object."""
     if isinstance(value, tuple):
@@ -273,7 +282,8 @@ def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], A
             if name in function.__globals__:
                 yield f"{function.__module__}.{name}", _reader(function.__globals__, name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield f"{function.__module__}.{function.__qualname__}.{name}", lambda c=cell: _content(c)
+        read = functools.partial(_content, cell)
+        yield f"{function.__module__}.{function.__qualname__}.{name}", read
 
 
 def _reader(namespace: dict[str, Any], name: str) -> Callable[[], Any]:

@@ -31,6 +31,7 @@ from accbench.engines.xla import (
     autocast,
     batchnorm,
     buckets,
+    checking,
     corrections,
     cuda,
     device_module,
@@ -215,6 +216,7 @@ class Engine(engines.Engine):
         sharing.tie(places)  # XLA's tensors are new ones, one for each place
         for name, parameter in model.named_parameters():
             sharing.carry_over(given[name], parameter)
+        checking.check_calls(model)
         return model
 
     @staticmethod
@@ -513,7 +515,7 @@ class Engine(engines.Engine):
         def traced() -> torch.Tensor:
             return step(self, model, spec, optimizer, batch)
 
-        loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch)
+        loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch, spec.loss)
         return loss
 
     def _read_state_in_order(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
