@@ -72,9 +72,7 @@ class Watch:
                     found[prefix + key] = frozen.of(value)
                 elif value and key in _HOOKS:
                     found[prefix + key] = tuple(map(id, value.values()))
-            forward = vars(module).get("forward")
-            if forward is not None:
-                found[f"{prefix}forward"] = type(forward)
+            found[f"{prefix}forward"] = _OTHER, id(module), id(vars(module).get("forward"))
         for owner in self._owners:
             found[type(owner).__name__] = frozen.of(owner)
         for kind in self._classes:
