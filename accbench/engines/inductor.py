@@ -21,8 +21,17 @@ from torch import nn
 
 from accbench import cache_folders, engines, extras
 from accbench.config import TaskConfig
-from accbench.engines import ddp, decompositions, inductor_mends, places
+from accbench.engines import (
+    compile_cache_key,
+    ddp,
+    decompositions,
+    inductor_mends,
+    own_errors,
+    places,
+    python_state,
+)
 from accbench.engines.double_backward import DifferentiableGraph
+from accbench.errors import RequestError
 from accbench.training.process_group import Topology
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
@@ -56,20 +65,43 @@ def _is_transformed() -> bool:
 
 
 def _compile_anew_where_others_train(model: nn.Module) -> None:
-    """Dynamo doesn't look at parameters' `requires_grad`: what is unfrozen would never train."""
+    """Dynamo doesn't look at parameters' `requires_grad`, nor at hooks of modules within: what is
+    unfrozen would never train, and a hook that is added never be called."""
     compiled: Any = model._compiled_call_impl
-    before: list[bool] = []
+    before: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
             return model._call_impl(*args, **kwargs)
-        now = ddp.trained(model)
+        now = [*ddp.trained(model), *python_state.hooks(model)]
         if before and now != before:
             torch._dynamo.reset_code_caches()
         before[:] = now
-        return compiled(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            _raise_the_models_own(error, model, lambda: model._call_impl(*args, **kwargs))
+            raise
 
     model._compiled_call_impl = call
+
+
+def _raise_the_models_own(error: Exception, model: nn.Module, call: Callable[[], Any]) -> None:
+    """Raise what the model raises without a compiler; else say that the compiler is at fault."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    if isinstance(error, (RequestError, MemoryError, torch.OutOfMemoryError)):
+        return
+    by_itself = own_errors.of_call(model, call)
+    if by_itself is not None:
+        raise by_itself from None
+    if isinstance(error, TorchDynamoException):
+        place = places.in_model(traceback.extract_tb(error.__traceback__))
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise RequestError(
+            f"torch.compile fails on the model{f' at {place}' if place else ''}, which plain torch "
+            f"runs: {type(error).__name__}: {' '.join(lines)[:300]}; use --engine ddp or xla"
+        ) from error
 
 
 class Engine(ddp.Engine):
@@ -85,7 +117,8 @@ class Engine(ddp.Engine):
         """Compile for sizes that may change. off: anew for each size. auto: for any size, from a
         second one on. on: from the start."""
         cache_dir: str | None = None
-        """Folder of the compile cache. Unset: inductor's own in the temporary folder."""
+        """Folder of the compile cache, with a folder in it for each kind of processor. Unset:
+        inductor's own in the temporary folder."""
 
     compiler = "inductor"
 
@@ -110,7 +143,8 @@ class Engine(ddp.Engine):
         if options is None or options.cache_dir is None:
             return found
         # Both, or Triton keeps its kernels where a "cold" run finds them again.
-        folder = Path(options.cache_dir).absolute()
+        # A folder a processor, for code is compiled for the one that is here (-march=native).
+        folder = Path(options.cache_dir).absolute() / compile_cache_key.processor()
         return {
             **found,
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
@@ -159,13 +193,17 @@ class Engine(ddp.Engine):
                 mended = inductor_mends.mended
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
-            with self._compiling_alone(), mended():  # a backward pass is compiled later
-                return compile_fx_inner(*args, **kwargs)
-
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             differentiable = self._differentiable(graph)
-            with self._cache_tagged(), mended(), for_several_backwards(self.task):
+            # Donated buffers are none in a script (`for_several_backwards`).
+            tag = compile_cache_key.tag(self.device.type, self.task.script is not None)
+
+            def in_turn(*args: Any, **kwargs: Any) -> Any:
+                # A backward pass is compiled later, outside of what is entered below.
+                with self._compiling_alone(), mended(), compile_cache_key.tagged(tag):
+                    return compile_fx_inner(*args, **kwargs)
+
+            with compile_cache_key.tagged(tag), mended(), for_several_backwards(self.task):
                 compiled = compile_fx(
                     graph, inputs, inner_compile=in_turn, config_patches=patches,
                     decompositions=rules,
@@ -173,25 +211,6 @@ class Engine(ddp.Engine):
             return self._counted(compiled, differentiable)
 
         return backend
-
-    def _cache_tagged(self) -> contextlib.AbstractContextManager[Any]:
-        """Have torch's compile caches tell apart what their keys leave out.
-
-        AOTAutograd's key knows whether autocast is on, not its type, so that a run in float16 got
-        the graph of one in bfloat16; and neither donated buffers nor the number of threads, for
-        which loops on a CPU are generated.
-        """
-        kind = self.device.type
-        facts = (
-            torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
-            torch.is_autocast_cache_enabled(), torch.get_float32_matmul_precision(),
-            torch.get_num_threads(), torch.backends.mkldnn.enabled,
-            torch.are_deterministic_algorithms_enabled(), self.task.script is not None,
-        )  # fmt: skip
-        settings: Any = torch.compiler.config
-        tag = f"{settings.cache_key_tag} accbench {facts}".strip()
-        patch: contextlib.AbstractContextManager[Any] = settings.patch(cache_key_tag=tag)
-        return patch
 
     def _differentiable(self, graph: torch.fx.GraphModule) -> DifferentiableGraph | None:
         """Return what gives a graph second derivatives, which loops of a user's own may ask for."""

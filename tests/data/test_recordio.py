@@ -123,6 +123,26 @@ def test_cached_index_is_not_used_for_another_file(tmp_path, monkeypatch):
     assert len(list((Path(os.environ["XDG_CACHE_HOME"]) / "accbench/recordio").iterdir())) == 1
 
 
+def test_cached_index_is_not_used_for_a_copy_that_keeps_size_and_time(tmp_path, monkeypatch):
+    """As `cp -p` and `rsync -t` make it."""
+    monkeypatch.setattr(recordio_index, "CACHED_FROM", 1)
+    path = faces(tmp_path / "train.rec", 7)
+    index = path.with_suffix(".idx")
+    index.write_text(
+        "".join(f"{k}\t{o}\n" for k, o in enumerate(RecordIODataset(path)._index.offsets))
+    )
+    labels = [RecordIODataset(path)[number][1] for number in range(7)]
+    status, lines = index.stat(), index.read_text().splitlines()
+    keys, offsets = zip(*(line.split("\t") for line in lines), strict=True)
+    swapped = [*zip(keys, offsets, strict=True)]
+    swapped[1], swapped[2] = (keys[1], offsets[2]), (keys[2], offsets[1])
+    index.write_text("".join(f"{key}\t{offset}\n" for key, offset in swapped))
+    os.utime(index, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (index.stat().st_size, index.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    labels[1], labels[2] = labels[2], labels[1]
+    assert [RecordIODataset(path)[number][1] for number in range(7)] == labels
+
+
 def test_index_is_read_where_no_cache_can_be_written(mxnets, monkeypatch, tmp_path):
     monkeypatch.setattr(recordio_index, "CACHED_FROM", 1)
     (tmp_path / "file").touch()

@@ -221,12 +221,20 @@ def _collect(tables: Iterator[np.ndarray], cached: Path | None) -> Index:
 
 def _cache_file(file: RecordFile, idx_path: Path) -> Path:
     # Another state of either file is another name.
-    states = [(s.st_size, s.st_mtime_ns) for s in (file.path.stat(),)]
-    if idx_path.exists():
-        states += [(s.st_size, s.st_mtime_ns) for s in (idx_path.stat(),)]
+    states = [_state(path) for path in (file.path, idx_path) if path.exists()]
     of_path = hashlib.sha256(os.fsencode(file.path.resolve())).hexdigest()[:24]
     of_state = hashlib.sha256(repr((str(idx_path), states)).encode()).hexdigest()[:24]
     return cache_folders.folder("recordio") / f"{of_path}-{of_state}.i8"
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Changes when the file's content does.
+
+    Copies that keep times (`cp -p`, `rsync -t`) have the size and the time of another content, so
+    also who the file is, and when anything of it was last changed.
+    """
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _keep(rows: list[np.ndarray], more: Iterator[np.ndarray], path: Path) -> Index:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import beside, extra_state, model_state, places
+from accbench.engines import beside, extra_state, model_state, own_errors, places, python_state
 from accbench.engines.index_ranges import Ranges, Tracer
 from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
@@ -125,38 +125,38 @@ def capture(
     parameters = list(model.parameters())
     trained = [place for place, p in enumerate(parameters) if p.requires_grad]
     arguments = model, loss, batch, autocast, decompositions, whole_attention
+    saved = python_state.Saved(model)
     try:
         try:
             return _capture(trained, *arguments)
         except AssertionError as error:
             if _NO_GRADIENT not in str(error):
                 raise
-        return _capture(_with_gradient(trained, *arguments[:4]), *arguments)
+        saved.restore()
+        with_gradient = _with_gradient(trained, *arguments[:4])
+        saved.restore()
+        return _capture(with_gradient, *arguments)
     except (RequestError, MemoryError):
         raise
     except Exception as error:
-        by_itself = _error_without_capture(model, loss, batch, autocast)
+        saved.restore()
+        by_itself = own_errors.of_call(
+            model, lambda: _loss_and_back(model, loss, batch, autocast, trained)
+        )
         if by_itself is not None:
             raise by_itself from None
         raise RequestError(_in_a_line(error)) from error
 
 
-def _error_without_capture(
-    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
-) -> Exception | None:
-    """Return what the model raises on the host with this batch, whatever compiles it; else None."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.random.fork_rng(devices=()), torch.no_grad(), autocast():
-            loss(model, batch)
-    except Exception as error:
-        return error
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if buffer.shape == before.shape:
-                    buffer.copy_(before)
-    return None
+def _loss_and_back(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
+    trained: list[int],
+) -> None:  # fmt: skip
+    """A step on the host that leaves no gradient."""
+    with autocast():
+        value = loss(model, batch)
+    parameters = [*model.parameters()]
+    torch.autograd.grad(value, [parameters[place] for place in trained], allow_unused=True)
 
 
 def settle(
@@ -191,14 +191,22 @@ def _capture(
     inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *beside.tensors()])
     some = _plain(parameters[place] for place in trained)
     holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
-    before = _numbers(model)
+    watch, saved = python_state.Watch(model), python_state.Saved(model)
+    before = python_state.numbers_in(watch.state())
     # Tensors that a model has as plain attributes are constants of the graph.
     with traceable(model, whole_attention), _fake():
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
-    if _numbers(model) != before:
-        _refuse_numbers_that_change(trained, model, loss, batch, autocast)
+    if saved.draws_random_numbers():
+        raise RequestError(
+            "--engine jax captures the step once, and the forward pass draws random numbers of "
+            "Python's or numpy's, which would be the same in every step: draw them with torch, "
+            "or use --engine inductor, xla or ddp"
+        )
+    if python_state.numbers_in(watch.state()) != before:
+        with python_state.restored(model):
+            _refuse_numbers_that_change(watch, trained, model, loss, batch, autocast)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     mutated = [int(name.removeprefix("kept")) for name in signature.buffers_to_mutate.values()]
@@ -207,30 +215,19 @@ def _capture(
     return Captured(graph, trained, mutated, num_written, reads)
 
 
-def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the numbers that modules have as plain attributes: (module, attribute) -> number."""
-    return {
-        (name, key): value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, (int, float))
-    }
-
-
 def _refuse_numbers_that_change(
-    trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
-    autocast: Callable[[], Any],
+    watch: python_state.Watch, trained: list[int], model: nn.Module,
+    loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
 ) -> None:  # fmt: skip
     """A graph is captured once; raises RequestError if every forward pass changes a number."""
-    before = _numbers(model)
+    before = python_state.numbers_in(watch.state())
     with faked(trained, model, batch) as (some, kept, inputs):
         loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
-    for (name, key), value in _numbers(model).items():
-        if before.get((name, key), value) != value:
+    for name, value in python_state.numbers_in(watch.state()).items():
+        if before.get(name, value) != value:
             raise RequestError(
-                f"--engine jax captures the step once, and every forward pass changes "
-                f"{name + '.' if name else ''}{key} (now {value}): keep it in a buffer, "
-                "a tensor, or use --engine inductor, xla or ddp"
+                f"--engine jax captures the step once, and every forward pass changes {name} (now "
+                f"{value}): keep it in a buffer, a tensor, or use --engine inductor, xla or ddp"
             )
 
 

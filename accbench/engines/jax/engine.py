@@ -22,10 +22,10 @@ from accbench import engines, extras
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, cuda_rules, optimizers
+from accbench.engines import beside, cuda_rules, optimizers, python_state
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.index_ranges import Ranges
-from accbench.engines.jax import starting
+from accbench.engines.jax import changing, starting
 from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
@@ -140,6 +140,9 @@ class Engine(engines.Engine):
         self._mirror: Any = None
         self._net: nn.Module | None = None
         self._steps: dict[Any, _Step] = {}
+        self._by_name: dict[Any, _Step] = {}
+        self._python: python_state.Watch | None = None
+        self._changes = changing.Changes()
         self._sent = arrays.Sent()
         self._seed, self._num_run = 0, 0
         self._stats = engines.CompileStats()
@@ -246,15 +249,16 @@ class Engine(engines.Engine):
 
         self._mirror.take_over()
         arguments = self._arguments(optimizer, batch)
-        key = _signature(model, optimizer, batch)
+        key = self._key(model, spec, optimizer, batch)
         found = self._steps.get(key)
+        self._changes.before_step(self._python, is_known=found is not None)
         if found is None:
             try:
                 found = self._compiled(model, spec, optimizer, batch, arguments)
             except capture.ReshapedBufferError:
                 self._settle(model, spec, batch)
                 arguments = self._arguments(optimizer, batch)
-                key = _signature(model, optimizer, batch)
+                key = self._key(model, spec, optimizer, batch)
                 found = self._compiled(model, spec, optimizer, batch, arguments)
             if len(self._steps) == _MOST_STEPS:
                 del self._steps[next(iter(self._steps))]
@@ -270,6 +274,14 @@ class Engine(engines.Engine):
         for source, number in zip(beside.sources, found.reads, strict=True):
             source.position[0] += number
         return arrays.Pending.of(self._workers.here(loss, is_own=True))
+
+    def _key(
+        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
+    ) -> Any:
+        """What a captured step holds for, numbers and functions of the model's among it."""
+        if self._python is None or self._python.model is not model:
+            self._python = python_state.Watch(model, [spec.loss])
+        return _signature(model, optimizer, batch), self._python.number()
 
     def _settle(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
         """Have the model make the buffers that it makes for batches of this size."""
@@ -331,43 +343,61 @@ class Engine(engines.Engine):
         from accbench.engines.jax import capture
 
         begun = time.perf_counter()
+        saved = python_state.Saved(model)
         part = nested.chunks(batch, self.task.accumulate)[0]
         capture.refuse_changing_extra_state(model, spec.loss, part, self._hosts_autocast)
-        function, reads = self._kept_function(model, spec, optimizer, batch, arguments)
+        ranges = capture.index_ranges_of(model, spec.loss, part, self._autocast)
+        saved.restore()
+        key = self._name_of(saved, model, spec, optimizer, batch, arguments)
+        step = None if key is None else self._by_name.get(key)
+        if step is not None:  # what has changed of Python's is nothing to the step
+            self._changes.did_not_matter()
+            return step
+
+        def build() -> tuple[Any, list[int]]:
+            saved.restore()  # a step moves the model's own numbers once
+            return self._function(model, spec, optimizer, batch)
+
+        function, reads = build() if key is None else self._kept_function(key, arguments, build)
+        saved.keep_plain()
         run = function.lower(*arguments).compile()
         self._stats += engines.CompileStats(1, time.perf_counter() - begun)
         reads = [number * self.task.accumulate for number in reads]
-        return _Step(run, reads, self._index_ranges(model, spec, batch))
+        step = _Step(run, reads, ranges)
+        if key is not None:
+            self._by_name = {**dict([*self._by_name.items()][1 - _MOST_STEPS :]), key: step}
+        return step
 
-    def _index_ranges(self, model: nn.Module, spec: Any, batch: engines.Batch) -> Ranges:
-        from accbench.engines.jax import capture
-
-        part = nested.chunks(batch, self.task.accumulate)[0]
-        return capture.index_ranges_of(model, spec.loss, part, self._autocast)
-
-    def _kept_function(
-        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
-        batch: engines.Batch, arguments: tuple[Any, ...],
-    ) -> tuple[Any, list[int]]:  # fmt: skip
-        """As `_function`, from the cache's folder where it is there."""
+    def _name_of(
+        self, saved: python_state.Saved, model: nn.Module, spec: Any,
+        optimizer: torch.optim.Optimizer, batch: engines.Batch, arguments: tuple[Any, ...],
+    ) -> tuple[str, tuple[int, ...]] | None:  # fmt: skip
+        """What tells the step from others, and what it reads beside; None where nothing does."""
         from accbench.engines.jax import fingerprint, kept_steps
 
-        key = None
-        if not self._cache.startswith("off"):
-            part = nested.chunks(batch, self.task.accumulate)[0]
-            # What capture refuses it refuses in its own words.
-            with contextlib.suppress(Exception):
-                digest, reads = fingerprint.of_step(model, spec.loss, part, self._autocast)
-                plan = self._plan(model, optimizer, batch)
-                workers = self.topology.world_size, self.task.device
-                key = kept_steps.key_of(digest, plan, workers, arguments=arguments)
-        if key is None:
-            return self._function(model, spec, optimizer, batch)
+        part = nested.chunks(batch, self.task.accumulate)[0]
+        # What capture refuses it refuses in its own words.
+        with contextlib.suppress(Exception):
+            digest, reads = fingerprint.of_step(model, spec.loss, part, self._autocast)
+            plan = self._plan(model, optimizer, batch)
+            workers = self.topology.world_size, self.task.device
+            key = kept_steps.key_of(digest, plan, workers, arguments=arguments)
+            if key is not None and not saved.draws_random_numbers():
+                return key, tuple(reads)
+        return None
+
+    def _kept_function(
+        self, name: tuple[str, tuple[int, ...]], arguments: tuple[Any, ...],
+        build: Callable[[], tuple[Any, list[int]]],
+    ) -> tuple[Any, list[int]]:  # fmt: skip
+        """As `build` gives it, from the cache's folder where it is there."""
+        from accbench.engines.jax import kept_steps
+
+        if self._cache.startswith("off"):
+            return build()
+        key, reads = name
         steps = kept_steps.KeptSteps(Path(self._cache) / "steps")
-        function = steps.get(
-            key, arguments, lambda: self._function(model, spec, optimizer, batch)[0]
-        )
-        return function, reads
+        return steps.get(key, arguments, lambda: build()[0]), [*reads]
 
     def _function(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch

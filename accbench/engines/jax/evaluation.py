@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import CompileStats, beside
+from accbench.engines import CompileStats, beside, python_state
 from accbench.engines.jax import arrays, capture, lowering
 from accbench.errors import RequestError
 from accbench.recording.terminal import log
@@ -28,6 +28,7 @@ class Evaluation:
     ) -> None:
         self._autocast, self._rules = autocast, rules
         self._functions: dict[Any, Any] = {}
+        self._watches: dict[int, python_state.Watch] = {}
         self.stats = CompileStats()
 
     def score(
@@ -40,11 +41,15 @@ class Evaluation:
             weights: arrays for parameters and buffers, in the net's order.
             inputs: arrays for the batch's tensors, and for those of `beside`.
         """
+        watch = self._watches.get(id(net))
+        if watch is None or watch.model is not net:
+            watch = self._watches[id(net)] = python_state.Watch(net, [spec.score])
         signature = (
+            watch.number(), id(net),
             nested.signature(batch),
             tuple(tuple(tensor.shape) for tensor in beside.tensors()),
             tuple(module.training for module in net.modules()),
-        )
+        )  # fmt: skip
         if signature not in self._functions:
             self._functions[signature] = self._compiled(net, spec, batch, weights, inputs)
         function = self._functions[signature]
@@ -55,6 +60,7 @@ class Evaluation:
 
     def _compiled(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
         begun = time.perf_counter()
+        saved = python_state.Saved(net)
         try:
             graph = capture.capture_score(
                 net, spec.score, batch, self._autocast, lowering.decompositions()
@@ -62,6 +68,8 @@ class Evaluation:
         except RequestError as error:
             log.warning(f"evaluation is torch's, on the host: {error}")
             return None
+        finally:
+            saved.keep_plain()
 
         def function(weights: Any, inputs: Any) -> Any:
             parameters, buffers = weights

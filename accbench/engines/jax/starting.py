@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accbench import cache_folders
+from accbench.engines import compile_cache_key
 from accbench.errors import RequestError
 from accbench.pjrt import xla_flags
 
@@ -45,7 +46,8 @@ def keep_compiled(device: str, options: Any) -> str:
     if options.compile_cache == "off":
         return "off: --jax.compile_cache off"
     folder = Path(options.cache_dir or cache_folders.folder("jax"))
-    folder = folder / f"{jax.__version__}-{device}"
+    # JAX's key has the processor's instructions in some versions alone.
+    folder = folder / f"{jax.__version__}-{device}-{compile_cache_key.processor()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from accbench.engines import own_errors
+
 
 @contextlib.contextmanager
 def traceable(model: nn.Module, whole_attention: bool) -> Iterator[None]:
@@ -20,7 +22,7 @@ def traceable(model: nn.Module, whole_attention: bool) -> Iterator[None]:
     """
     with (
         _exporting(), _without_reentrance(), _cumulative_batchnorms(model),
-        attention(whole_attention),
+        attention(whole_attention), own_errors.unlogged(),
     ):  # fmt: skip
         yield
 

@@ -24,13 +24,22 @@ from accbench import cache_folders, engines, extras
 from accbench.config import TaskConfig
 from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, model_state, optimizers, sharing, state, used
+from accbench.engines import (
+    beside,
+    compile_cache_key,
+    model_state,
+    optimizers,
+    sharing,
+    state,
+    used,
+)
 from accbench.engines.ddp import peak_resident_bytes
 from accbench.engines.state import Tensors, TrainingState
 from accbench.engines.xla import (
     autocast,
     batchnorm,
     buckets,
+    checking,
     corrections,
     cuda,
     device_module,
@@ -187,7 +196,8 @@ class Engine(engines.Engine):
         if wanted == "auto" and self.task.device == "cpu":
             return "off: XLA on the CPU saves compiled graphs but cannot load them"
         folder = Path(self.options.cache_dir or cache_folders.folder("xla"))
-        folder = folder / f"{version('torch_xla')}-{self.task.device}"
+        processor = compile_cache_key.processor()  # also what is made for a GPU has code for it
+        folder = folder / f"{version('torch_xla')}-{self.task.device}-{processor}"
         folder = folder / f"rank{self.topology.rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -223,6 +233,7 @@ class Engine(engines.Engine):
         sharing.tie(places)  # XLA's tensors are new ones, one for each place
         for name, parameter in model.named_parameters():
             sharing.carry_over(given[name], parameter)
+        checking.check_calls(model)
         return model
 
     @staticmethod
@@ -544,7 +555,7 @@ class Engine(engines.Engine):
         def traced() -> torch.Tensor:
             return step(self, model, spec, optimizer, batch)
 
-        loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch)
+        loss: torch.Tensor = self._replay.run(traced, model, optimizer, batch, spec.loss)
         return loss
 
     def _read_state_in_order(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accbench.engines import python_state
+
 Slot = tuple[str, int]
 TracedStep = Callable[[], torch.Tensor]
 
@@ -20,6 +22,10 @@ class NotReplayable(Exception):
     def __init__(self, why: str, loss: torch.Tensor | None = None) -> None:
         super().__init__(why)
         self.loss = loss
+
+
+class PythonMoved(NotReplayable):
+    """A step, which was done, has changed what no graph has: the model's own numbers."""
 
 
 class StateChanged(Exception):
@@ -129,12 +135,14 @@ class Recorder:
         optimizer: torch.optim.Optimizer,
         batch: list[torch.Tensor],
         settle: Callable[[], bool],
+        python: python_state.Watch,
     ) -> Plan:
         """Trace a step and compile it; the state is as before.
 
         Args:
             settle: changes what a first trace, taken back, has shown to be wrong with the state;
                 returns whether it did.
+            python: what the step depends on that is no tensor.
 
         Raises:
             NotReplayable: the step cannot be replayed.
@@ -144,7 +152,7 @@ class Recorder:
         self._xm.wait_device_ops()  # handles are known once buffers are there
         seed = self._lib._xla_get_rng_seed()
         places = _places(self._lib._get_tensors_handle([*state, *batch]), len(state))
-        self._check(step, state, optimizer, places, seed)
+        self._check(step, state, optimizer, places, seed, python)
         if settle():
             raise StateChanged
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -172,9 +180,11 @@ class Recorder:
         optimizer: torch.optim.Optimizer,
         places: dict[int, Slot],
         seed: int,
+        python: python_state.Watch,
     ) -> None:
         """Trace the step as it is; one that cannot be taken back is done, and the reason raised."""
         fallbacks = num_fallbacks()
+        before, saved = python.number(), python_state.Saved(python.model)
         trace = self._trace(step, state)
         others = sum(self._lib._check_device_tensor_need_materialization(self._device))
         others -= len(trace.roots)
@@ -188,9 +198,14 @@ class Recorder:
             problem = f"the step changes {others} tensors outside of model and optimizer"
         elif any(("state", index) not in read for index in trace.updated):
             problem = "part of the state is overwritten without being read"
+        elif saved.draws_random_numbers():
+            problem = "the step draws random numbers of Python's or numpy's"
         if problem is not None:
             self._xla.sync()
             raise NotReplayable(problem, trace.loss)
+        if python.number() != before:
+            self._xla.sync()
+            raise PythonMoved(f"the step changes {', '.join(python.changed[:3])}", trace.loss)
         self._compile_and_take_back(trace, state, places, seed, compile=False)
 
     def _trace(self, step: TracedStep, state: list[torch.Tensor]) -> Trace:

@@ -6,9 +6,9 @@ inputs are the training state (parameters, buffers, optimizer and scaler state),
 the batch, the random seed and the learning rates; its results are the new state,
 whose old buffers it reuses, and the loss.
 
-A plan holds for one signature (shapes, modes, hyperparameters) and for as long
-as nobody else writes to the state. Two recordings must agree before a plan is
-used. Whatever does not fit is traced, which is always right.
+A plan holds for one signature (shapes, modes, hyperparameters, the model's own numbers and
+functions) and for as long as nobody else writes to the state. Two recordings must agree before a
+plan is used. Whatever does not fit is traced, which is always right.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import Batch
+from accbench.engines import Batch, python_state
 from accbench.engines.xla.recording import (
     NotReplayable,
     Plan,
+    PythonMoved,
     Recorder,
     StateChanged,
     TracedStep,
@@ -36,6 +37,8 @@ _MAX_DISAGREEMENTS = 3
 # Steps between two recordings of a plan in use, which must agree: Python code in a model that
 # decides by something other than tensors would be seen by nobody else.
 _RECHECK_EVERY = 100
+# Steps that may change numbers of the model's, as first ones do that set what is still None.
+_MOST_MOVING = 3
 # Learning rates that torch_xla writes into the graph instead of passing them in.
 _WRITTEN_INTO_GRAPH = (0.0, 1.0)
 
@@ -54,7 +57,8 @@ class StepReplay:
         self.settle: Callable[[], bool] = lambda: False
         """Called after a step was traced once and taken back; whether it changed the state."""
         self._plans: dict[Any, tuple[Plan, bool]] = {}  # signature -> plan, confirmed
-        self._disagreements = self._num_steps = 0
+        self._disagreements = self._num_steps = self._num_moving = 0
+        self._python: python_state.Watch | None = None
         self._state: TrainingState | None = None
         self._left_as: list[int] = []
         self._learning_rates: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -67,9 +71,16 @@ class StepReplay:
         return self.recorder.recording
 
     def run(
-        self, step: TracedStep, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
-    ) -> torch.Tensor:
-        """A step, replayed where that is known to be right; the loss, on the device."""
+        self, step: TracedStep, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch,
+        loss: Callable[..., torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """A step, replayed where that is known to be right; the loss, on the device.
+
+        Args:
+            loss: whose globals and closures the step depends on, too.
+        """
+        if self._python is None or self._python.model is not model:
+            self._python = python_state.Watch(model, [] if loss is None else [loss])
         rates = [group["lr"] for group in optimizer.param_groups]
         tensors = nested.tensors_of(batch)
         if self.given_up is not None or any(rate in _WRITTEN_INTO_GRAPH for rate in rates):
@@ -78,6 +89,11 @@ class StepReplay:
         try:
             plan, state = self._plan(step, model, optimizer, batch)
             return self._execute(plan, state.tensors, optimizer, tensors)
+        except PythonMoved as why:
+            self._num_moving += 1
+            if self._num_moving == _MOST_MOVING:
+                self.give_up(str(why))
+            return step() if why.loss is None else why.loss
         except NotReplayable as why:
             self.give_up(str(why))
             return step() if why.loss is None else why.loss
@@ -88,7 +104,8 @@ class StepReplay:
         """A plan of this step, confirmed or new, and the state that it is for."""
         while True:
             state = self._unchanged_state(model, optimizer)
-            key = _signature(state, optimizer, nested.signature(batch))
+            assert self._python is not None
+            key = _signature(state, optimizer, nested.signature(batch)), self._python.number()
             plan, confirmed = self._plans.get(key, (None, False))
             if plan is not None and confirmed and self._num_steps % _RECHECK_EVERY:
                 self.num_replayed += 1
@@ -138,7 +155,10 @@ class StepReplay:
     ) -> Plan:
         """Record the step; a second recording that agrees with the first confirms the plan."""
         assert self._state is not None
-        plan = self.recorder.record(step, self._state.tensors, optimizer, batch, self.settle)
+        assert self._python is not None
+        plan = self.recorder.record(
+            step, self._state.tensors, optimizer, batch, self.settle, self._python
+        )
         confirmed = before is not None and plan.agrees_with(before)
         self._plans[key] = (plan, confirmed)
         if before is not None and not confirmed:

@@ -1,0 +1,371 @@
+"""What a captured step depends on that is no tensor: Python's own numbers, functions and hooks.
+
+A graph has a model's attributes, and globals that its code reads, as they were when it was
+captured. Who keeps such a graph asks here before each step whether they still are.
+"""
+
+import collections
+import contextlib
+import enum
+import functools
+import inspect
+import operator
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+State = dict[str, Any]
+"""The name of a thing -> what it is, in a form that can be compared."""
+
+_SIMPLE = (
+    bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+)  # fmt: skip
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+# What a module is made of, which engines look at themselves, or which is no part of a step.
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
+# How deep nests of containers and objects are looked at, how long they may be, how many of the
+# functions that a model calls are read, and of an array, how much.
+_MOST_DEPTH, _MOST_ITEMS, _MOST_FUNCTIONS, _MOST_BYTES = 4, 1000, 2000, 4096
+_OTHER = "object"  # what is known by its identity alone
+# Packages that keep no numbers of a model's in their globals.
+_LIBRARIES = frozenset(
+    {"torch", "torchvision", "torch_xla", "jax", "numpy", "accbench", "builtins"}
+)
+
+
+class Watch:
+    """What one model's step depends on.
+
+    Args:
+        model: of which all modules are looked at.
+        functions: others that a step calls, such as the loss.
+    """
+
+    def __init__(self, model: nn.Module, functions: Iterable[Any] = ()) -> None:
+        self.model = model
+        functions = [*functions]
+        self._owners = [owner for f in functions if (owner := getattr(f, "__self__", None))]
+        kinds = {type(module) for module in model.modules()}
+        self._outer = [*_outer_names(kinds, functions)]
+        self._classes = [*{base: None for kind in kinds for base in kind.__mro__ if _is_own(base)}]
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._glance: _Glance | None = None
+        self._last = -1
+        self._states: tuple[State, State] = {}, {}
+
+    def state(self) -> State:
+        """Return what there is now."""
+        frozen = _Freezer()
+        found: State = {}
+        for name, module in self.model.named_modules():
+            prefix = f"{name}." if name else ""
+            for key, value in vars(module).items():
+                if key not in _OF_MODULES:
+                    found[prefix + key] = frozen.of(value)
+                elif value and key in _HOOKS:
+                    found[prefix + key] = tuple(map(id, value.values()))
+            found[f"{prefix}forward"] = _OTHER, id(module), id(vars(module).get("forward"))
+        for owner in self._owners:
+            found[type(owner).__name__] = frozen.of(owner)
+        for kind in self._classes:
+            for key, value in vars(kind).items():
+                if isinstance(value, _SIMPLE) and not key.startswith("__"):
+                    found[f"{kind.__qualname__}.{key}"] = frozen.of(value)
+        for name, read in self._outer:
+            found[name] = frozen.of(read())
+        return found
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of what differs between the last two states that `number` has met."""
+        return changes(*self._states)
+
+    def _others(self) -> list[Any]:
+        return [*self._owners, *(read() for _, read in self._outer)]
+
+    def number(self) -> int:
+        """Return the state's number, the same for each time that it is the same."""
+        if self._glance is None or not self._glance.is_the_same():
+            state = self.state()
+            if state != self._states[1]:
+                self._states = self._states[1], state
+            self._last = self._numbers.setdefault(tuple(state.items()), len(self._numbers))
+            self._glance = _Glance(self.model, self._classes, self._others)
+        return self._last
+
+
+class _Glance:
+    """Tells in a fraction of a millisecond that nothing has changed since it was made."""
+
+    def __init__(
+        self, model: nn.Module, classes: Iterable[type], outer: Callable[[], list[Any]]
+    ) -> None:
+        modules = [*model.modules()]
+        self._held: list[Any] = [vars(module) for module in modules]
+        self._held += [module._modules for module in modules] + [vars(kind) for kind in classes]
+        hooks = [vars(module)[name] for module in modules for name in _HOOKS]
+        self._held += hooks
+        self._values = [(held, [*held.values()]) for held in self._held if held]
+        self._lengths = [*map(len, self._held)]
+        self._outer = outer
+        self._mutable = [
+            value
+            for module in modules
+            for key, value in vars(module).items()
+            if key not in _OF_MODULES and _can_change(value)
+        ]
+        self._frozen = self._freeze()
+
+    def _freeze(self) -> list[Any]:
+        frozen = _Freezer()
+        return [frozen.of(value) for value in (*self._mutable, *self._outer())]
+
+    def is_the_same(self) -> bool:
+        if [*map(len, self._held)] != self._lengths:
+            return False
+        for held, values in self._values:
+            if any(map(operator.is_not, held.values(), values)):
+                return False
+        return self._freeze() == self._frozen
+
+
+def hooks(model: nn.Module) -> list[int]:
+    """Return a list that is another one when a hook is added to a module or taken away."""
+    held = (vars(module)[name] for module in model.modules() for name in _HOOKS)
+    return [
+        value for number, found in enumerate(held) if found
+        for value in (number, *map(id, found.values()))
+    ]  # fmt: skip
+
+
+def _can_change(value: Any) -> bool:
+    """Return whether a thing can become another and remain the same object."""
+    if isinstance(value, tuple):
+        return any(map(_can_change, value))
+    if value is None or isinstance(value, _SIMPLE):
+        return False
+    return isinstance(value, (torch.Tensor, np.ndarray)) or _inner(value) is not None
+
+
+def changes(before: State, after: State) -> list[str]:
+    """Return the names of what differs, new and removed ones among them."""
+    names = {**before, **after}
+    return [name for name in names if before.get(name, names) != after.get(name, names)]
+
+
+def numbers_in(state: State) -> State:
+    """Return of a state the numbers alone."""
+    return {name: value[1] for name, value in state.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and value[0] in (bool, int, float)
+
+
+class _Freezer:
+    """Gives things a form that can be compared and hashed; the same object is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, _SIMPLE):
+            # 1 is True, and no NaN another.
+            return type(value), value if value == value else repr(value)
+        key = id(value)
+        if key not in self._known:
+            self._known[key] = _OTHER, key  # in a circle
+            self._known[key] = self._nested(value, depth)
+        return self._known[key]
+
+    def _nested(self, value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _OTHER, id(value), 0 if value.is_inference() else value._version
+        if _is_small_array(value):
+            return str(value.dtype), value.shape, value.tobytes()
+        if isinstance(value, enum.Enum):
+            return type(value), value.name
+        inner = _inner(value)
+        if inner is None or depth == _MOST_DEPTH or len(inner) > _MOST_ITEMS:
+            return _OTHER, id(value), 0 if inner is None else len(inner)
+        if isinstance(inner, (set, frozenset)):
+            return type(value), frozenset(self.of(item, depth + 1) for item in inner)
+        if isinstance(inner, dict):
+            inner = [item for pair in inner.items() for item in pair]
+        return type(value), tuple(self.of(item, depth + 1) for item in inner)
+
+
+def _is_small_array(value: Any) -> bool:
+    return isinstance(value, np.generic) or (
+        isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
+    )
+
+
+def _inner(value: Any) -> Any:
+    """Return the container of what a thing consists of; None if it is to be taken as one."""
+    if isinstance(value, (list, tuple, collections.deque, set, frozenset, dict)):
+        return value
+    if isinstance(value, (type, nn.Module, types.ModuleType, torch.Tensor, np.ndarray)):
+        return None
+    if callable(value) or isinstance(value, enum.Enum):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def is_plain(frozen: Any) -> bool:
+    """Return whether a thing's frozen form has no tensor, function or other object in it."""
+    if isinstance(frozen, tuple):
+        return frozen[:1] != (_OTHER,) and all(map(is_plain, frozen))
+    return not isinstance(frozen, frozenset) or all(map(is_plain, frozen))
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _outer_names(
+    kinds: Iterable[type], functions: Iterable[Any]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield globals and variables of closures that a model's code reads: name, how to read it."""
+    seen: set[types.FunctionType] = set()
+    waiting = [function for kind in kinds for function in _methods(kind)]
+    waiting += filter(None, map(_function, functions))
+    names: set[str] = set()
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        function = waiting.pop()
+        if function in seen or function.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        seen.add(function)
+        for name, read in _read_by(function):
+            value = read()
+            called = _function(value)
+            if called is not None:
+                waiting.append(called)
+            elif name not in names and isinstance(value, (*_SIMPLE, list, tuple, dict, set)):
+                names.add(name)
+                yield name, read
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    for base in filter(_is_own, kind.__mro__):
+        for name, value in vars(base).items():
+            if isinstance(value, types.FunctionType) and not name.startswith("__"):
+                yield value
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    """Return Python's function that is called where this is."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    value = inspect.unwrap(value) if callable(value) else value
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
+    codes = [function.__code__]
+    for code in codes:  # functions within it, too
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield f"{function.__module__}.{name}", _reader(function.__globals__, name)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        read = functools.partial(_content, cell)
+        yield f"{function.__module__}.{function.__qualname__}.{name}", read
+
+
+def _reader(namespace: dict[str, Any], name: str) -> Callable[[], Any]:
+    return lambda: namespace.get(name)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+class Saved:
+    """A model's attributes and places of its buffers as they are now, and Python's random numbers.
+
+    Values of tensors are not in it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        for module in model.modules():
+            held = vars(module)
+            self._contents.append((held, dict(held)))
+            self._contents.append((module._buffers, dict(module._buffers)))
+            for key, value in held.items():
+                if key not in _OF_MODULES:
+                    self._note(value, 0)
+        self._random = random.getstate(), np.random.get_state()
+
+    def _note(self, value: Any, depth: int) -> None:
+        inner = _inner(value)
+        if inner is None or id(inner) in self._seen or depth == _MOST_DEPTH:
+            return
+        self._seen.add(id(inner))
+        if not isinstance(inner, (tuple, frozenset)):
+            self._contents.append((inner, inner.copy()))
+        for item in inner.values() if isinstance(inner, dict) else inner:
+            self._note(item, depth + 1)
+
+    def restore(self) -> None:
+        """Take back what forward passes have changed."""
+        for value, copy in self._contents:
+            value.clear()
+            (value.update if hasattr(value, "update") else value.extend)(copy)
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+
+    def keep_plain(self) -> None:
+        """Take back what forward passes have changed, but for numbers, strings and nests of these.
+
+        Tensors that a forward pass leaves are of its tracing, and no one else's.
+        """
+        for value, copy in self._contents:
+            frozen = _Freezer()
+            if isinstance(value, dict):
+                for key in {**copy, **value}:
+                    new, old = value.get(key, copy), copy.get(key, value)
+                    if new is old or (new is not copy and is_plain(frozen.of(new))):
+                        continue
+                    if old is value:
+                        del value[key]
+                    else:
+                        value[key] = old
+            elif not is_plain(frozen.of(value)):
+                value.clear()
+                (value.update if hasattr(value, "update") else value.extend)(copy)
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+
+    def draws_random_numbers(self) -> bool:
+        """Return whether Python's or numpy's random numbers were drawn meanwhile."""
+        (python, numpy), now = self._random, np.random.get_state()
+        return random.getstate() != python or not all(
+            np.array_equal(before, after) for before, after in zip(numpy, now, strict=True)
+        )
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[Saved]:
+    """Take back, at its end, what forward passes in here change of a model's attributes."""
+    saved = Saved(model)
+    try:
+        yield saved
+    finally:
+        saved.restore()

@@ -1,0 +1,195 @@
+"""What was compiled, captured or recorded is used again only where it is the very same."""
+
+import importlib.util
+import json
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from accbench.engines import compile_cache_key, python_state
+from tests.conftest import python
+from tests.engines import changing_models, edited_models
+
+needs_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="needs jax")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+ENGINES = [
+    pytest.param("inductor", marks=needs_compiler),
+    pytest.param("jax", marks=needs_jax),
+    pytest.param("xla", marks=[
+        pytest.mark.xla,
+        pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla"),
+    ]),
+]  # fmt: skip
+REFUSED_BY_JAX = {
+    "counted": "every forward pass changes count",
+    "drawn": "random numbers of Python's or numpy's",
+    "every step": "temperature changes before every step",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("caches")
+
+
+@cache
+def found_by(module: str, engine: str, folder: Path) -> dict:
+    done = python(
+        "-m", f"tests.engines.{module}", engine,
+        *([folder / "code"] if module == "edited_models" else []),
+        NPROC="1", OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(folder / engine),
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", changing_models.CASES)
+def test_what_changes_between_two_steps_counts_from_there_on(engine, case, folder):
+    """Attributes, nests of them, functions, hooks, globals, closures: as in plain torch."""
+    found = found_by("changing_models", engine, folder)[case]
+    if engine == "jax" and case in REFUSED_BY_JAX:
+        assert found["raised"].startswith("RequestError: --engine jax captures ")
+        assert REFUSED_BY_JAX[case] in found["raised"]
+        assert "use --engine inductor, xla or ddp" in found["raised"]
+    else:
+        assert found["losses"] == pytest.approx(found["plain"], rel=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_code_that_is_edited_between_two_starts_counts(engine, folder):
+    found = found_by("edited_models", engine, folder)
+    assert found.keys() == set(edited_models.OF_ENGINE[engine])
+    for edit, steps in found.items():
+        assert steps["losses"] == pytest.approx(steps["plain"], rel=1e-4), edit
+        # Nothing of another start but where the code is the same, and torch's settings are.
+        assert bool(steps["found"]) == (edit == "the same again"), edit
+
+
+def test_a_tag_tells_what_torchs_own_keys_leave_out(monkeypatch):
+    tags = [compile_cache_key.tag("cpu"), compile_cache_key.tag("cpu", "an engine's own")]
+    with torch.autocast("cpu", torch.bfloat16):
+        tags.append(compile_cache_key.tag("cpu"))
+    with torch.autocast("cpu", torch.float16):
+        tags.append(compile_cache_key.tag("cpu"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
+    tags.append(compile_cache_key.tag("cpu"))
+    monkeypatch.setattr(compile_cache_key, "processor", lambda: "another")
+    tags.append(compile_cache_key.tag("cpu"))
+    monkeypatch.setattr(compile_cache_key, "_rules", lambda: "others")
+    tags.append(compile_cache_key.tag("cpu"))
+    assert len(set(tags)) == len(tags)
+    with compile_cache_key.tagged(tags[0]):
+        assert tags[0] in torch.compiler.config.cache_key_tag
+    assert tags[0] not in torch.compiler.config.cache_key_tag
+
+
+def cpuinfo(flags: str) -> str:
+    return f"processor\t: 0\nmodel name\t: A CPU\ncpu MHz\t\t: 2400.5\nflags\t\t: {flags}\n"
+
+
+def test_each_kind_of_processor_has_folders_of_its_own(tmp_path, monkeypatch):
+    """Code for one ends in SIGILL on another, where machines share a home."""
+
+    def named(text):
+        monkeypatch.setattr(Path, "read_text", lambda self: text)
+        compile_cache_key.processor.cache_clear()
+        return compile_cache_key.processor()
+
+    try:
+        wide, narrow = named(cpuinfo("sse2 avx512f")), named(cpuinfo("sse2"))
+        assert wide != narrow
+        assert named(cpuinfo("sse2").replace("2400.5", "1200.0")) == narrow
+        assert wide.isalnum()
+    finally:
+        monkeypatch.undo()
+        compile_cache_key.processor.cache_clear()
+
+
+@pytest.fixture
+def own_environment():
+    """JAX sets variables when it is imported."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@needs_jax
+@pytest.mark.usefixtures("own_environment")
+def test_jax_keeps_what_it_compiles_in_the_processors_folder(tmp_path, monkeypatch):
+    import jax
+
+    from accbench.engines.jax import engine, starting
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    found = []
+    try:
+        for name in ("one", "other"):
+            monkeypatch.setattr(compile_cache_key, "processor", lambda name=name: name)
+            options = engine.Engine.Options(cache_dir=str(tmp_path))
+            found.append(Path(starting.keep_compiled("cpu", options)))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert found[0] != found[1]
+    assert [path.name.rpartition("-")[2] for path in found] == ["one", "other"]
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.numbers, self.config = [1, {"rate": 0.5}], type("Config", (), {})()
+        self.config.width, self.table = 3, torch.zeros(2)
+
+
+CHANGES = {
+    "a number in a nest": lambda net: net.numbers[1].update(rate=0.25),
+    "a number of an object": lambda net: setattr(net.config, "width", 4),
+    "a number of another type": lambda net: net.numbers.__setitem__(0, True),
+    "a tensor that is no buffer": lambda net: net.table.fill_(1),
+    "a new attribute": lambda net: setattr(net, "rate", None),
+    "a hook": lambda net: net.layer.register_forward_pre_hook(lambda *_: None),
+    "a module": lambda net: setattr(net, "layer", nn.Linear(2, 2)),
+    "a forward": lambda net: setattr(net.layer, "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_model_has_another_number(change):
+    net = Nested()
+    watch = python_state.Watch(net)
+    first = watch.number()
+    assert watch.number() == first
+    net.eval()  # which engines look at themselves
+    assert watch.number() == first
+    CHANGES[change](net)
+    assert watch.number() != first
+    assert watch.changed
+
+
+def test_what_a_trial_changes_is_taken_back():
+    net = Nested()
+    watch = python_state.Watch(net)
+    first = watch.number()
+    with python_state.restored(net) as saved:
+        for name, change in CHANGES.items():
+            if name not in ("a tensor that is no buffer", "a hook", "a module"):
+                change(net)
+        assert watch.number() != first
+        assert not saved.draws_random_numbers()
+    assert watch.number() == first
+    saved = python_state.Saved(net)
+    net.numbers[0], net.table, net.config.cache = 5, torch.ones(2), torch.ones(1)
+    table = net.table
+    saved.keep_plain()
+    assert net.numbers[0] == 5
+    assert net.table is not table
+    assert not hasattr(net.config, "cache")
