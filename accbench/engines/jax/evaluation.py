@@ -47,9 +47,11 @@ class Evaluation:
         )
         if signature not in self._functions:
             self._functions[signature] = self._compiled(net, spec, batch, weights, inputs)
-        function = self._functions[signature]
+        function, ranges = self._functions[signature]
         if function is None:
             return None
+        names, tensors = zip(*nested.named_tensors(batch), strict=True)
+        ranges.refuse(tensors, names)
         self.stats += CompileStats(num_executions=1)
         return arrays.Pending.of(function(weights, inputs))
 
@@ -61,7 +63,7 @@ class Evaluation:
             )
         except RequestError as error:
             log.warning(f"evaluation is torch's, on the host: {error}")
-            return None
+            return None, None
 
         def function(weights: Any, inputs: Any) -> Any:
             parameters, buffers = weights
@@ -72,4 +74,5 @@ class Evaluation:
 
         compiled = jax.jit(function).lower(*arguments).compile()
         self.stats += CompileStats(1, time.perf_counter() - begun)
-        return compiled
+        ranges = capture.index_ranges_of(net, spec.score, batch, self._autocast)
+        return compiled, ranges
