@@ -28,7 +28,7 @@ from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
 
 Batch = Any
-"""Tensors in any nesting of tuples, lists and mappings; see `accbench.data.nested`."""
+"""Tensors in nests of any kind; see `accbench.data.nest_kinds`."""
 # (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)
 Sample = tuple[torch.Tensor, Any, str | None]
 PADDING_LABEL = -1

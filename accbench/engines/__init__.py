@@ -24,7 +24,7 @@ from accbench.models import trainable
 from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
 
 Batch = Any
-"""Tensors in any nesting of tuples, lists and mappings; see `accbench.data.nested`."""
+"""Tensors in nests of any kind; see `accbench.data.nest_kinds`."""
 
 
 @dataclasses.dataclass(frozen=True)

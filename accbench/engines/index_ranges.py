@@ -7,6 +7,7 @@ indices. The few operations that indices come from, a slice, a shift, a mask, ar
 the host for every batch, and what comes out is looked at.
 """
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,15 @@ class _Operation:
         """The places that it takes."""
         return {place.number for place in _leaves((self.args, self.kwargs))}
 
+    def compute(self, values: dict[int, torch.Tensor]) -> None:
+        """Put its results beside the values that there are."""
+        args, kwargs = _replaced((self.args, self.kwargs), values)
+        result = self.function(*args, **kwargs)
+        parts = result if self.is_several else (result,)
+        for place, part in zip(self.results, parts, strict=True):
+            if place is not None and place != self.writes:
+                values[place] = part
+
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
@@ -56,8 +66,13 @@ class _Check:
 class Ranges:
     """What must hold of the inputs of a step that was traced."""
 
-    operations: tuple[_Operation, ...] = ()
-    checks: tuple[_Check, ...] = ()
+    steps: tuple[_Operation | _Check, ...] = ()
+    """In the order of the calls, for some write to what others take."""
+
+    @property
+    def checks(self) -> list[_Check]:
+        """Return what is looked at."""
+        return [step for step in self.steps if isinstance(step, _Check)]
 
     def refuse(self, inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Raise RequestError if an index is out of range; see `problem`."""
@@ -75,29 +90,16 @@ class Ranges:
             inputs: on the host, of the shapes that the step was traced with; only read.
             names: of the inputs, for the line.
         """
-        try:
-            with torch.no_grad():
-                values = self._values(inputs)
-        except Exception:  # of operations that only the device has: nothing is known then
-            return None
-        for check in self.checks:
-            problem = check.taken.problem(values[check.place])
-            if problem is not None:
-                name = "what the model makes" if check.of_input is None else names[check.of_input]
-                return f"{name} {problem}"
+        values = {n: t.clone() if _writes(self.steps) else t for n, t in enumerate(inputs)}
+        with torch.no_grad(), contextlib.suppress(Exception):  # of what only the device can do
+            for step in self.steps:
+                if isinstance(step, _Operation):
+                    step.compute(values)
+                    continue
+                problem = step.taken.problem(values[step.place])
+                if problem is not None:
+                    return f"{_name(step, names)} {problem}"
         return None
-
-    def _values(self, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        writes = any(operation.writes is not None for operation in self.operations)
-        values = {n: t.clone() if writes else t for n, t in enumerate(inputs)}
-        for operation in self.operations:
-            args, kwargs = _replaced((operation.args, operation.kwargs), values)
-            result = operation.function(*args, **kwargs)
-            parts = result if operation.is_several else (result,)
-            for place, part in zip(operation.results, parts, strict=True):
-                if place is not None and place != operation.writes:
-                    values[place] = part
-        return values
 
 
 class Notes:
@@ -105,8 +107,7 @@ class Notes:
 
     def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
         self._places: dict[int, tuple[Any, int]] = {}
-        self._operations: list[_Operation] = []
-        self._checks: list[tuple[int, Taken]] = []
+        self._steps: list[_Operation | tuple[int, Taken]] = []
         self._number = self._num_inputs = 0
         for tensor in inputs:
             self._place(tensor)
@@ -118,7 +119,7 @@ class Notes:
         for index, taken in index_arguments.of_call(name, args, kwargs):
             number = self._number_of(index)
             if number is not None:
-                self._checks.append((number, taken))
+                self._steps.append((number, taken))
         if kwargs.get("out") is not None:
             self._places.clear()
             return
@@ -147,24 +148,27 @@ class Notes:
             if isinstance(part, torch.Tensor) else None
             for part in parts
         )  # fmt: skip
-        self._operations.append(
+        self._steps.append(
             _Operation(function, noted_args, noted_kwargs, results, several, written)
         )
 
     def ranges(self) -> Ranges:
         """Return what was noted, without what no index comes from."""
-        origins = self._origins()
-        needed = {origins[place] for place, _ in self._checks}
-        kept: list[_Operation] = []
-        for operation in reversed(self._operations):
-            made = {origins[n] for n in operation.results if n is not None}
-            if made & needed:
-                needed |= {origins[n] for n in operation.reads}
-                kept.append(operation)
-        checks = dict.fromkeys(
-            _Check(place, taken, self._input_of(place)) for place, taken in self._checks
-        )
-        return Ranges(tuple(kept[::-1]), tuple(checks))
+        origins, needed = self._origins(), set[int]()
+        kept: list[_Operation | _Check] = []
+        for step in reversed(self._steps):
+            if not isinstance(step, _Operation):
+                place, taken = step
+                kept.append(_Check(place, taken, self._input_of(place)))
+                needed.add(origins[place])
+            elif {origins[n] for n in step.results if n is not None} & needed:
+                needed |= {origins[n] for n in step.reads}
+                kept.append(step)
+        return Ranges(_once(kept[::-1]))
+
+    @property
+    def _operations(self) -> list[_Operation]:
+        return [step for step in self._steps if isinstance(step, _Operation)]
 
     def _origins(self) -> dict[int, int]:
         """Place -> the one whose memory it may be a view of."""
@@ -232,6 +236,28 @@ def of_graph(graph: torch.fx.GraphModule, inputs: Sequence[int]) -> Ranges:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         notes.note(function, tuple(args), dict(kwargs), values[node])
     return notes.ranges()
+
+
+def _writes(steps: Iterable[_Operation | _Check]) -> bool:
+    return any(isinstance(step, _Operation) and step.writes is not None for step in steps)
+
+
+def _once(steps: list[_Operation | _Check]) -> tuple[_Operation | _Check, ...]:
+    """Leave out checks that were there before, unless something is written to in between."""
+    seen = set[_Check]()
+    several = _writes(steps)
+    kept: list[_Operation | _Check] = []
+    for step in steps:
+        if isinstance(step, _Check):
+            if step in seen and not several:
+                continue
+            seen.add(step)
+        kept.append(step)
+    return tuple(kept)
+
+
+def _name(check: _Check, names: Sequence[str]) -> str:
+    return "what the model makes" if check.of_input is None else names[check.of_input]
 
 
 def _is_integral(out: Any, written: int | None) -> bool:

@@ -58,6 +58,15 @@ def picked(model: nn.Module, batch: Any) -> torch.Tensor:
     return -by_gather - flat[torch.arange(len(flat), device=flat.device), labels.flatten()].mean()
 
 
+def offset(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Labels that are written to before they are taken."""
+    labels = batch["labels"].clone()
+    labels[labels == 99] = -100
+    labels += 1
+    labels.sub_(1)
+    return functional.cross_entropy(model(batch["words"]).flatten(0, 1), labels.flatten())
+
+
 def put(what: str, place: tuple[int, int], value: int, of_batch: int = 2) -> Callable[[Any], None]:
     def change(batches: list[Any]) -> None:
         batches[of_batch][what][place] = value
@@ -80,6 +89,8 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[Any], None], bool]
     "label of the model at once": (inside, put("labels", (0, 1), CLASSES, 0), True),
     "ignored label of the model": (inside, put("labels", (0, 1), -100), False),
     "label that is shifted away": (inside, put("labels", (0, 0), 99), False),
+    "written to": (offset, put("labels", (0, 1), CLASSES), True),
+    "written over": (offset, put("labels", (0, 1), 99), False),
     "word": (outside, put("words", (1, 2), WORDS), True),
     "picked": (picked, put("labels", (0, 1), CLASSES), True),
     "clamped": (picked, put("labels", (0, 1), -1), False),

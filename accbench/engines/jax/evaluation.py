@@ -52,9 +52,11 @@ class Evaluation:
         )  # fmt: skip
         if signature not in self._functions:
             self._functions[signature] = self._compiled(net, spec, batch, weights, inputs)
-        function = self._functions[signature]
+        function, ranges = self._functions[signature]
         if function is None:
             return None
+        names, tensors = zip(*nested.named_tensors(batch), strict=True)
+        ranges.refuse(tensors, names)
         self.stats += CompileStats(num_executions=1)
         return arrays.Pending.of(function(weights, inputs))
 
@@ -67,7 +69,7 @@ class Evaluation:
             )
         except RequestError as error:
             log.warning(f"evaluation is torch's, on the host: {error}")
-            return None
+            return None, None
         finally:
             saved.keep_plain()
 
@@ -80,4 +82,6 @@ class Evaluation:
 
         compiled = jax.jit(function).lower(*arguments).compile()
         self.stats += CompileStats(1, time.perf_counter() - begun)
-        return compiled
+        with python_state.restored(net):
+            ranges = capture.index_ranges_of(net, spec.score, batch, self._autocast)
+        return compiled, ranges
