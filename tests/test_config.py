@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import tempfile
 from pathlib import Path
 from types import NoneType
@@ -278,8 +279,10 @@ def test_home_is_meant_where_no_shell_has_put_it(tmp_path, monkeypatch):
     assert task.resume == str(tmp_path / "runs/before")
     assert task.data == f"imagefolder:{tmp_path}/images"
     assert task.options["jax"].cache_dir == str(tmp_path / "cache")
-    _, folder = plan.parse(["--engines=ddp,ddp", "--data=synthetic", "--output_dir=~/compared"], "compare")
+    compared = ["--engines=ddp,ddp", "--data=synthetic", "--output_dir=~/compared"]
+    _, folder = plan.parse(compared, "compare")
     assert folder == str(tmp_path / "compared")
-    monkeypatch.setenv("HOME", "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # of a user whom the system does not know
     with pytest.raises(RequestError, match="--output_dir ~/runs: HOME is not set"):
         config.parse(["--output_dir=~/runs"])
