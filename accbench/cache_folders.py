@@ -160,11 +160,12 @@ def is_own(folder: Path) -> bool:
     except OSError:
         return False
     found = folder.lstat()  # no link, which would lead to another's
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        and not found.st_mode & others and os.access(folder, os.W_OK | os.X_OK)
-    )  # fmt: skip
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_ours or found.st_mode & stat.S_IWOTH:
+        return False
+    if found.st_mode & stat.S_IWGRP:  # as torch makes it under the umask 002, the user's group's
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~stat.S_IWGRP)
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _can_be_written(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -228,7 +229,7 @@ def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConf
     flags_class = _flags_class(base)
     given = parse_flags(flags_class, argv, prog)
     if given.config is not None:
-        content = flag_values.read(Path(given.config))
+        content = flag_values.read(Path(in_full("--config", given.config) or ""))
         try:
             from_file = flag_values.as_flags(content, flags_class)
             # Of the flags it is known by now that they are right.
@@ -309,8 +310,13 @@ def task_of(flags: Any) -> TaskConfig:
             raise RequestError(f"--compiler-opt means --engine xla, but --engine is {engine}")
         engine = "xla"
     values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(TaskConfig)}
+    values |= {name: in_full(f"--{name}", values[name]) for name in _PATHS}
     used = {engine, flags.launcher, data_name(flags.data)[0]}
-    options = {name: getattr(flags, name) for name in used if hasattr(flags, name)}
+    options = {
+        name: _with_caches_in_full(name, getattr(flags, name))
+        for name in used
+        if hasattr(flags, name)
+    }
     task = TaskConfig(**{**values, "engine": engine, "compiler_opt": False, "options": options})
     _check_range("", task, _MINIMUM, _MAXIMUM)
     if task.script is not None:
@@ -319,6 +325,32 @@ def task_of(flags: Any) -> TaskConfig:
         minimum, maximum = getattr(group, "minimum", {}), getattr(group, "maximum", {})
         _check_range(f"{name}.", group, minimum, maximum)
     return task
+
+
+# Besides `--data`, whose location may be one, and `cache_dir` of plug-ins' options.
+_PATHS = ("output_dir", "resume", "script", "config", "data")
+
+
+def in_full(flag: str, value: str | None) -> str | None:
+    """Put the home in the place of `~/`, which a shell leaves behind `=` and in a YAML file.
+
+    Raises:
+        RequestError: there is no home.
+    """
+    name, colon, path = (value or "").rpartition(":")
+    if not path.startswith("~/"):
+        return value
+    full = os.path.expanduser(path)
+    if not os.path.isabs(full):
+        raise RequestError(f"{flag} {value}: HOME is not set; name the path in full")
+    return f"{name}{colon}{full}"
+
+
+def _with_caches_in_full(name: str, options: Any) -> Any:
+    folder = getattr(options, "cache_dir", None)
+    if folder is None:
+        return options
+    return dataclasses.replace(options, cache_dir=in_full(f"--{name}.cache_dir", folder))
 
 
 def _check_script(task: TaskConfig) -> None:

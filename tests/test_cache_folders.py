@@ -80,6 +80,14 @@ def test_what_others_may_write_is_no_cache(how, places, monkeypatch):
     assert (places / f"tmp/torchinductor_uid{os.getuid()}").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_folder_that_the_user_s_group_may_write_is_taken_from_it(places):
+    """Under the umask 002 torch makes it so."""
+    (folder := places / "tmp/torchinductor_ada").mkdir()
+    folder.chmod(0o775)
+    assert cache_folders.of_inductor(None) == {}
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
 def test_programs_are_kept_where_they_may_be_run(places, monkeypatch):
     flags = {"tmp": os.ST_NOEXEC}
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags.get(path.name, 0)))

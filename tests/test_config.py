@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import tempfile
 from pathlib import Path
 from types import NoneType
@@ -264,3 +265,24 @@ def test_a_scripts_arguments_may_begin_as_flags_do():
     for said in (["--script_args", "--depth 3"], ["--script_args=--depth 3"]):
         task = config.parse(["--script", "train.py", *said, "--seed", "4"])
         assert (task.script_args, task.seed) == ("--depth 3", 4)
+
+
+def test_home_is_meant_where_no_shell_has_put_it(tmp_path, monkeypatch):
+    """Behind `=` and in a YAML file; a folder named `~` would be made else."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "task.yaml").write_text("output_dir: ~/runs/one\nresume: ~/runs/before\n")
+    task = config.parse(
+        ["--config=~/task.yaml", "--data=imagefolder:~/images", "--engine=jax",
+         "--jax.cache_dir=~/cache"]
+    )  # fmt: skip
+    assert task.output_dir == str(tmp_path / "runs/one")
+    assert task.resume == str(tmp_path / "runs/before")
+    assert task.data == f"imagefolder:{tmp_path}/images"
+    assert task.options["jax"].cache_dir == str(tmp_path / "cache")
+    compared = ["--engines=ddp,ddp", "--data=synthetic", "--output_dir=~/compared"]
+    _, folder = plan.parse(compared, "compare")
+    assert folder == str(tmp_path / "compared")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # of a user whom the system does not know
+    with pytest.raises(RequestError, match="--output_dir ~/runs: HOME is not set"):
+        config.parse(["--output_dir=~/runs"])

@@ -119,7 +119,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
         numerics_steps=flags.numerics_steps, input_round=flags.input_round and not flags.script,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
     )  # fmt: skip
-    return plan, flags.output_dir
+    return plan, config.in_full("--output_dir", flags.output_dir)
 
 
 def _check(flags: Any) -> None:

@@ -109,8 +109,10 @@ def claim(plan: Plan, wanted: str | None) -> Iterator[Path]:
             if not (folder / comparison.PLAN_FILE).exists():
                 _with_order(plan).write(folder)
         except OSError as error:
-            why = f"cannot write to --output_dir {wanted or 'runs'}: {error.strerror}"
-            raise RequestError(why) from None
+            raise RequestError(
+                f"cannot write to --output_dir {wanted or 'runs'}: {error.strerror}; name one that "
+                "can be written"
+            ) from None
         yield folder
 
 

@@ -9,15 +9,16 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 
 from accbench import data
 from accbench.config import TaskConfig
-from accbench.data import decode, files
+from accbench.data import decode, files, orientation
 from accbench.data.batch_samplers import groups_of_aspect_ratio
+from accbench.data.coco_annotations import Annotations
 from accbench.errors import RequestError, UnreadableSampleError
 from accbench.training.process_group import Topology
 
@@ -51,6 +52,10 @@ class Source(data.Source):
         square: stretched to --image_size both ways, as SSDs want it."""
         augment: Literal["flip", "none"] = "flip"
         """flip: mirrored or not. none: as it is."""
+        exif: Literal["auto", "turn", "ignore"] = "auto"
+        """Photographs with EXIF's orientation. turn: as that says, for boxes drawn on what a
+        browser or detectron2 shows. ignore: as stored, as torchvision shows them. auto: whichever
+        has the height and width of the annotations; as stored where both have."""
 
     @classmethod
     def check(cls, location: str | None) -> None:
@@ -82,6 +87,7 @@ class Source(data.Source):
         return CocoImages(
             folder / split, _annotations(folder, split), self.task.image_size,
             square=self.options.shape == "square", chance=self.chance if may_mirror else None,
+            exif=self.options.exif,
         )  # fmt: skip
 
     def train_loader(self) -> data.Loader:
@@ -109,6 +115,7 @@ class CocoImages(data.ReadableSamples):
         annotations: COCO's JSON file.
         image_size: pixels of the shorter side of a batch.
         chance: what mirrors images, if anything does.
+        exif: as the source's option.
 
     Raises:
         RequestError: there is no such file, or it is none of COCO's.
@@ -116,17 +123,17 @@ class CocoImages(data.ReadableSamples):
 
     def __init__(
         self, folder: Path, annotations: Path, image_size: int, square: bool = False,
-        chance: decode.Chance | None = None,
+        chance: decode.Chance | None = None, exif: str = "auto",
     ) -> None:  # fmt: skip
-        self.folder, self.square, self.chance = folder, square, chance
+        self.folder, self.square, self.chance, self.exif = folder, square, chance, exif
         try:
-            found = _Parsed(json.loads(files.read(annotations)))
+            found = Annotations(json.loads(files.read(annotations)))
         except OSError as error:
             raise RequestError(
                 f"--data: cannot read {annotations}: {error.strerror or error}"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            why = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        except (ValueError, RecursionError) as error:
+            why = " ".join(str(error).split())
             raise RequestError(f"--data: {annotations} is no file of COCO's: {why}") from None
         if not found.names:
             raise RequestError(f"--data: {annotations} has no image with a box")
@@ -169,17 +176,12 @@ class CocoImages(data.ReadableSamples):
         mirrored = self.chance is not None and self.chance() < 0.5
         try:
             encoded = files.read(path)
-            size = decode.size_of(encoded)
-            if size != self._sizes[index]:
-                height, width = self._sizes[index]
-                raise decode.ImageError(
-                    f"it has {size[1]} x {size[0]} pixels, and its annotations are for "
-                    f"{width} x {height}"
-                )
+            size = self._sizes[index]
+            turn = self._orientation(encoded, size)
             if self.square:
-                image_HWC, inner = decode.decode_stretched(encoded, *shape, mirrored), shape
+                image_HWC, inner = decode.decode_stretched(encoded, *shape, mirrored, turn), shape
             else:
-                image_HWC, inner = decode.decode_within(encoded, *shape, mirrored)
+                image_HWC, inner = decode.decode_within(encoded, *shape, mirrored, turn)
         except (OSError, decode.ImageError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UnreadableSampleError(f"cannot read image {path}: {why}") from None
@@ -192,61 +194,24 @@ class CocoImages(data.ReadableSamples):
         labels_M = torch.from_numpy(self._labels[begin : self._ends[index]].copy())
         return image_HWC, (boxes_M4, labels_M)
 
+    def _orientation(self, encoded: bytes, size: tuple[int, int]) -> int:
+        """Return how an image is turned for its annotations, which are for one of this size.
 
-class _Parsed:
-    """What is trained on of a COCO file: images in the order of their ids.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is of another form.
-    """
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        categories = sorted(content["categories"], key=lambda category: category["id"])
-        self.classes = [str(category["name"]) for category in categories]
-        label_of = {category["id"]: label for label, category in enumerate(categories, start=1)}
-        images = {image["id"]: image for image in content["images"]}
-        of_image: dict[Any, list[dict[str, Any]]] = {}
-        for one in content["annotations"]:
-            if one.get("iscrowd"):
-                continue
-            if one["image_id"] not in images:
-                raise ValueError(f"annotation {one['id']} is of image {one['image_id']}, not there")
-            if one["category_id"] not in label_of:
-                raise ValueError(
-                    f"annotation {one['id']} is of category {one['category_id']}, not there"
-                )
-            of_image.setdefault(one["image_id"], []).append(one)
-        self.names: list[str] = []
-        self.sizes: list[tuple[int, int]] = []
-        self.boxes: list[list[tuple[float, float, float, float]]] = []
-        self.labels: list[list[int]] = []
-        for key in sorted(of_image):
-            image = images[key]
-            height, width = int(image["height"]), int(image["width"])
-            if min(height, width) < 1:
-                raise ValueError(f"image {key} has {width} x {height} pixels")
-            boxes, labels = [], []
-            for one in of_image[key]:
-                left, top, wide, high = map(float, one["bbox"])
-                box = (
-                    max(0.0, left), max(0.0, top), min(width, left + wide), min(height, top + high)
-                )  # fmt: skip
-                # COCO has a few boxes without an inside. A pixel's fraction becomes none when
-                # the image is made smaller.
-                if box[2] - box[0] >= 1 and box[3] - box[1] >= 1:
-                    boxes.append(box)
-                    labels.append(label_of[one["category_id"]])
-            if boxes:
-                self.names.append(_inside(image["file_name"]))
-                self.sizes.append((height, width))
-                self.boxes.append(boxes)
-                self.labels.append(labels)
-
-
-def _inside(name: str) -> str:
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"image {name!r} is not inside the folder of images")
-    return name
+        Raises:
+            ImageError: they are for another, however it is turned.
+        """
+        stored = decode.size_of(encoded)
+        if self.exif == "ignore" or (self.exif == "auto" and stored == size):
+            told = orientation.UPRIGHT
+        else:
+            told = orientation.of(encoded)
+        if orientation.turned_size(*stored, told) == size:
+            return told
+        turned = f" (turned by EXIF's orientation {told})" if told != orientation.UPRIGHT else ""
+        raise decode.ImageError(
+            f"it has {stored[1]} x {stored[0]} pixels{turned}, and its annotations are for "
+            f"{size[1]} x {size[0]}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import get_worker_info
 
+from accbench.data import orientation
 from accbench.data.codecs import Header, header_of, pixels_of
 from accbench.data.codecs import ImageError as ImageError  # what these functions raise
 
@@ -157,36 +158,46 @@ def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
 
 
 def decode_within(
-    encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False
-) -> tuple[torch.Tensor, tuple[int, int]]:
+    encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False,
+    turn: int = orientation.UPRIGHT,
+) -> tuple[torch.Tensor, tuple[int, int]]:  # fmt: skip
     """All of an image within (height, width, 3) uint8, and the height and width that it has there.
 
     As large as fits, at the top and left, black below or beside it.
+
+    Args:
+        turn: EXIF's orientation, by which the image is turned first, and then mirrored.
 
     Raises:
         ImageError: as `decode_rgb`.
     """
     header = header_of(encoded)
-    scale = min(height / header.height, width / header.width)
-    inner_height = min(height, max(1, round(header.height * scale)))
-    inner_width = min(width, max(1, round(header.width * scale)))
-    part_HWC = decode_stretched(encoded, inner_height, inner_width, mirrored)
+    whole_height, whole_width = orientation.turned_size(header.height, header.width, turn)
+    scale = min(height / whole_height, width / whole_width)
+    inner_height = min(height, max(1, round(whole_height * scale)))
+    inner_width = min(width, max(1, round(whole_width * scale)))
+    part_HWC = decode_stretched(encoded, inner_height, inner_width, mirrored, turn)
     out_HWC = part_HWC.new_zeros(height, width, 3)
     out_HWC[:inner_height, :inner_width] = part_HWC
     return out_HWC, (inner_height, inner_width)
 
 
 def decode_stretched(
-    encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False
-) -> torch.Tensor:
+    encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False,
+    turn: int = orientation.UPRIGHT,
+) -> torch.Tensor:  # fmt: skip
     """All of an image as (height, width, 3) uint8, whatever its own ratio.
+
+    Args:
+        turn: EXIF's orientation, by which the image is turned first, and then mirrored.
 
     Raises:
         ImageError: as `decode_rgb`.
     """
     header = header_of(encoded)
     whole = View(0, 0, header.height, header.width, min(height, width))
-    out_HWC = _scaled(encoded, whole, header, (height, width))
+    stored_size = orientation.turned_size(height, width, turn)  # a transposition undoes itself
+    out_HWC = orientation.turned(_scaled(encoded, whole, header, stored_size), turn)
     return out_HWC.flip(1) if mirrored else out_HWC
 
 

@@ -191,9 +191,120 @@ def test_an_image_that_cannot_be_read_is_replaced_by_one_of_its_shape(coco):
         list(source(coco).train_loader())
 
 
+# How a picture is stored whose camera was held so: what undoes the turn that EXIF tells.
+STORED = {
+    1: lambda shown: shown,
+    2: lambda shown: shown[:, ::-1],
+    3: lambda shown: shown[::-1, ::-1],
+    4: lambda shown: shown[::-1],
+    5: lambda shown: shown.swapaxes(0, 1),
+    6: lambda shown: np.rot90(shown),
+    7: lambda shown: shown[::-1, ::-1].swapaxes(0, 1),
+    8: lambda shown: np.rot90(shown, -1),
+}
+
+
+def photograph(folder, orientation: int, annotated: str, kind: str = "JPEG") -> None:
+    """A picture with a red part at the top left, annotated as it is shown or as it is stored."""
+    shown = np.full((240, 320, 3), 90, np.uint8)
+    shown[16:64, 32:112] = COLOURS[7]
+    stored = np.ascontiguousarray(STORED[orientation](shown))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    (folder / "train2017").mkdir(parents=True)
+    (folder / "annotations").mkdir()
+    Image.fromarray(stored).save(folder / "train2017/photo.jpg", kind, quality=95, exif=exif)
+    seen = shown if annotated == "shown" else stored
+    rows, columns = (seen[..., 0] == COLOURS[7][0]).nonzero()
+    left, top = int(columns.min()), int(rows.min())
+    box = [left, top, int(columns.max()) + 1 - left, int(rows.max()) + 1 - top]
+    content = {
+        "images": [
+            {"id": 1, "file_name": "photo.jpg", "height": seen.shape[0], "width": seen.shape[1]}
+        ],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 7, "bbox": box}],
+        "categories": CATEGORIES,
+    }
+    (folder / "annotations/instances_train2017.json").write_text(json.dumps(content))
+
+
+def box_is_where_the_image_shows_it(image_HWC: torch.Tensor, box: torch.Tensor) -> bool:
+    others = image_HWC[..., 1:].amax(dim=2)
+    rows, columns = ((image_HWC[..., 0] > 200) & (others < 60)).nonzero(as_tuple=True)
+    found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+    return torch.allclose(torch.tensor([float(edge) for edge in found]), box, atol=2, rtol=0)
+
+
+@pytest.mark.parametrize("shape", ["aspect", "square"])
+@pytest.mark.parametrize("annotated", ["shown", "stored"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_boxes_fit_photographs_that_exif_turns(tmp_path, orientation, annotated, shape):
+    """Whichever picture was annotated; of one upside down a person has to say."""
+    photograph(tmp_path, orientation, annotated)
+    said = "--coco.exif=turn" if annotated == "shown" and orientation < 5 else "--coco.exif=auto"
+    images = source(tmp_path, said, f"--coco.shape={shape}").train_set
+    for _ in range(6):  # mirrored or not
+        image_HWC, (boxes_M4, _) = images.read(0)
+        assert box_is_where_the_image_shows_it(image_HWC, boxes_M4[0])
+    upright = annotated == "stored" and orientation >= 5
+    assert tuple(image_HWC.shape[:2]) == ((SIZE, SIZE) if shape == "square" else
+                                          UPRIGHT if upright else WIDE)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+def test_other_formats_are_turned_once(tmp_path, kind):
+    """Pillow turns TIFF by itself."""
+    photograph(tmp_path, 6, "shown", kind)
+    for exif in ("turn", "auto"):
+        image_HWC, (boxes_M4, _) = source(tmp_path, f"--coco.exif={exif}").train_set.read(0)
+        assert box_is_where_the_image_shows_it(image_HWC, boxes_M4[0])
+
+
+def test_a_photograph_that_fits_its_annotations_neither_way_is_refused(tmp_path):
+    photograph(tmp_path / "turned", 6, "shown")
+    with pytest.raises(UnreadableSampleError, match="240 x 320 pixels, and its ann.* 320 x 240"):
+        source(tmp_path / "turned", "--coco.exif=ignore").train_set.read(0)
+    Image.new("RGB", (240, 320)).save(tmp_path / "turned/train2017/photo.jpg")  # without EXIF
+    with pytest.raises(UnreadableSampleError, match="240 x 320 pixels, and its ann.* 320 x 240"):
+        source(tmp_path / "turned").train_set.read(0)
+    photograph(tmp_path / "stored", 6, "stored")
+    with pytest.raises(UnreadableSampleError, match="turned by EXIF's orientation 6"):
+        source(tmp_path / "stored", "--coco.exif=turn").train_set.read(0)
+
+
+def test_annotations_with_one_id_are_each_what_they_are(tmp_path):
+    """pycocotools would give the last one twice."""
+    other = {"id": 0, "image_id": 100, "category_id": 3, "bbox": [0, 0, 10, 10]}
+    written(tmp_path, "train2017", [(60, 80)] * 2, [other])
+    images = source(tmp_path, "--coco.augment=none").train_set
+    _, (boxes_M4, labels_M) = images.read(images.names.index("000.png"))
+    assert labels_M.tolist() == [LABELS[3], LABELS[7]]
+    assert not torch.equal(boxes_M4[0], boxes_M4[1])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (
+            lambda c: (
+                [one.pop("id") for one in c["annotations"]]
+                and c["annotations"][2].update(category_id=5)
+            ),
+            "annotation number 3 of the file, which has no id, is of category 5, and its "
+            "categories are 3, 7",
+        ),
+        (lambda c: c["annotations"][4].pop("category_id"), "annotation 4 has no 'category_id'"),
+        (lambda c: c["annotations"][4].pop("image_id"), "annotation 4 has no 'image_id'"),
+        (lambda c: c["annotations"][4].pop("bbox"), "annotation 4 has no 'bbox'"),
+        (lambda c: c["annotations"][4].update(bbox=[1, 2, 3]), r"annotation 4 has the bbox \[1"),
+        (lambda c: c["annotations"][4].update(bbox=[1, 2, -3, 9]), "not .left, top, width, height"),
+        (lambda c: c["annotations"][0].update(bbox=[90, 9, 9, 9]), "outside of its 80 x 60 pixels"),
+        (lambda c: c["annotations"].append(7), "number 17 of 'annotations' is a int"),
+        (lambda c: c["images"][3].pop("id"), "image number 4 of the file has no 'id'"),
+        (lambda c: c["images"][3].pop("width"), "image 97 has no 'width'"),
+        (lambda c: c["images"][3].update(id=100), "two of its images have the id 100"),
+        (lambda c: c["categories"][1].update(id=7), "two of its categories have the id 7"),
+        (lambda c: c["categories"][1].pop("name"), "category 3 has no 'name'"),
         (lambda c: c.pop("categories"), "no file of COCO's: no 'categories'"),
         (lambda c: c["annotations"][0].update(category_id=5), "annotation 0 is of category 5"),
         (lambda c: c["annotations"][0].update(image_id=5), "annotation 0 is of image 5"),
