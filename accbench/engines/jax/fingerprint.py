@@ -3,7 +3,8 @@
 The forward pass runs once, on shapes and types alone, and all that it does is noted: each ATen
 operation with what it is given, whether that has a gradient, and the graph that autograd would go
 back by. Forward and backward pass follow from these alone, but for what is refused here: Python
-that runs in the backward pass (functions of autograd of one's own, hooks, checkpoints).
+that runs in the backward pass (functions of autograd of one's own, hooks, checkpoints), and
+operations of one's own, of which only the name would be noted.
 """
 
 import contextlib
@@ -23,6 +24,10 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
+
+
+# Torch's own: what is behind others' names may be edited and keep its name.
+_KNOWN = ("aten", "prims", "prim", "mkldnn", "torchvision")
 
 
 class UnknownError(Exception):
@@ -64,7 +69,7 @@ class _Notes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _KNOWN:
             raise UnknownError(str(func))
         leaves, form = tree_flatten((args, kwargs))
         self._note(func, form, *(self._of(leaf) for leaf in leaves))

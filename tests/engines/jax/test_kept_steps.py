@@ -119,6 +119,21 @@ def test_python_in_the_backward_pass_has_no_digest(way):
     assert digest_of(Net())  # and nothing of that is left
 
 
+def test_an_operation_of_ones_own_has_no_digest():
+    """What it does can be edited, and its name stays."""
+    from accbench.engines.jax import fingerprint
+
+    with torch.library._scoped_library("kept_steps", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("doubled", lambda x: x * 2, "Meta")
+        with pytest.raises(fingerprint.UnknownError):
+            fingerprint.of_step(
+                Net(), lambda net, x: torch.ops.kept_steps.doubled(net(x).detach()).mean(),
+                torch.zeros(3, 4), contextlib.nullcontext,
+            )  # fmt: skip
+
+
 def test_every_worker_finds_what_it_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # however fast
     # On a CPU each has keys of its own in the compiler's cache, and JAX lets the first alone write.
