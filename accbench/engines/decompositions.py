@@ -42,3 +42,36 @@ def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction
     else:
         loss = losses_N.mean() if reduction == MEAN else losses_N.sum()
     return loss, is_label_NC.to(input.dtype).reshape(target.shape)
+
+
+def of_complex() -> dict[Any, Callable[..., Any]]:
+    """Rules for operations on complex numbers that torch cannot trace in a graph with gradients.
+
+    It refuses to differentiate them, which nobody asks for there; on their parts it does not.
+    """
+    aten = torch.ops.aten
+    scatters = aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter
+    return {scatter.default: _on_parts(scatter.default) for scatter in scatters}
+
+
+def _on_parts(operation: Any) -> Callable[..., Any]:
+    dims = ("dim1", "dim2") if operation is torch.ops.aten.diagonal_scatter.default else ("dim",)
+
+    def rule(self: torch.Tensor, src: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_complex():
+            return NotImplemented
+        bound = _bound(operation, args, kwargs)
+        for name in dims:
+            bound[name] %= self.dim()  # behind the last one are the parts
+        parts = torch.view_as_real(self), torch.view_as_real(src.to(self.dtype))
+        return torch.view_as_complex(operation(*parts, **bound).contiguous())
+
+    return rule
+
+
+def _bound(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments behind the first two by their names, with defaults."""
+    others = operation._schema.arguments[2:]
+    found = {argument.name: argument.default_value for argument in others}
+    found.update({a.name: value for a, value in zip(others, args, strict=False)})
+    return {**found, **kwargs}

@@ -30,7 +30,7 @@ def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     Raises:
         RequestError: a number is too large for that.
     """
-    tensor = _narrowed(tensor.detach())
+    tensor = _narrowed(tensor.detach().resolve_conj().resolve_neg())
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     if tensor.data_ptr() % _ALIGNED_BYTES:

@@ -64,7 +64,7 @@ def build(captured: Captured, plan: Plan, workers: Workers) -> Callable[..., Any
         pairs = zip(state["parameters"], plan.axes, strict=True)
         parameters = [workers.whole(array, axis) for array, axis in pairs]
         loss, gradients, buffers = _gradients(captured, plan, parameters, own, given, scale)
-        gradients = workers.mean_parts(gradients, axes)
+        gradients = workers.mean_parts([_parts_of(g) for g in gradients], axes)
         if plan.waits:
             gradients = updates.all_there(gradients)
         overflow = jnp.bool_(False)
@@ -134,6 +134,18 @@ def _parts(captured: Captured, plan: Plan, inputs: list[Any]) -> list[Any]:
     return parts
 
 
+def _parts_of(array: Any) -> Any:
+    """Complex numbers as two real ones each, (..., 2), which is what optimizers take them for."""
+    return jnp.stack([array.real, array.imag], -1) if jnp.iscomplexobj(array) else array
+
+
+def _like(array: Any, parts: Any) -> Any:
+    """Of `_parts_of(array)` what stands for `array`."""
+    if not jnp.iscomplexobj(array):
+        return parts
+    return jax.lax.complex(parts[..., 0], parts[..., 1])
+
+
 def _updated(
     captured: Captured, plan: Plan, state: Tree, rates: Tree, gradients: list[Any], overflow: Any
 ) -> Tree:
@@ -152,8 +164,10 @@ def _updated(
         before = {key: state[key][place] for key in keys}
         moved, after = updates.RULES[plan.optimizer](
             plan.groups[group], updates.Rates(rates["lr"][group], rates["kept"][group]),
-            parameter, gradient, before, counts[place],
+            _parts_of(parameter), gradient, {k: _parts_of(a) for k, a in before.items()},
+            counts[place],
         )  # fmt: skip
+        moved, after = _like(parameter, moved), {k: _like(before[k], a) for k, a in after.items()}
         pairs = {"parameters": (parameter, moved)} | {k: (before[k], after[k]) for k in keys}
         for key, (old, new) in pairs.items():
             state[key][place] = jnp.where(overflow, old, new) if may_skip else new

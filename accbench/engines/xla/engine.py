@@ -219,6 +219,16 @@ class Engine(engines.Engine):
             return provenance.cpu_name()
         return str(self.xm.xla_device_kind(self.device))
 
+    def check_model(self, net: nn.Module) -> None:
+        """See the base class."""
+        super().check_model(net)
+        for name, parameter in net.named_parameters():
+            if parameter.is_complex():
+                raise RequestError(
+                    f"torch_xla has no complex parameters, as {name} is: no norms, no gradients of "
+                    "several operations on them; use --engine jax, inductor or ddp"
+                )
+
     def prepare(self, model: nn.Module) -> nn.Module:
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -37,4 +37,5 @@ def decompositions() -> dict[Any, Any]:
     known = dict(torch._decomp.decomposition_table)
     known.update(torch._decomp.core_aten_decompositions().items())
     known.update(of_torch.mended())
-    return {op: rule for op, rule in known.items() if str(op) not in kept}
+    taken_apart = {op: rule for op, rule in known.items() if str(op) not in kept}
+    return {**taken_apart, **of_torch.of_complex()}

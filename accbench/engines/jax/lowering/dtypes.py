@@ -91,18 +91,26 @@ def is_floating(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+def is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
 def opmath(dtype: Any) -> Any:
     """The dtype in which torch computes an operation on 16-bit floats: float32."""
     return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else jnp.dtype(dtype)
 
 
 def floating(dtype: Any) -> Any:
-    """What a function such as sqrt makes of a dtype: floats stay, all else becomes float32."""
-    return jnp.dtype(dtype) if is_floating(dtype) else jnp.dtype(jnp.float32)
+    """What a function such as sqrt makes of a dtype: floats and complex numbers stay, all else
+    becomes float32."""
+    stays = is_floating(dtype) or is_complex(dtype)
+    return jnp.dtype(dtype) if stays else jnp.dtype(jnp.float32)
 
 
-def of_number(value: bool | int | float) -> Any:
+def of_number(value: bool | int | float | complex) -> Any:
     """The dtype that torch gives to a Python number alone."""
+    if isinstance(value, complex):
+        return jnp.dtype(jnp.complex64)
     if isinstance(value, bool):
         return jnp.dtype(jnp.bool_)
     return wide_int() if isinstance(value, int) else jnp.dtype(jnp.float32)
@@ -112,7 +120,7 @@ def result_type(*operands: Any) -> Any:
     """The dtype that torch promotes operands to: arrays and Python numbers.
 
     Arrays with axes decide; 0-d arrays, and after them numbers, count only where theirs is a
-    higher category (bool < integer < float). See `at::result_type`.
+    higher category (bool < integer < float < complex). See `at::result_type`.
     """
     dims = zeros = numbers = None
     for operand in operands:
@@ -135,6 +143,11 @@ def _over(higher: Any, lower: Any) -> Any:
     """`combine_categories` of torch: the higher's dtype unless the lower's category is above."""
     if higher is None or lower is None:
         return lower if higher is None else higher
+    if is_complex(higher):
+        return higher
+    if is_complex(lower):
+        wide = jnp.dtype(higher) == jnp.float64
+        return jnp.dtype(jnp.complex128) if wide else jnp.dtype(jnp.complex64)
     if is_floating(higher):
         return higher
     if higher == jnp.bool_ or is_floating(lower):

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import special
 
-from accbench.engines.jax.lowering.dtypes import floating, is_floating, opmath, result_type
+from accbench.engines.jax.lowering.dtypes import (
+    floating,
+    is_complex,
+    is_floating,
+    opmath,
+    result_type,
+)
 from accbench.engines.jax.lowering.table import lowering
 
 
@@ -76,7 +82,7 @@ def _same_type(name: str, function: Callable[..., Any]) -> None:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if jnp.issubdtype(base.dtype, jnp.floating):
+    if jnp.issubdtype(base.dtype, jnp.inexact):
         return jnp.power(base, exponent)
     return jnp.where(exponent < 0, _negative_power(base, exponent), base ** jnp.abs(exponent))
 
@@ -182,7 +188,6 @@ for _name, _function in _FLOAT_FUNCTIONS.items():
     _float_function(_name, _function)
 
 _SAME_TYPE: dict[str, Callable[..., Any]] = {
-    "abs": jnp.abs,
     "neg": jnp.negative,
     "sign": jnp.sign,
     "sgn": jnp.sign,
@@ -201,6 +206,11 @@ _SAME_TYPE: dict[str, Callable[..., Any]] = {
 
 for _name, _function in _SAME_TYPE.items():
     _same_type(_name, _function)
+
+
+@lowering("aten.abs.default", pointwise=True)
+def absolute(self: Any) -> Any:
+    return jnp.abs(self)
 
 
 @lowering("aten.clone.default", "aten.contiguous.default", pointwise=True)
@@ -253,7 +263,8 @@ def pow_number(self: Any, exponent: Any) -> Any:
     dtype = result_type(self, exponent)
     if exponent in (0.5, -0.5):
         return computed(jnp.sqrt if exponent > 0 else lax.rsqrt, dtype, self)
-    if float(exponent).is_integer() and (is_floating(dtype) or exponent >= 0):
+    is_whole = not isinstance(exponent, complex) and float(exponent).is_integer()
+    if is_whole and (jnp.issubdtype(dtype, jnp.inexact) or exponent >= 0):
         return computed(lambda x: lax.integer_pow(x, int(exponent)), dtype, self)
     return computed(_power, dtype, self, exponent)
 
@@ -347,6 +358,8 @@ def to_copy(self: Any, dtype: Any = None) -> Any:
 
 @lowering("prims.convert_element_type.default", pointwise=True)
 def convert(a: Any, dtype: Any) -> Any:
+    if is_complex(a.dtype) and not (is_complex(dtype) or dtype == jnp.bool_):
+        a = a.real  # as torch, which warns
     return a != 0 if dtype == jnp.bool_ else a.astype(dtype)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from accbench.engines.jax.lowering.dtypes import floating, is_floating, opmath, wide_int
+from accbench.engines.jax.lowering.dtypes import floating, is_complex, opmath, wide_int
 from accbench.engines.jax.lowering.table import lowering
 
 Dims = int | Sequence[int] | None
@@ -29,7 +29,8 @@ def count(array: Any, dim: Dims) -> int:
 def _summed_dtype(array: Any, dtype: Any) -> Any:
     if dtype is not None:
         return dtype
-    return jnp.dtype(array.dtype) if is_floating(array.dtype) else wide_int()
+    is_whole = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return wide_int() if is_whole else jnp.dtype(array.dtype)
 
 
 @lowering("aten.sum.default")
@@ -163,7 +164,8 @@ def vector_norm(
     self: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
     dtype = jnp.dtype(self.dtype if dtype is None else dtype)
-    x, over = jnp.abs(self.astype(opmath(dtype))), axes(self, dim)
+    x, over = jnp.abs(self.astype(opmath(dtype))), axes(self, dim)  # real, also of complex numbers
+    dtype = x.dtype if is_complex(dtype) else dtype
     if ord == math.inf:
         norm = jnp.max(x, over, keepdims=keepdim)
     elif ord == -math.inf:
