@@ -26,27 +26,20 @@ def compile_cache(run_dir: Path) -> str:
     return first.compile_cache
 
 
-@pytest.mark.parametrize(
-    ("engine", "env", "cache"),
-    [
-        ("inductor", {}, f"/tmp/torchinductor_uid{containers.UID}"),
-        ("jax", {"HOME": "/"}, f"/tmp/accbench-{containers.UID}/accbench/jax"),  # docker's
-    ],
-)
-def test_a_user_without_a_name_trains(engine, env, cache, tmp_path):
-    done = train(engine, tmp_path, **env)
+def test_a_user_without_a_name_trains_by_inductor(tmp_path):
+    done = train("inductor", tmp_path, HOME="/")  # docker's
     assert done.returncode == 0, done.stderr
     assert end_of(tmp_path / "run").num_steps == 4
-    assert compile_cache(tmp_path / "run").startswith(cache)
+    assert compile_cache(tmp_path / "run") == f"/tmp/torchinductor_uid{containers.UID}"
     assert {path.name for path in tmp_path.iterdir()} == {"run"}  # no folder named ~
 
 
 def test_caches_are_in_the_run_s_folder_where_that_alone_can_be_written(tmp_path):
-    """A home, and temporary folders, that are read-only; and a user's name that is another's."""
+    """JAX's too, with a home and temporary folders that are read-only."""
     home = tmp_path / "home"
     home.mkdir()
     mounts = containers.read_only("/tmp", "/var/tmp", home)
-    done = train("jax", tmp_path, mounts=mounts, HOME=str(home), USER="root")
+    done = train("jax", tmp_path, mounts=mounts, HOME=str(home))
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "run"
     assert compile_cache(run_dir).startswith(str(run_dir / "cache"))
