@@ -243,8 +243,11 @@ class Engine(engines.Engine):
         sharing.tie(places)  # XLA's tensors are new ones, one for each place
         for name, parameter in model.named_parameters():
             sharing.carry_over(given[name], parameter)
-        checking.check_calls(model)
+        self._check_calls(model)
         return model
+
+    def _check_calls(self, model: nn.Module) -> None:
+        checking.check_calls(model)
 
     @staticmethod
     def computed_again(given: Any, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
