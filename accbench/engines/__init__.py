@@ -204,8 +204,9 @@ class Engine(abc.ABC):
             self.scaler.update()
 
     def _is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        stage = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
-        return bool(self.scaler.is_enabled()) and stage is OptState.READY
+        if not self.scaler.is_enabled():
+            return False
+        return self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""

@@ -1,8 +1,18 @@
 """A small Fourier operator, whose weights are complex, and a plain loop of its training."""
 
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import accbench
 
 
 class Spectral(nn.Module):
@@ -54,3 +64,60 @@ def all_complex(num_classes: int) -> nn.Module:
             return (images_NCHW.flatten(1) + 0j).matmul(self.weight.mH).abs()
 
     return Net()
+
+
+def loader(num_workers: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 3, 8, 8, generator=generator), torch.arange(24) % 3)
+    return DataLoader(data, batch_size=4 // num_workers)
+
+
+def train(net: Any, optimizer: Any, batches: Any, backward: Any, clip: Any) -> list[float]:
+    losses = []
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(net(images), labels)
+        backward(loss)
+        clip(0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    """An own loop through an engine beside the plain one.
+
+    python -m tests.training.fourier ENGINE OPTIMIZER FOLDER
+    """
+    engine, kind, folder = sys.argv[1:]
+    torch.manual_seed(0)
+    plain = Operator(3)
+    net = copy.deepcopy(plain)
+    optimizers = [
+        getattr(torch.optim, kind)(model.parameters(), 0.05, weight_decay=0.1)
+        for model in (plain, net)
+    ]
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    run = accbench.accelerate(
+        net, optimizers[1], loader(world_size), engine=engine, device="cpu", tensorboard="off",
+        output_dir=folder,
+    )  # fmt: skip
+
+    def clip(max_norm: float) -> None:
+        for parameter in plain.parameters():
+            parameter.grad = parameter.grad.resolve_conj()  # or torch does not clip it
+        nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+
+    expected = train(plain, optimizers[0], loader(1), torch.Tensor.backward, clip)
+    losses = train(*run, run.backward, run.clip_grad_norm_)
+    weights = dict(plain.named_parameters())
+    far = max(
+        float(((p.cpu() - weights[name]).norm() / weights[name].norm()).detach())
+        for name, p in net.named_parameters()
+    )
+    found = {"plain": expected, "losses": losses, "far": far}
+    Path(f"{folder}-rank{run.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

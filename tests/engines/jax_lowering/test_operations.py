@@ -67,6 +67,17 @@ NAMES = [
     "nn.functional.scaled_dot_product_attention",
     "nn.functional.grid_sample",
 ]
+COMPLEX: dict[str, Callable[..., Any]] = {
+    "rfft2": lambda x, _: torch.fft.irfft2(torch.fft.rfft2(x) * torch.tensor(1 + 2j)),
+    "fftn": lambda x, _: torch.fft.fftn(x, norm="ortho").abs(),
+    "ifft": lambda x, y: torch.fft.ifft(torch.complex(x, y), dim=0).imag,
+    "hfft": lambda x, y: torch.fft.hfft(torch.complex(x, y)),
+    "einsum": lambda x, y: torch.einsum("ij,kj->ik", torch.complex(x, y), (y + 1j).conj()).real,
+    "polar": lambda x, y: torch.polar(x.abs() + 1, y).angle(),
+    "powers": lambda x, y: (torch.complex(x, y) ** 2 / (torch.complex(y, x) + 3)).sum(0).abs(),
+    "exp": lambda x, y: torch.view_as_real(torch.exp(torch.complex(x, y)) - 2j),
+    "slices": lambda x, y: torch.complex(x, y)[:, 1::2].real + torch.fft.fft(x)[:, :2].imag,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,6 +109,14 @@ def test_an_operation_is_torchs(name: str) -> None:
     for sample in against_torch.samples(op, dtype, 1):
         problems = against_torch.check(op.op, (sample.input, *sample.args), sample.kwargs)
         assert not problems, (dtype, sample, problems)
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_are_torchs(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(4, 5, generator=generator).requires_grad_() for _ in range(2)]
+    problems = against_torch.check(COMPLEX[name], tuple(inputs), {})
+    assert not problems, problems
 
 
 def image(*shape: int) -> torch.Tensor:
