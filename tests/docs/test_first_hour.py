@@ -51,6 +51,6 @@ def test_a_reader_gets_through_the_first_hour(tmp_path):
     assert "trains the same" in report
     assert "exit status 75" in killed
     assert "going on from" in resumed
-    assert "done: 320 steps" in resumed
+    assert "done: 640 steps" in resumed
     assert "stripes.safetensors" in exported
     assert "weights are loaded" in used
