@@ -1,5 +1,6 @@
 """docs/extending.md: its examples are plug-ins that the contracts accept."""
 
+import contextlib
 import inspect
 import re
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+
+with contextlib.suppress(ImportError):  # sets environment variables, so before any test
+    import jax  # noqa: F401
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
