@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from accbench.comparing.plan import CompareFlags
-from accbench.config import TaskConfig, plugins
-from accbench.config.task import GROUPS
+from accbench.config.plugins import KINDS, classes
+from accbench.config.task import GROUPS, TaskConfig
 from accbench.preflight.command import PreflightFlags
 
 PAGE = Path(__file__).with_name("flags.md")
@@ -52,8 +52,8 @@ def page() -> str:
     parts = [HEAD]
     parts += [_group(title, group) for title, group in GROUPS.items()]
     parts.append(OPTIONS)
-    for kind in plugins.KINDS:
-        for name, plugin in plugins.classes(kind).items():
+    for kind in KINDS:
+        for name, plugin in classes(kind).items():
             options = getattr(plugin, "Options", None)
             if options is not None and plugin.__module__.startswith("accbench."):
                 parts += _options(kind, name, options)
@@ -84,7 +84,7 @@ def _options(kind: str, name: str, options: type) -> list[str]:
     if not fields:
         return []
     rows = [_row(options, field, f"{name}.") for field in fields]
-    title = f"### {plugins.KINDS[kind].title.capitalize()} `{name}`"
+    title = f"### {KINDS[kind].title.capitalize()} `{name}`"
     return [f"{title}\n\n" + "\n".join([_HEAD_OF_THREE, *rows])]
 
 
