@@ -30,7 +30,8 @@ class TaskConfig:
     nproc_per_node: int = 1
     """Workers on this machine, one a device."""
     engine: str = "ddp"
-    """What trains: ddp (the baseline), xla, or another file's name in accbench/engines."""
+    """What trains: ddp (the baseline), inductor, xla (through torch_xla), jax (XLA through JAX), or
+    another file's name in accbench/engines."""
     compiler_opt: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """The same as --engine xla."""
     amp_level: Literal["O0", "O1"] | None = None
@@ -54,10 +55,10 @@ class TaskConfig:
     """The script's own arguments, in one string, quoted as in a shell."""
     data: str = "mock"
     """NAME, NAME:LOCATION or a URL: mock, synthetic, imagefolder:DIR, recordio:FILE.rec or
-    recordio:DIR, s3://BUCKET/PREFIX, tokens:FILE_OR_DIR."""
+    recordio:DIR, s3://BUCKET/PREFIX, tokens:FILE_OR_DIR, coco:DIR."""
     launcher: str = "local"
-    """What starts the workers: local, elastic (several nodes), slurm, or another file's name in
-    accbench/launchers."""
+    """What starts the workers: local, elastic (several nodes), slurm, dask, or another file's name
+    in accbench/launchers."""
     nnodes: str = "1"
     """Machines: a number, or MIN:MAX, between which they may come and go. Each is given the same
     command, and torch elastic joins them (--launcher elastic); Slurm finds them by itself."""

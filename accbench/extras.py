@@ -12,12 +12,12 @@ _LAST_PYTHON = {"xla": (3, 13), "xla-cuda12": (3, 13)}
 
 
 def install_command(extra: str) -> str:
-    """A shell command that installs the extra `extra` of setup.py for the Python that runs this.
+    """A shell command that installs an extra of pyproject.toml for the Python that runs this.
 
     From a clone it installs the clone; else accbench is installed already, and the
     command installs the packages that the extra adds to it.
     """
-    if (_CLONE / "setup.py").is_file() and (_CLONE / "prepare.sh").is_file():
+    if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "prepare.sh").is_file():
         return _pip("-e", f"{_CLONE}[{extra}]")
     try:
         return _pip(*sorted(_requirements("accbench", extra) - _requirements("accbench")))

@@ -1,4 +1,4 @@
-"""Train a small transformer on the bytes of the README: an ordinary PyTorch script."""
+"""Train a small transformer on the bytes of a page of docs: an ordinary PyTorch script."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-TEXT = Path(__file__).parents[2] / "README.md"
+TEXT = Path(__file__).parents[2] / "docs" / "compare.md"
 LENGTH = 64  # bytes that the model sees
 
 
