@@ -165,7 +165,7 @@ def test_thunks_are_counted_without_groups_and_waits():
 
 
 def test_what_cannot_be_read_is_told():
-    with pytest.raises(RequestError, match="no program"):
+    with pytest.raises(RequestError, match="cannot be read"):
         hlo.parse("nothing")
     with pytest.raises(RequestError, match="'f7'"):
         hlo.shapes("f7[2,3]")
