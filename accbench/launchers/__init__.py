@@ -1,4 +1,4 @@
-"""The launcher contract: what starts the workers and sees them end.
+"""The launcher contract: a launcher starts the workers and waits for their end.
 
 `accbench/launchers/<name>.py` defines `class Launcher` with `launch`. The
 helpers here are what every launcher tells a person and the record.
@@ -18,7 +18,7 @@ from accbench.recording import records
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a run did not end well."""
+    """The reason why a run failed or stopped."""
 
     status: str
     """As in the end record."""
@@ -33,7 +33,7 @@ class Failure:
 
     @property
     def may_be_tried_again(self) -> bool:
-        """Whether workers started again, from the newest checkpoint, may end otherwise."""
+        """Whether a restart from the newest checkpoint may succeed."""
         return self.exit_status == 1 and self.status == "error"
 
 
@@ -42,7 +42,7 @@ WORKER = ("-m", "accbench.training.worker_process")
 
 
 class Launcher(abc.ABC):
-    """Starts one worker a device with the environment that the engine asks for."""
+    """A starter of one worker per device, with the environment that the engine asks for."""
 
     restarts_workers = False
     """Whether `--max_restarts` is this launcher's own to keep."""
@@ -52,7 +52,7 @@ class Launcher(abc.ABC):
     """Whether `launch` is to return when the run has ended, and no sooner."""
 
     def script(self, task: TaskConfig, worker: list[str]) -> str:
-        """What `--dry_run` prints: that which would be submitted.
+        """Return what would be submitted, for `--dry_run` to print.
 
         Raises:
             RequestError: this launcher submits nothing.
@@ -62,7 +62,7 @@ class Launcher(abc.ABC):
         )
 
     def resolve(self, task: TaskConfig) -> TaskConfig:
-        """What the machine that trains makes of a task, by `resolving.resolve` there.
+        """Resolve a task on the machine that trains, by `resolving.resolve` there.
 
         Raises:
             RequestError: the task cannot run there; the message says why and what to do.
@@ -73,11 +73,11 @@ class Launcher(abc.ABC):
 
     @classmethod
     def problem(cls, task: TaskConfig) -> str | None:
-        """What is wrong with the flags of this launcher, and the remedy; None if nothing is."""
+        """Return what is wrong with this launcher's flags and the remedy; None if nothing is."""
         return None
 
     def joined(self, task: TaskConfig) -> "Joined | None":
-        """A run that was begun elsewhere and that this process takes part in; None to begin one.
+        """Return a run of another process to take part in; None to begin one.
 
         Raises:
             NoMoreRunsError: there is none any more, of several one after the other.
@@ -86,16 +86,16 @@ class Launcher(abc.ABC):
         return None
 
     def follows(self, task: TaskConfig) -> bool:
-        """Whether this process only takes part in what another has begun, run after run."""
+        """Return whether this process only takes part in runs that another process begins."""
         return False
 
     def farewell(self, task: TaskConfig) -> None:
-        """Tell those who take part that no more runs follow."""
+        """Tell the processes that take part that no more runs follow."""
         return
 
     @abc.abstractmethod
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
-        """Run the workers to their end; nothing of them is left when this returns.
+        """Run the workers until all have ended; no process is left when this returns.
 
         Args:
             task: resolved, its folder made.
@@ -108,7 +108,7 @@ class Launcher(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A run whose folder and record are kept elsewhere."""
+    """A run whose folder and record another process keeps."""
 
     task: TaskConfig
     worker: list[str]
@@ -116,7 +116,7 @@ class Joined:
 
 
 def resolve(task: TaskConfig) -> TaskConfig:
-    """What the machine that trains makes of a task, which is its launcher's to ask.
+    """Resolve a task on the machine that trains, by the task's launcher.
 
     Raises:
         RequestError: the task cannot run there, or there is no such launcher.
@@ -126,19 +126,19 @@ def resolve(task: TaskConfig) -> TaskConfig:
 
 
 def anywhere(worker: list[str]) -> list[str]:
-    """What starts a worker, as another machine knows it: a module; main.py is elsewhere there."""
+    """Return the arguments that start a worker on another machine, where main.py is elsewhere."""
     return worker if worker[0] == "-m" else list(WORKER)
 
 
 def what_runs() -> dict[str, str]:
-    """What must be the same on all machines of a run."""
+    """Return the versions that must be the same on all machines of a run."""
     import torch
 
     return {"accbench": accbench.__version__, "torch": torch.__version__}
 
 
 def main_of(module: str) -> list[str]:
-    """Arguments to the Python interpreter that call `main` of a module of accbench's.
+    """Return interpreter arguments that call `main` of a module of accbench.
 
     As `-m` does, but for the current folder, where a file of a user's hides the module of its
     name that torch imports: that comes last.
@@ -158,7 +158,7 @@ _MALLOC = ("hugetlb=1", f"mmap_threshold={2**32}", f"trim_threshold={2**34}", "a
 
 
 def common_env(task: TaskConfig) -> dict[str, str]:
-    """What every worker's process should begin with, unless a person set it."""
+    """Return the environment variables of every worker; those that the user set win."""
     env = {"OMP_NUM_THREADS": str(task.threads)}
     if task.device == "cpu":
         # Or the C library asks the kernel for each large tensor's memory, page by page, and gives
@@ -168,14 +168,14 @@ def common_env(task: TaskConfig) -> dict[str, str]:
 
 
 def tell(run_dir: Path, failure: Failure) -> None:
-    """Say to a person why a run did not end well."""
+    """Print why a run failed or stopped."""
     if failure.traceback:
         print(failure.traceback.rstrip(), file=sys.stderr)
     print(f"accbench: {failure.error}; logs in {run_dir / 'logs'}", file=sys.stderr)
 
 
 def conclude(run_dir: Path, failure: Failure | None) -> int:
-    """Tell the person and the record how a run ended; returns the exit status."""
+    """Print and record how a run ended, and return the exit status."""
     if failure is None:
         return 0
     tell(run_dir, failure)

@@ -1,4 +1,4 @@
-"""What is left of workers that ended: who failed first, and the processes behind them."""
+"""Workers that ended: which failed first, and the processes they left behind."""
 
 import contextlib
 import json
@@ -11,52 +11,52 @@ from typing import Any
 from accbench.errors import REFUSED_VIEWS, STOPPED_STATUS, end_status
 from accbench.launchers import Failure
 
-# Taken on the disk before the workers start, for what a worker says when it is full.
+# Reserved on disk before the workers start, so that a worker can report a full disk.
 _ERROR_BYTES = 16384
 
 
 def reserve(paths: Iterable[Path]) -> Failure | None:
-    """Make the files that workers write their errors over; what is wrong if they cannot be."""
+    """Create the files that workers overwrite with their errors; return why if that fails."""
     for path in paths:
         try:
             path.write_bytes(b" " * _ERROR_BYTES)
         except OSError as error:
-            why = f"cannot write to {path.parent}: {error.strerror}; set TMPDIR elsewhere"
+            why = f"cannot write to {path.parent}: {error.strerror}; set TMPDIR to another folder"
             return Failure("error", why, exit_status=2)
     return None
 
 
 def send(number: signal.Signals, pids: Iterable[int]) -> None:
-    """Signal those that still run."""
+    """Send a signal to those processes that still run."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def end_groups(pids: Iterable[int]) -> None:
-    """Kill what workers left behind: each leads a process group that holds its loaders too."""
+    """Kill the workers' process groups, which also hold their data loaders."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
 
-# What torch says -> what a person can do about it here.
+# torch's message -> what the user can do about it.
 _HINTS = {
     **dict.fromkeys(
         REFUSED_VIEWS,
-        " (engines ddp and inductor have images in channels_last; --ddp.no-channels_last or "
-        "--inductor.no-channels_last, or x.flatten(1) in the place of x.view)",
+        " (engines ddp and inductor have images in channels_last; use --ddp.no-channels_last or "
+        "--inductor.no-channels_last, or x.flatten(1) instead of x.view)",
     ),
     "killed by signal: Bus error": " (that is /dev/shm: --workers 0, or docker --shm-size 8g)",
 }
 
 
 def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]) -> Failure:
-    """The failure that caused the others, of the ranks that did not end well.
+    """Return the failure that caused those of the other ranks.
 
-    A rank that was killed comes before one that raised: what a rank raises because
-    another is gone may be written down first. Of those that raised, the earliest; one
-    that raised and then crashed while it ended is one that raised.
+    A killed rank comes before one that raised, because another rank's error about the lost one may
+    be written first. Among ranks that raised, the earliest error counts; a rank that raised and
+    then crashed while it ended counts as one that raised.
     """
     raised = {rank: read_error(path) for rank, path in error_files.items()}
     for rank, exit_code in exit_codes.items():
@@ -65,11 +65,11 @@ def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]
             name = signal.Signals(-exit_code).name
             hint = " (is the machine out of memory?)" if name == "SIGKILL" else ""
             return Failure("error", f"rank {rank} was killed by {name}{hint}")
-    known = {rank: error for rank, error in raised.items() if error is not None}
-    if not known:
+    errors = {rank: error for rank, error in raised.items() if error is not None}
+    if not errors:
         rank, exit_code = next(iter(exit_codes.items()))
         return Failure("error", f"rank {rank} exited with status {exit_code}, see above")
-    error = min(known.values(), key=lambda error: error["unix_time"])
+    error = min(errors.values(), key=lambda error: error["unix_time"])
     rank = error["rank"]
     if error["name"] == "RequestError":
         return Failure("error", error["message"], exit_status=2)
@@ -82,7 +82,7 @@ def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]
 
 
 def read_error(path: Path) -> Any | None:
-    """What a worker wrote over its file; None if it wrote nothing."""
+    """Read the error that a worker wrote over its file; None if it wrote none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

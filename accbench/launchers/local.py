@@ -37,7 +37,7 @@ _POLL_S = 0.1
 
 
 class Launcher(launchers.Launcher):
-    """torch elastic on this machine."""
+    """A launcher on this machine, by torch elastic."""
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         # The launcher holds the store where workers meet, so no port is guessed.
@@ -66,7 +66,7 @@ class Launcher(launchers.Launcher):
 
 
 def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict[str, str]:
-    """A worker's environment: torchrun's names, the engine's, all workers', the error file."""
+    """Build a worker's environment: torchrun's variables, the engine's and accbench's own."""
     engine = plugins.load("engines", task.engine)
     wanted = {**launchers.common_env(task), **engine.worker_env(task, rank)}
     num_workers = str(task.nproc_per_node)
@@ -91,7 +91,7 @@ def _temporary(task: TaskConfig) -> "tempfile.TemporaryDirectory[str]":
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Keep torch elastic from giving its own account of failures."""
+    """Suppress torch elastic's own reports of failures."""
     elastic_log = logging.getLogger("torch.distributed.elastic")
     level = elastic_log.level
     elastic_log.setLevel(logging.CRITICAL)
@@ -107,6 +107,9 @@ def _wait(
     """Wait for the workers' end.
 
     Args:
+        context: torch elastic's handle of the workers.
+        error_files: rank -> file that the worker writes its error to.
+        signals: stop signals to this process.
         saves: whether a worker takes the first SIGTERM as a wish, saves and ends.
     """
     pids = list(context.pids().values())

@@ -1,4 +1,4 @@
-"""One run from its flags to its end: check them, claim the folder, launch, tell how it went."""
+"""One run: check the flags, claim the folder, launch the workers, and report how they ended."""
 
 import contextlib
 import math
@@ -13,13 +13,13 @@ from accbench.training import resume
 
 
 def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bool = False) -> int:
-    """Train a model, one worker a device; returns the exit status.
+    """Train a model with one worker per device, and return the exit status.
 
     Args:
         argv: the flags of a run.
-        prog: what messages call the command.
+        prog: the command's name in messages.
         worker: arguments to the Python interpreter that start a worker.
-        attached: whether to return when the run has ended, where it is only submitted else.
+        attached: whether to wait for the run's end even if the launcher only submits it.
     """
     with contextlib.ExitStack() as stack:
         arguments = list(worker or launchers.WORKER)
@@ -36,22 +36,22 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
             task = resume.claimed(task, _say)
         except RequestError as error:
             return refused(prog, error)
-        # The workers' imports take seconds in which nothing else is said.
+        # The workers' imports take seconds, in which nothing else is printed.
         _say(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
         num_restarts = 0
-        while (failure := _launched(launcher, task, arguments)) is not None:
+        while (failure := _launch(launcher, task, arguments)) is not None:
             if failure.status == "oom":
-                failure = replace(failure, error=_of_memory(task, failure.error))
+                failure = replace(failure, error=_out_of_memory_message(task, failure.error))
             if failure.status == "oom" and task.on_oom == "halve" and (task.batch_size or 1) > 1:
                 halved = (task.batch_size or 1) // 2
-                parts = math.gcd(halved, task.accumulate)  # they stay equal
-                task = replace(task, batch_size=halved, accumulate=parts)
-                why = f"starting again with --batch_size {task.batch_size}"
+                accumulate = math.gcd(halved, task.accumulate)  # micro-batches stay equal
+                task = replace(task, batch_size=halved, accumulate=accumulate)
+                notice = f"starting again with --batch_size {task.batch_size}"
             elif launcher.restarts_workers:
                 break
             elif failure.may_be_tried_again and num_restarts < task.max_restarts:
                 num_restarts += 1
-                why = f"starting again, {num_restarts} of {task.max_restarts}"
+                notice = f"starting again, {num_restarts} of {task.max_restarts}"
             else:
                 break
             launchers.tell(task.run_dir, failure)
@@ -59,11 +59,11 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
                 task = resume.restarted(task, _say)
             except RequestError as error:
                 return refused(prog, error)
-            _say(why)
+            _say(notice)
         return launchers.conclude(task.run_dir, failure)
 
 
-def _launched(
+def _launch(
     launcher: launchers.Launcher, task: TaskConfig, worker: list[str]
 ) -> launchers.Failure | None:
     try:
@@ -73,7 +73,7 @@ def _launched(
 
 
 def follow(task: TaskConfig, prog: str) -> int:
-    """Take part in one run after another, of a comparison, until there are no more."""
+    """Take part in a comparison's runs, one after another, until there are no more."""
     launcher = plugins.load("launchers", task.launcher)()
     while True:
         try:
@@ -88,24 +88,24 @@ def follow(task: TaskConfig, prog: str) -> int:
 
 
 def _take_part(launcher: launchers.Launcher, joined: launchers.Joined) -> int:
-    """Run this node's workers of a run whose folder and record are another node's."""
+    """Run this node's workers of a run whose folder and record another node keeps."""
     task = joined.task
     logs = task.run_dir / "logs"
     _say(f"starting {task.nproc_per_node} x {task.engine} for node 0, logs in {logs}")
-    failure = _launched(launcher, task, joined.worker)
+    failure = _launch(launcher, task, joined.worker)
     if failure is None:
         return 0
     launchers.tell(task.run_dir, failure)
     return failure.exit_status
 
 
-def _of_memory(task: TaskConfig, error: str) -> str:
-    """What ran out of memory, with its size and what may help."""
+def _out_of_memory_message(task: TaskConfig, error: str) -> str:
+    """Return an out-of-memory message with the batch size, the peak and what may help."""
     peak = runs.read_if_there(task.run_dir).peak_memory_bytes
-    before = f", {peak / 2**30:.2f} GiB at most until then" if peak else ""
+    peak_text = f", {peak / 2**30:.2f} GiB at most until then" if peak else ""
     return (
-        f"{error}; out of memory with --batch_size {task.batch_size} a worker{before}: lower it, "
-        "or use --on_oom halve"
+        f"{error}; out of memory with --batch_size {task.batch_size} a worker{peak_text}: lower "
+        "it, or use --on_oom halve"
     )
 
 

@@ -1,9 +1,9 @@
-"""The model contract: what trains, on which batches, and by which loss.
+"""The model contract: a network, its batches and its loss.
 
-`accbench/models/<family>.py` defines `class Family` with `names`, the models it has, and
-`spec(name)`, which gives a `Spec`. A family with `prefixed = True` is asked for whatever
-follows its name and a colon, as in `timm:vit_small_patch16_224`. Any other model is reached
-as `package.module:attribute`: a `Spec`, or a callable that returns a module for images.
+`accbench/models/<family>.py` defines `class Family` with `names`, its models' names, and
+`spec(name)`, which returns a `Spec`. A family with `prefixed = True` gets whatever follows
+its name and a colon, as in `timm:vit_small_patch16_224`. Any other model is named as
+`package.module:attribute`: a `Spec`, or a callable that returns a module for images.
 """
 
 import dataclasses
@@ -27,7 +27,10 @@ __all__ = ["IMAGES", "TOKENS", "Classifier", "ImageClassification", "Spec"]
 
 
 def names() -> list[str]:
-    """All models that families here and in installed packages have, and how to ask others."""
+    """Return every family's model names, and `FAMILY:NAME` for each prefixed family.
+
+    Families come from accbench and from installed plug-in packages.
+    """
     families = plugins.classes("models")
     prefixed = [f"{n}:NAME" for n, family in families.items() if _is_prefixed(family)]
     return [*sorted(n for family in families.values() for n in family.names), *prefixed]
@@ -38,10 +41,10 @@ def _is_prefixed(family: Any) -> bool:
 
 
 def of_task(task: TaskConfig) -> Any:
-    """The task's model with the loss and the sizes that its flags ask for.
+    """Return the task's model spec, with the loss options and sizes that its flags ask for.
 
     Raises:
-        RequestError: there is no such model, or its loss knows no such thing.
+        RequestError: the model is unknown, or its loss does not support a flag.
     """
     spec = resolve(task.model, task.image_size, task.seq_len)
     if task.label_smoothing and not hasattr(spec, "label_smoothing"):
@@ -56,32 +59,33 @@ def of_task(task: TaskConfig) -> Any:
 
 
 def resolve(name: str, image_size: int, seq_len: int = TaskConfig.seq_len) -> Any:
-    """The model `name`, FAMILY:NAME or `package.module:attribute`, as a spec.
+    """Return the spec of a model.
 
     Args:
-        image_size: height and width in pixels, of models for images.
-        seq_len: tokens of a sample, of models for text.
+        name: a family's model, FAMILY:NAME or `package.module:attribute`.
+        image_size: height and width in pixels, for image models.
+        seq_len: tokens per sample, for language models.
 
     Raises:
-        RequestError: there is no such model; the message lists the right ones.
+        RequestError: the model is unknown; the message lists the known ones.
     """
-    spec = _find(name)
+    spec = _find_spec(name)
     if dataclasses.is_dataclass(spec):
         sizes = {"image_size": image_size, "seq_len": seq_len}
-        own = {field.name for field in dataclasses.fields(spec)}
-        spec = dataclasses.replace(spec, **{k: v for k, v in sizes.items() if k in own})  # type: ignore[type-var]
+        fields = {field.name for field in dataclasses.fields(spec)}
+        spec = dataclasses.replace(spec, **{k: v for k, v in sizes.items() if k in fields})  # type: ignore[type-var]
     return spec
 
 
-def is_own(name: str) -> bool:
-    """Whether it names code that is in no family, as `package.module:attribute`."""
+def is_user_model(name: str) -> bool:
+    """Return whether `name` is `package.module:attribute`, code outside every family."""
     prefix, colon, _ = name.partition(":")
     return bool(colon) and not _is_prefixed(plugins.classes("models").get(prefix))
 
 
-def _find(name: str) -> Any:
-    if is_own(name):
-        return _own(name)
+def _find_spec(name: str) -> Any:
+    if is_user_model(name):
+        return _user_spec(name)
     families = plugins.classes("models")
     prefix, colon, rest = name.partition(":")
     if colon:
@@ -93,20 +97,20 @@ def _find(name: str) -> Any:
     raise RequestError(f"unknown model {name!r}; there are: {known}, or package.module:attribute")
 
 
-def _own(name: str) -> Any:
-    found = _attribute(name)
-    if isinstance(found, type) and issubclass(found, Spec):
-        found = found()
-    if all(hasattr(found, method) for method in ("build", "loss", "synthetic_batch")):
-        return found
-    if isinstance(found, nn.Module):
+def _user_spec(name: str) -> Any:
+    model = _import_attribute(name)
+    if isinstance(model, type) and issubclass(model, Spec):
+        model = model()
+    if all(hasattr(model, method) for method in ("build", "loss", "synthetic_batch")):
+        return model
+    if isinstance(model, nn.Module):
         raise RequestError(
             f"--model {name} is a network that was built already; name its class, or a function "
             "that builds it, which each worker calls with its own seed"
         )
-    if not callable(found):
+    if not callable(model):
         raise RequestError(f"--model {name} is neither callable nor a spec")
-    more = [other for other in _required(found) if other != "num_classes"]
+    more = [other for other in _required(model) if other != "num_classes"]
     if more:
         raise RequestError(
             f"--model {name} wants {', '.join(more)}, and is called with num_classes alone; name a "
@@ -114,12 +118,12 @@ def _own(name: str) -> Any:
         )
 
     def build_net(num_classes: int) -> nn.Module:
-        takes_it = _takes(found, "num_classes")
-        net = found(num_classes=num_classes) if takes_it else found()
+        takes_classes = _accepts(model, "num_classes")
+        net = model(num_classes=num_classes) if takes_classes else model()
         if not isinstance(net, nn.Module):
             raise RequestError(
                 f"--model {name} gave {type(net).__name__}, not a torch.nn.Module; it is called "
-                + ("with num_classes" if takes_it else "without arguments")
+                + ("with num_classes" if takes_classes else "without arguments")
             )
         if len(_required(net.forward)) > 1:
             raise RequestError(
@@ -133,30 +137,30 @@ def _own(name: str) -> Any:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Arguments that it cannot be called without."""
+    """Return the names of a function's required parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it has none that Python could tell
+    except (TypeError, ValueError):  # a built-in without a signature
         return []
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
-def _takes(function: Callable[..., Any], argument: str) -> bool:
+def _accepts(function: Callable[..., Any], argument: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # it has none that Python could tell
+    except (TypeError, ValueError):  # a built-in without a signature
         return True
     kinds = [parameter.kind for parameter in parameters.values()]
     return argument in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _attribute(name: str) -> Any:
+def _import_attribute(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise RequestError(f"--model {name} is not of the form package.module:callable")
-    # As `python` has it for a script beside it, but last: a file there must not hide a
-    # module that an installed package imports.
+    # `python script.py` puts the script's folder first on sys.path. The current folder goes last
+    # here: a file in it must not hide a module that an installed package imports.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:

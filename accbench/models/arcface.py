@@ -1,8 +1,9 @@
 """Face recognition: residual networks for aligned faces, trained by ArcFace.
 
-Both are of Deng et al., ArcFace: Additive Angular Margin Loss for Deep Face Recognition, 2019:
-the network of section 3.1 (units of BN-Conv-BN-PReLU-Conv-BN, a first layer that keeps the
-112 x 112 pixels, an embedding of 512 behind BN-Dropout-FC-BN), the loss of section 2.2.
+Network and loss follow Deng et al., ArcFace: Additive Angular Margin Loss for Deep Face
+Recognition, 2019: the network of section 3.1 (units of BN-Conv-BN-PReLU-Conv-BN, a first layer
+that keeps the 112 x 112 pixels, an embedding of 512 after BN-Dropout-FC-BN), and the loss of
+section 2.2.
 """
 
 import dataclasses
@@ -16,16 +17,16 @@ from torch.nn import functional
 from accbench.models import Classifier, ImageClassification
 
 EMBEDDING_SIZE = 512
-MARGIN, SCALE = 0.5, 64.0  # the angle in radians, and the logits' factor
+MARGIN, SCALE = 0.5, 64.0  # the margin in radians, and the logits' factor
 _WIDTHS = (64, 128, 256, 512)
 # name -> units of each stage
 _UNITS = {"arcface_r18": (2, 2, 2, 2), "arcface_r50": (3, 4, 14, 3), "arcface_r100": (3, 13, 30, 3)}
 
 
-class _Unit(nn.Module):
+class _ResidualUnit(nn.Module):
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
-        self.way = nn.Sequential(
+        self.way = nn.Sequential(  # the residual branch; checkpoints have this name
             nn.BatchNorm2d(width_in),
             nn.Conv2d(width_in, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
@@ -45,10 +46,14 @@ class _Unit(nn.Module):
 
 
 class FaceNet(nn.Module):
-    """Images (N, 3, H, W) to cosines (N, num_classes) of their embeddings and the classes'.
+    """A network that maps images (N, 3, H, W) to cosines (N, num_classes).
+
+    Each cosine is that of the angle between an image's embedding and a class's weight vector.
 
     Args:
-        image_size: H and W; each of four stages halves them.
+        units: residual units in each of the four stages.
+        image_size: H and W; each of the four stages halves them.
+        num_classes: number of classes.
     """
 
     def __init__(self, units: tuple[int, ...], image_size: int, num_classes: int) -> None:
@@ -60,8 +65,8 @@ class FaceNet(nn.Module):
         ]
         width_in, side = _WIDTHS[0], image_size
         for width, num_units in zip(_WIDTHS, units, strict=True):
-            layers += [_Unit(width_in, width, 2)]
-            layers += [_Unit(width, width, 1) for _ in range(num_units - 1)]
+            layers += [_ResidualUnit(width_in, width, 2)]
+            layers += [_ResidualUnit(width, width, 1) for _ in range(num_units - 1)]
             width_in, side = width, (side + 1) // 2
         self.trunk = nn.Sequential(*layers, nn.BatchNorm2d(width_in))
         self.embed = nn.Sequential(
@@ -79,7 +84,7 @@ class FaceNet(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ArcFace(ImageClassification):
-    """Faces (N, 3, H, W) uint8 and the persons' numbers (N,) int64; an angular margin."""
+    """Face images (N, 3, H, W) uint8 with identity labels (N,) int64, and the ArcFace loss."""
 
     mixes: ClassVar = False
     image_size: int = 112
@@ -88,25 +93,27 @@ class ArcFace(ImageClassification):
         return Classifier(FaceNet(_UNITS[self.name], self.image_size, num_classes), num_classes)
 
     def loss_of_logits(self, logits_NC: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy where the angle to the right class is made larger by `MARGIN`."""
+        """Compute the cross-entropy after adding `MARGIN` to the angle of the label's class."""
         cosines_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
-        right_N1 = cosines_NC.gather(1, labels.unsqueeze(1))
-        # The derivative of a square root has no end at 0.
-        sines_N1 = (1 - right_N1.square()).clamp(min=1e-9).sqrt()
-        further_N1 = right_N1 * math.cos(MARGIN) - sines_N1 * math.sin(MARGIN)
-        # Where the angle would pass 180 degrees its cosine would grow again.
-        straight_N1 = right_N1 - math.sin(math.pi - MARGIN) * MARGIN
-        further_N1 = torch.where(right_N1 > math.cos(math.pi - MARGIN), further_N1, straight_N1)
-        is_right_NC = functional.one_hot(labels, cosines_NC.shape[1]).bool()
-        with_margin_NC = torch.where(is_right_NC, further_N1, cosines_NC)
+        cosine_of_label_N1 = cosines_NC.gather(1, labels.unsqueeze(1))
+        # The derivative of a square root is infinite at 0.
+        sine_of_label_N1 = (1 - cosine_of_label_N1.square()).clamp(min=1e-9).sqrt()
+        with_margin_N1 = cosine_of_label_N1 * math.cos(MARGIN) - sine_of_label_N1 * math.sin(MARGIN)
+        # Past 180 degrees the cosine would grow again, so the loss goes on as a straight line.
+        linear_N1 = cosine_of_label_N1 - math.sin(math.pi - MARGIN) * MARGIN
+        with_margin_N1 = torch.where(
+            cosine_of_label_N1 > math.cos(math.pi - MARGIN), with_margin_N1, linear_N1
+        )
+        is_label_NC = functional.one_hot(labels, cosines_NC.shape[1]).bool()
+        with_margin_NC = torch.where(is_label_NC, with_margin_N1, cosines_NC)
         return super().loss_of_logits(SCALE * with_margin_NC, labels)
 
     def score(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """As for any classes, without the margin."""
-        return super().score(_Scaled(model), batch)
+        """Return the sums that `ImageClassification.score` returns, without the margin."""
+        return super().score(_ScaledLogits(model), batch)
 
 
-class _Scaled(nn.Module):
+class _ScaledLogits(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -117,11 +124,11 @@ class _Scaled(nn.Module):
 
 
 class Family:
-    """arcface_r18, arcface_r50 and arcface_r100, named by their layers as in the paper."""
+    """The models arcface_r18, arcface_r50 and arcface_r100, named by depth as in the paper."""
 
     names = tuple(_UNITS)
 
     @staticmethod
     def spec(name: str) -> ImageClassification:
-        """One of `names`, with random weights."""
+        """Return the spec of a model in `names`, which builds it with random weights."""
         return ArcFace(name, nn.Identity)

@@ -1,4 +1,4 @@
-"""BERT as transformers builds it, trained to tell masked tokens (Devlin et al., 2019)."""
+"""BERT as transformers builds it, trained as a masked language model (Devlin et al., 2019)."""
 
 import dataclasses
 from functools import partial
@@ -9,52 +9,59 @@ from torch import nn
 
 from accbench.models.language import IGNORED_LABEL, LanguageModel, options_of_transformers
 
-# name -> (layers, heads, width, tokens of the vocabulary without [MASK]); the tiny one is that
-# of Turc et al., Well-Read Students Learn Better, 2019.
+# name -> (layers, heads, width, vocabulary size without [MASK]); the tiny one is from
+# Turc et al., Well-Read Students Learn Better, 2019.
 _SIZES = {"bert_base": (12, 12, 768, 30521), "bert_tiny": (2, 2, 128, 511)}
 _POSITIONS = 512
-# Of all tokens, those that are to be told; of these, as parts of 1, those that are masked, and
-# those that are masked or replaced.
-_TOLD, _MASKED, _CHANGED = 0.15, 0.8, 0.9
-_WORD = 0xFFFFFFFF
+# The fraction of all tokens that the model predicts; of these, the fraction that is masked, and
+# the fraction that is masked or replaced.
+_PREDICTED, _MASKED, _CHANGED = 0.15, 0.8, 0.9
+_UINT32_MASK = 0xFFFFFFFF
 
 
-def _scrambled(numbers: torch.Tensor) -> torch.Tensor:
-    """int64 to 32 bits that look drawn, after the lowbias32 of Wellons's hash-prospector.
+def _hash32(numbers: torch.Tensor) -> torch.Tensor:
+    """Hash int64 numbers to 32 bits, by lowbias32 of Wellons's hash-prospector.
 
-    Products stay below 2^63, for not all compilers agree on what is beyond.
+    Products stay below 2^63, because compilers disagree about int64 overflow.
     """
-    numbers = (numbers ^ (numbers >> 16)) * 0x7FEB352D & _WORD
-    numbers = (numbers ^ (numbers >> 15)) * 0x046CA68B & _WORD
+    numbers = (numbers ^ (numbers >> 16)) * 0x7FEB352D & _UINT32_MASK
+    numbers = (numbers ^ (numbers >> 15)) * 0x046CA68B & _UINT32_MASK
     return numbers ^ (numbers >> 16)
 
 
-def masked(
+def mask_tokens(
     input_ids_NT: torch.Tensor, labels_NT: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what the model is given, the tokens it has to tell or -1); both (N, T) int64.
+    """Mask a batch of text for masked language modelling.
 
-    15 % of the tokens are to be told: 80 % of them are masked by the token `num_tokens`, 10 %
-    replaced by another, 10 % left. Which ones follows from the text itself, by a hash of a
-    sample's tokens and places: the same on every device and in every engine, and the same each
-    time that a text comes. So were the masks that BERT was published with, but for ten different
-    ones of each text. Where `labels_NT` is -1 there is no text.
+    15 % of the tokens are predicted: of these, 80 % become the mask token `num_tokens`, 10 %
+    become another token and 10 % stay. A hash of a sample's tokens and positions chooses them, so
+    that a text gets the same masks on every device, in every engine and in every epoch. The
+    original BERT also fixed its masks, but had ten different ones for each text. `labels_NT` is
+    -1 at padding, which is never predicted.
+
+    Returns:
+        (input ids, labels), both (N, T) int64; a label is the original token, or -1 where the
+        model predicts nothing.
     """
-    places_T = torch.arange(input_ids_NT.shape[1], device=input_ids_NT.device)
-    numbers_NT = _scrambled(input_ids_NT + 65_537 * places_T)
-    of_text_N1 = numbers_NT.sum(dim=1, keepdim=True) & _WORD
-    drawn_NT = _scrambled(numbers_NT ^ of_text_N1)
-    kind_NT, other_NT = _scrambled(drawn_NT + 1), _scrambled(drawn_NT + 2)
-    told_NT = (drawn_NT < int(_TOLD * 2**32)) & (labels_NT != IGNORED_LABEL)
-    is_masked_NT = told_NT & (kind_NT < int(_MASKED * 2**32))
-    is_other_NT = told_NT & ~is_masked_NT & (kind_NT < int(_CHANGED * 2**32))
-    given_NT = torch.where(is_other_NT, other_NT % num_tokens, input_ids_NT)
-    given_NT = given_NT.masked_fill(is_masked_NT, num_tokens)
-    return given_NT, input_ids_NT.masked_fill(~told_NT, IGNORED_LABEL)
+    positions_T = torch.arange(input_ids_NT.shape[1], device=input_ids_NT.device)
+    hashes_NT = _hash32(input_ids_NT + 65_537 * positions_T)
+    text_hash_N1 = hashes_NT.sum(dim=1, keepdim=True) & _UINT32_MASK
+    choice_NT = _hash32(hashes_NT ^ text_hash_N1)
+    action_NT, replacement_NT = _hash32(choice_NT + 1), _hash32(choice_NT + 2)
+    is_predicted_NT = (choice_NT < int(_PREDICTED * 2**32)) & (labels_NT != IGNORED_LABEL)
+    is_masked_NT = is_predicted_NT & (action_NT < int(_MASKED * 2**32))
+    is_replaced_NT = is_predicted_NT & ~is_masked_NT & (action_NT < int(_CHANGED * 2**32))
+    masked_ids_NT = torch.where(is_replaced_NT, replacement_NT % num_tokens, input_ids_NT)
+    masked_ids_NT = masked_ids_NT.masked_fill(is_masked_NT, num_tokens)
+    return masked_ids_NT, input_ids_NT.masked_fill(~is_predicted_NT, IGNORED_LABEL)
 
 
 class MaskedBert(nn.Module):
-    """BERT behind the masks. Its vocabulary has one token more than the data: [MASK], the last."""
+    """BERT that masks its own input.
+
+    Its vocabulary has one token more than the data: [MASK], the last.
+    """
 
     def __init__(self, net: nn.Module, num_tokens: int) -> None:
         super().__init__()
@@ -63,13 +70,13 @@ class MaskedBert(nn.Module):
     def forward(
         self, input_ids_NT: torch.Tensor, labels_NT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text to (logits (N, T, V + 1), the tokens to be told (N, T)), see `masked`."""
-        given_NT, told_NT = masked(input_ids_NT, labels_NT, self.num_tokens)
-        return self.net(given_NT).logits, told_NT
+        """Return (logits (N, T, V + 1), labels (N, T)) of a text, masked by `mask_tokens`."""
+        masked_ids_NT, labels_NT = mask_tokens(input_ids_NT, labels_NT, self.num_tokens)
+        return self.net(masked_ids_NT).logits, labels_NT
 
 
 def _build(name: str, num_tokens: int) -> nn.Module:
-    # Imported where it is used: that takes seconds, and a launcher needs only names.
+    # Imported here: the import takes seconds, and a launcher needs only the models' names.
     from transformers import BertConfig, BertForMaskedLM
 
     num_layers, num_heads, width, _ = _SIZES[name]
@@ -83,20 +90,20 @@ def _build(name: str, num_tokens: int) -> nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class _MaskedLanguageModel(LanguageModel):
-    """Tells masked tokens, and not those that follow."""
+    """A language model that predicts masked tokens instead of next tokens."""
 
-    def told(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits_and_labels(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits_NTV, labels_NT = model(batch["input_ids"], batch["labels"])
         return logits_NTV.flatten(0, 1), labels_NT.flatten()
 
 
 class Family:
-    """bert_base and, for CPUs, bert_tiny."""
+    """The models bert_base and, for CPUs, bert_tiny."""
 
     names = tuple(_SIZES)
 
     @staticmethod
     def spec(name: str) -> LanguageModel:
-        """One of `names`, with random weights."""
+        """Return the spec of a model in `names`, which builds it with random weights."""
         *_, num_tokens = _SIZES[name]
         return _MaskedLanguageModel(name, partial(_build, name), num_tokens, _POSITIONS)

@@ -1,4 +1,4 @@
-"""Images to classes: what the loss of classifiers takes, whatever form their logits come in."""
+"""Image classification: the network's wrapper, its loss and its scores."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,24 +11,26 @@ from torch.nn import functional
 from accbench.errors import RequestError
 from accbench.models.spec import IMAGES, Spec, out_of_range
 
-# Per channel, of images scaled to 0..1; the ImageNet values that torchvision documents.
+# Per channel, for images scaled to 0..1; the ImageNet values that torchvision documents.
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits in what a model returns: a tensor, or the first of a tuple, or named `logits`,
-    `out` or `output` in a mapping or an object.
+    """Return the logits in a model's output.
+
+    The output is the tensor itself, a tuple or list that begins with it, or a mapping or an object
+    that holds it as `logits`, `out` or `output`.
 
     Raises:
-        RequestError: there are none.
+        RequestError: the output holds no logits.
     """
     if isinstance(output, torch.Tensor):
         return output
     for name in ("logits", "out", "output"):
-        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(found, torch.Tensor):
-            return found
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, torch.Tensor):
+            return value
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
         return output[0]
     raise RequestError(
@@ -39,16 +41,16 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def _auxiliary_logits(output: Any) -> list[torch.Tensor]:
-    """Those of torchvision's GoogLeNet and Inception, which have more than one classifier."""
+    """Return the auxiliary logits in an output of torchvision's GoogLeNet or Inception."""
     fields = getattr(output, "_fields", ())
-    found = [getattr(output, name) for name in fields if name.startswith("aux_logits")]
-    return [logits for logits in found if isinstance(logits, torch.Tensor)]
+    values = [getattr(output, name) for name in fields if name.startswith("aux_logits")]
+    return [logits for logits in values if isinstance(logits, torch.Tensor)]
 
 
 class Normalized(nn.Module):
-    """A network behind the normalisation of uint8 images.
+    """A network that first normalises its uint8 images.
 
-    Bytes travel to the device and are normalised there: a quarter of the copy.
+    The images are copied to the device as bytes and normalised there: a quarter of the copy.
     """
 
     scale: torch.Tensor
@@ -63,22 +65,22 @@ class Normalized(nn.Module):
         self.register_buffer("shift", shift.view(1, 3, 1, 1), persistent=False)
 
     def forward(self, images_NCHW: torch.Tensor) -> Any:
-        """uint8 (N, 3, H, W) to what the network returns."""
+        """Return the network's output for uint8 images (N, 3, H, W)."""
         return self.net(images_NCHW.to(self.scale.dtype) * self.scale + self.shift)
 
 
 class Classifier(Normalized):
-    """A network that gives logits, behind the normalisation of uint8 images."""
+    """A network that first normalises its uint8 images and returns logits."""
 
     def __init__(self, net: nn.Module, num_classes: int) -> None:
         super().__init__(net)
         self.num_classes = num_classes
 
     def forward(self, images_NCHW: torch.Tensor) -> Any:
-        """uint8 (N, 3, H, W) to what the network returns, logits (N, num_classes) for one.
+        """Return the network's output for uint8 images (N, 3, H, W), which holds the logits.
 
         Raises:
-            RequestError: those are fewer classes, or none.
+            RequestError: there are no logits (N, num_classes or more).
         """
         output = super().forward(images_NCHW)
         shape = logits_of(output).shape
@@ -91,7 +93,7 @@ class Classifier(Normalized):
 
 
 def sums_of_logits(logits_NC: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Sums over the samples whose label is not negative: loss, top-1, top-5, samples; (4,)."""
+    """Return sums over the samples with a label >= 0: loss, top-1, top-5, samples; (4,)."""
     logits_NC = logits_NC.float()
     valid_N = labels_N >= 0
     loss = functional.cross_entropy(logits_NC, labels_N, ignore_index=-1, reduction="sum")
@@ -104,7 +106,7 @@ def sums_of_logits(logits_NC: torch.Tensor, labels_N: torch.Tensor) -> torch.Ten
 
 @dataclasses.dataclass(frozen=True)
 class ImageClassification(Spec):
-    """Images (N, 3, H, W) uint8 and labels (N,) int64; cross-entropy."""
+    """An image classifier: images (N, 3, H, W) uint8, labels (N,) int64, cross-entropy."""
 
     takes: ClassVar = IMAGES
     unit: ClassVar = "images"
@@ -113,20 +115,20 @@ class ImageClassification(Spec):
     build_net: Callable[..., nn.Module]
     """Called with num_classes; its module maps normalised images to logits."""
     label_smoothing: float = 0.0
-    """Part of each label that the loss spreads over all classes."""
+    """Fraction of each label that the loss spreads over all classes."""
     image_size: int = 224
     """Height and width in pixels."""
     auxiliary_weight: float = 0.3
-    """Of the loss of each classifier that a network has beside its last."""
+    """Weight of each auxiliary classifier's loss."""
 
     def build(self, num_classes: int) -> nn.Module:
-        """The model on the host, weights drawn from torch's global generator."""
+        """Build the model on the host, with weights drawn from torch's global generator."""
         return Classifier(self.build_net(num_classes=num_classes), num_classes)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Mean over the batch, in float32 or in the model's own type where that is wider.
+        """Compute the mean loss over the batch, in float32 or the model's wider dtype.
 
-        Labels may be weights of all classes as well, (N, num_classes).
+        Labels may also be class weights (N, num_classes), as mixup and cutmix make them.
         """
         images_NCHW, labels = batch
         output = model(images_NCHW)
@@ -136,16 +138,16 @@ class ImageClassification(Spec):
         return loss
 
     def loss_of_logits(self, logits_NC: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Likewise."""
+        """Compute the mean cross-entropy of logits; labels are as `loss` takes them."""
         logits_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
         if labels.is_floating_point():
             labels = labels.to(logits_NC.dtype)
         return functional.cross_entropy(logits_NC, labels, label_smoothing=self.label_smoothing)
 
     def score(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Sums over the samples whose label is not negative: loss, top-1, top-5, samples; (4,).
+        """Return sums over the samples with a label >= 0: loss, top-1, top-5, samples; (4,).
 
-        Of a sample with several classes the one of the largest weight counts.
+        A sample with class weights counts as the class with the largest weight.
         """
         images_NCHW, labels_N = batch
         if labels_N.is_floating_point():
@@ -153,12 +155,12 @@ class ImageClassification(Spec):
         return sums_of_logits(logits_of(model(images_NCHW)), labels_N)
 
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator) -> Any:
-        """Random bytes and labels; NHWC in memory, as decoders write images."""
+        """Return random images, NHWC in memory as decoders write them, and random labels."""
         shape_NHWC = (batch_size, self.image_size, self.image_size, 3)
         images_NHWC = torch.randint(0, 256, shape_NHWC, dtype=torch.uint8, generator=generator)
         labels_N = torch.randint(0, num_classes, (batch_size,), generator=generator)
         return images_NHWC.permute(0, 3, 1, 2), labels_N
 
     def problem(self, batch: Any, num_classes: int) -> str | None:
-        """Labels that the model has no class for; padding's -1 is none."""
+        """Return a line about labels without a class in the model; -1 marks padding and is fine."""
         return out_of_range("labels are", batch[1], num_classes, least=-1)

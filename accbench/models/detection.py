@@ -1,4 +1,4 @@
-"""Images to boxes, by the detectors of torchvision and their own losses."""
+"""Object detection with torchvision's detectors and their own losses."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -10,19 +10,19 @@ from accbench.errors import RequestError
 from accbench.models.spec import Spec, out_of_range
 
 BACKGROUND = 0
-"""The class that torchvision's detectors keep for it; here also the label of padding."""
-# Of torchvision's keypoint detectors: those of COCO's persons.
+"""The class that torchvision's detectors reserve for background; padding has this label too."""
+# Keypoints of a person in COCO, which torchvision's keypoint detectors predict.
 _NUM_KEYPOINTS = 17
-# Of a synthetic image; the last of them is padding.
+# Objects in a synthetic image; the last of them is padding.
 _NUM_OBJECTS = 4
 # Detectors whose anchors are made for one size.
 SIZES = {"ssd300_vgg16": 300, "ssdlite320_mobilenet_v3_large": 320}
-# What detectors learn besides boxes and classes.
-_WANTED = {"maskrcnn": "masks", "keypointrcnn": "keypoints"}
+# Detector family -> the target that it needs besides boxes and labels.
+_EXTRA_TARGETS = {"maskrcnn": "masks", "keypointrcnn": "keypoints"}
 
 
 class Detector(nn.Module):
-    """A detector behind uint8 images and padded targets. It gives losses, in evaluation too."""
+    """A detector that maps uint8 images and padded targets to losses, also in evaluation."""
 
     scale: torch.Tensor
 
@@ -32,25 +32,27 @@ class Detector(nn.Module):
         self.register_buffer("scale", torch.tensor(1 / 255), persistent=False)
 
     def train(self, mode: bool = True) -> "Detector":
-        """In evaluation only norms and dropout are as they then are, for torchvision's detectors
-        have no losses outside training."""
+        """Set training mode; in evaluation only batch norm and dropout leave it.
+
+        torchvision's detectors return losses in training mode alone.
+        """
         super().train(mode)
         for module in self.net.modules():
-            kept = isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.Dropout))
-            module.training = mode or not kept
+            has_eval_mode = isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.Dropout))
+            module.training = mode or not has_eval_mode
         return self
 
     def forward(
         self, images_NCHW: torch.Tensor, targets: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The losses, name -> ()."""
+        """Return the losses by name, each of shape ()."""
         images = list(images_NCHW.to(self.scale.dtype) * self.scale)
         losses: dict[str, torch.Tensor] = self.net(images, unpadded(targets))
         return losses
 
 
 def unpadded(targets: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Targets (N, M, ...) as torchvision wants them: of each image those that are no padding."""
+    """Convert padded targets (N, M, ...) to torchvision's: a dict per image, without padding."""
     is_object_NM = targets["labels"] != BACKGROUND
     return [
         {name: tensor[index][is_object_NM[index]] for name, tensor in targets.items()}
@@ -60,14 +62,14 @@ def unpadded(targets: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 @dataclasses.dataclass(frozen=True)
 class Detection(Spec):
-    """Images (N, 3, H, W) uint8, and a mapping of what is on them, at most M objects each.
+    """A detector; a batch is images (N, 3, H, W) uint8 and a mapping of targets, M per image.
 
-    boxes (N, M, 4): left, top, right, bottom in pixels. labels (N, M) int64: 1 and more, 0 where
-    there is no further object. For Mask R-CNN masks (N, M, H, W) uint8 of 0 and 1; for Keypoint
-    R-CNN keypoints (N, M, 17, 3): x and y in pixels, and 1 where visible.
+    boxes (N, M, 4): left, top, right, bottom in pixels. labels (N, M) int64: 1 and more, 0 for
+    padding. For Mask R-CNN masks (N, M, H, W) uint8 of 0 and 1; for Keypoint R-CNN keypoints
+    (N, M, 17, 3): x and y in pixels, and 1 where visible.
 
     Images are trained at the size they come in: torchvision's own resizing draws a size from a
-    generator, even of one. The network's own loss is the sum of its parts.
+    random generator, even if there is only one. The loss is the sum of the network's losses.
     """
 
     takes: ClassVar = "images with boxes"
@@ -78,7 +80,7 @@ class Detection(Spec):
     """Height and width in pixels."""
 
     def __post_init__(self) -> None:
-        size = SIZES.get(self._function, self.image_size)
+        size = SIZES.get(self._builder_name, self.image_size)
         if self.image_size != size:
             raise RequestError(
                 f"--model {self.name} takes images of {size} pixels, not of {self.image_size}; "
@@ -86,35 +88,35 @@ class Detection(Spec):
             )
 
     @property
-    def _function(self) -> str:
+    def _builder_name(self) -> str:
         return self.name.partition(":")[2]
 
     def build(self, num_classes: int) -> nn.Module:
-        """The model on the host; class 0 is the background.
+        """Build the model on the host; class 0 is the background.
 
         Raises:
-            RequestError: there is no other class.
+            RequestError: `num_classes` is below 2, so that there is only background.
         """
         from torchvision import models
 
         size = self.image_size
         if num_classes < 2:
             raise RequestError(f"--model {self.name} wants 2 classes or more: 0 is the background")
-        sizes = {} if self._function in SIZES else {"min_size": size, "max_size": size}
+        sizes = {} if self._builder_name in SIZES else {"min_size": size, "max_size": size}
         net = models.get_model(
-            self._function, weights=None, weights_backbone=None, num_classes=num_classes,
+            self._builder_name, weights=None, weights_backbone=None, num_classes=num_classes,
             _skip_resize=True, **sizes,
         )  # fmt: skip
         return Detector(net)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The sum of the detector's losses."""
+        """Compute the sum of the detector's losses."""
         losses = list(model(*batch).values())
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack([loss.to(wide) for loss in losses]).sum()
 
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator) -> Any:
-        """Random bytes, three boxes and a padded one on each image."""
+        """Return random images, each with three boxes and one padding box."""
         size, shape_NM = self.image_size, (batch_size, _NUM_OBJECTS)
         images_NCHW = torch.randint(
             0, 256, (batch_size, 3, size, size), dtype=torch.uint8, generator=generator
@@ -125,9 +127,9 @@ class Detection(Spec):
         labels_NM = torch.randint(1, max(num_classes, 2), shape_NM, generator=generator)
         boxes_NM4[:, -1], labels_NM[:, -1] = 0, BACKGROUND
         targets = {"boxes": boxes_NM4, "labels": labels_NM}
-        if self._function.startswith("maskrcnn"):
-            targets["masks"] = _filled(boxes_NM4, size)
-        if self._function.startswith("keypointrcnn"):
+        if self._builder_name.startswith("maskrcnn"):
+            targets["masks"] = _box_masks(boxes_NM4, size)
+        if self._builder_name.startswith("keypointrcnn"):
             shape = (*shape_NM, _NUM_KEYPOINTS, 2)
             inside = corners_NM2[:, :, None] + sides_NM2[:, :, None] * torch.rand(
                 shape, generator=generator
@@ -136,26 +138,26 @@ class Detection(Spec):
         return images_NCHW, targets
 
     def problem(self, batch: Any, num_classes: int) -> str | None:
-        """Labels that the model has not, boxes without an inside, or what it wants besides."""
+        """Return a line about wrong image sizes, missing targets, empty boxes or unknown labels."""
         boxes_NM4, labels_NM = batch[1]["boxes"], batch[1]["labels"]
         height, width = batch[0].shape[-2:]
-        size = SIZES.get(self._function)
+        size = SIZES.get(self._builder_name)
         if size and (height, width) != (size, size):
             return (
                 f"--model {self.name} takes images of {size} x {size} pixels, not of {height} x "
                 f"{width}; the data source coco makes them so by --coco.shape square"
             )
-        for family, wanted in _WANTED.items():
-            if self._function.startswith(family) and wanted not in batch[1]:
-                return f"--model {self.name} learns {wanted}, which the data has not"
+        for family, target in _EXTRA_TARGETS.items():
+            if self._builder_name.startswith(family) and target not in batch[1]:
+                return f"--model {self.name} learns {target}, which the data lacks"
         sides = boxes_NM4[..., 2:] - boxes_NM4[..., :2]
         if (sides[labels_NM != BACKGROUND] <= 0).any():
-            return "there are boxes whose right is not right of their left, or bottom below top"
+            return "some boxes are empty: right must exceed left, and bottom must exceed top"
         return out_of_range("labels are", labels_NM, num_classes)
 
 
-def _filled(boxes_NM4: torch.Tensor, size: int) -> torch.Tensor:
-    """Masks (N, M, H, W) of the boxes' insides."""
+def _box_masks(boxes_NM4: torch.Tensor, size: int) -> torch.Tensor:
+    """Return masks (N, M, H, W) uint8 that are 1 inside the boxes."""
     left, top, right, bottom = (edge[..., None, None] for edge in boxes_NM4.unbind(2))
     at = torch.arange(size)
     x, y = at[None, None, None, :], at[None, None, :, None]

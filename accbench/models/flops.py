@@ -1,4 +1,4 @@
-"""What a sample costs to train on: products, counted by torch without computing any."""
+"""Floating-point operations per training sample, counted by torch on fake tensors."""
 
 import warnings
 from typing import Any
@@ -16,28 +16,31 @@ _NUM_SAMPLES = 2  # BatchNorm wants more than one
 
 
 def of_sample(spec: Any, num_classes: int) -> float | None:
-    """Floating point operations of a sample's forward and backward pass, two a multiplication.
+    """Count the floating-point operations of a sample's forward and backward pass.
 
-    Those of matrix products and convolutions, by `torch.utils.flop_counter`, as the model asks
-    for them: what `--checkpoint_modules` computes again is not counted, and attention is counted
-    whole, causal or not. None where torch needs values for it that are not there, or does not
-    count a layer (recurrent ones).
+    A multiplication and its addition are two operations. `torch.utils.flop_counter` counts the
+    matrix products and convolutions that the model itself contains: recomputation by
+    `--checkpoint_modules` does not count, and causal attention counts as full attention.
+
+    Returns:
+        The operations, or None if torch needs the tensors' values or does not count a layer
+        (recurrent ones).
     """
-    for is_built_whole in (False, True):  # the latter takes memory for the weights
+    for has_real_weights in (False, True):  # real weights take memory
         try:
-            return _count(spec, num_classes, is_built_whole)
+            return _count(spec, num_classes, has_real_weights)
         except Exception:  # a model may raise anything where tensors have no content
             continue
     return None
 
 
-def _count(spec: Any, num_classes: int, is_built_whole: bool) -> float | None:
-    model = spec.build(num_classes) if is_built_whole else None
+def _count(spec: Any, num_classes: int, has_real_weights: bool) -> float | None:
+    model = spec.build(num_classes) if has_real_weights else None
     batch = spec.synthetic_batch(_NUM_SAMPLES, num_classes, torch.Generator())
     with (
         standard_streams.without_fake_tensors_log(),
         warnings.catch_warnings(),
-        FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=is_built_whole),
+        FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=has_real_weights),
         sdpa_kernel(SDPBackend.MATH),  # the products themselves
         FlopCounterMode(display=False) as counter,
     ):

@@ -1,5 +1,7 @@
-"""GPT-2 as transformers builds it (Radford et al., Language Models are Unsupervised Multitask
-Learners, 2019), dropout of 0.1 and tied embeddings included."""
+"""GPT-2 as transformers builds it, with dropout of 0.1 and tied embeddings.
+
+Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
+"""
 
 from functools import partial
 
@@ -7,7 +9,7 @@ from torch import nn
 
 from accbench.models.language import LanguageModel, options_of_transformers
 
-# name -> (layers, heads, width, tokens of the vocabulary)
+# name -> (layers, heads, width, vocabulary size)
 _SIZES = {
     "gpt2": (12, 12, 768, 50257),
     "gpt2_medium": (24, 16, 1024, 50257),
@@ -17,7 +19,7 @@ _POSITIONS = 1024
 
 
 def _build(name: str, num_tokens: int) -> nn.Module:
-    # Imported where it is used: that takes seconds, and a launcher needs only names.
+    # Imported here: the import takes seconds, and a launcher needs only the models' names.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     num_layers, num_heads, width, _ = _SIZES[name]
@@ -30,12 +32,15 @@ def _build(name: str, num_tokens: int) -> nn.Module:
 
 
 class Family:
-    """gpt2 is the smallest that was published, of 124 million parameters; gpt2_tiny is for CPUs."""
+    """The models gpt2, gpt2_medium and gpt2_tiny.
+
+    gpt2 is the smallest published one, of 124 million parameters; gpt2_tiny is for CPUs.
+    """
 
     names = tuple(_SIZES)
 
     @staticmethod
     def spec(name: str) -> LanguageModel:
-        """One of `names`, with random weights."""
+        """Return the spec of a model in `names`, which builds it with random weights."""
         *_, num_tokens = _SIZES[name]
         return LanguageModel(name, partial(_build, name), num_tokens, _POSITIONS)

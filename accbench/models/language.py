@@ -1,4 +1,4 @@
-"""Language models: what trains them to tell the next token, whatever they are made of."""
+"""Language modelling: next-token loss and scores for any network that returns logits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from accbench.models.spec import TOKENS, Spec, out_of_range
 
 _ATTENTION = "accbench_sdpa"
 IGNORED_LABEL = -1
-"""Of tokens that are not to be told, as `accbench.data` pads short batches with."""
+"""The label of tokens that the model does not predict, also of padding from `accbench.data`."""
 
 
 def options_of_transformers() -> dict[str, Any]:
-    """What configurations of transformers are given: torch's own attention, and no cache.
+    """Return options for a transformers configuration: torch's attention, and no cache.
 
-    Under a name of its own, for which transformers makes no masks: blocks are whole, so that
-    attention needs none but the causal one, which torch has. To see whether there are several
-    texts in a sample, transformers would read a number from the device in every step.
+    The attention is registered under a name of its own, for which transformers makes no masks:
+    samples are full blocks, so that attention needs only the causal mask, which torch has. To
+    detect several texts in one sample, transformers would wait for the device in every step.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -37,23 +37,23 @@ def options_of_transformers() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel(Spec):
-    """`input_ids` (N, T) int64 and `labels` (N, T) int64: the token that follows each.
+    """A model that predicts the next token: `input_ids` and `labels`, both (N, T) int64.
 
-    A label of -1 counts for nothing. Both come from the data, which has shifted the labels.
+    Each label is the token after its input token, or -1 to ignore it; the data source shifts them.
     """
 
     takes: ClassVar = TOKENS
     unit: ClassVar = "tokens"
     name: str
     build_net: Callable[[int], nn.Module]
-    """Called with the size of the vocabulary; its module maps `input_ids` to logits (N, T, V),
-    in any form that `logits_of` knows."""
+    """Called with the vocabulary size; its module maps `input_ids` to logits (N, T, V), in any form
+    that `logits_of` accepts."""
     usual_num_classes: int = 512  # type: ignore[misc]  # a class variable of specs without sizes
-    """The size of the vocabulary that was published with the model."""
+    """Vocabulary size of the published model."""
     max_seq_len: int | None = None
-    """Tokens that it has positions for; None: any number."""
+    """Longest sequence in tokens that the model has positions for; None: no limit."""
     seq_len: int = 128
-    """Tokens of a sample."""
+    """Tokens per sample."""
 
     def __post_init__(self) -> None:
         if self.max_seq_len is not None and self.seq_len > self.max_seq_len:
@@ -64,21 +64,21 @@ class LanguageModel(Spec):
 
     @property
     def units_per_sample(self) -> int:
-        """Tokens."""
+        """Number of tokens in a sample."""
         return self.seq_len
 
     def build(self, num_classes: int) -> nn.Module:
-        """The model on the host, weights drawn from torch's global generator."""
+        """Build the model on the host, with weights drawn from torch's global generator."""
         return self.build_net(num_classes)
 
-    def told(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits (N * T, V), and the tokens that they should tell, (N * T,) int64."""
+    def logits_and_labels(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits (N * T, V), and the labels that they should predict, (N * T,) int64."""
         logits_NTV = logits_of(model(batch["input_ids"]))
         return logits_NTV.flatten(0, 1), batch["labels"].flatten()
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Cross-entropy, mean over the tokens with a label; float32, or wider if the model is."""
-        logits_MV, labels_M = self.told(model, batch)
+        """Compute the mean cross-entropy of labelled tokens, in float32 or a wider model dtype."""
+        logits_MV, labels_M = self.logits_and_labels(model, batch)
         logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
         total = functional.cross_entropy(
             logits_MV, labels_M, ignore_index=IGNORED_LABEL, reduction="sum"
@@ -86,24 +86,24 @@ class LanguageModel(Spec):
         return total / (labels_M != IGNORED_LABEL).sum().clamp(min=1)
 
     def score(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Sums over the tokens with a label: loss, top-1, top-5, tokens; (4,)."""
-        return sums_of_logits(*self.told(model, batch))
+        """Return sums over the labelled tokens: loss, top-1, top-5, tokens; (4,)."""
+        return sums_of_logits(*self.logits_and_labels(model, batch))
 
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator) -> Any:
-        """Random tokens, and those that follow them."""
+        """Return random tokens, and the tokens that follow them as labels."""
         shape = (batch_size, self.seq_len + 1)
         return shifted(torch.randint(0, num_classes, shape, generator=generator))
 
     def problem(self, batch: Any, num_classes: int) -> str | None:
-        """Tokens outside of the vocabulary; a label of -1 is none."""
+        """Return a line about tokens outside the vocabulary; a label of -1 is fine."""
         return out_of_range("tokens are", batch["input_ids"], num_classes) or out_of_range(
             "labels are", batch["labels"], num_classes, least=IGNORED_LABEL
         )
 
 
 def shifted(blocks_NU: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch from blocks of T + 1 tokens each, (N, T + 1) int64."""
-    # Contiguous, for they are copied to a device and cut into parts.
+    """Build a batch from blocks of T + 1 tokens each, (N, T + 1) int64."""
+    # Contiguous, because both are copied to a device and split into micro-batches.
     return {
         "input_ids": blocks_NU[:, :-1].contiguous(),
         "labels": blocks_NU[:, 1:].contiguous(),

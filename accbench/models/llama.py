@@ -1,5 +1,7 @@
-"""Llama's architecture as transformers builds it (Touvron et al., LLaMA, 2023): RMSNorm, rotary
-positions, SwiGLU, grouped-query attention, no dropout, embeddings that are not tied."""
+"""Llama's architecture as transformers builds it (Touvron et al., LLaMA, 2023).
+
+RMSNorm, rotary positions, SwiGLU, grouped-query attention, no dropout, untied embeddings.
+"""
 
 from functools import partial
 
@@ -7,7 +9,7 @@ from torch import nn
 
 from accbench.models.language import LanguageModel, options_of_transformers
 
-# name -> (layers, heads, heads of keys and values, width, width between, vocabulary)
+# name -> (layers, heads, key-value heads, width, MLP width, vocabulary size)
 _SIZES = {
     "llama_tiny": (2, 4, 2, 64, 176, 512),
     # 1.1 billion parameters: the shape of Zhang et al., TinyLlama, 2024.
@@ -19,11 +21,11 @@ _POSITIONS = 2048
 def _build(name: str, num_tokens: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    num_layers, num_heads, num_kv_heads, width, width_between, _ = _SIZES[name]
+    num_layers, num_heads, num_kv_heads, width, mlp_width, _ = _SIZES[name]
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=num_tokens, max_position_embeddings=_POSITIONS, hidden_size=width,
-            intermediate_size=width_between, num_hidden_layers=num_layers,
+            intermediate_size=mlp_width, num_hidden_layers=num_layers,
             num_attention_heads=num_heads, num_key_value_heads=num_kv_heads,
             **options_of_transformers(),
         )
@@ -31,12 +33,12 @@ def _build(name: str, num_tokens: int) -> nn.Module:
 
 
 class Family:
-    """llama_tiny, for CPUs, and llama_1b."""
+    """The models llama_tiny, for CPUs, and llama_1b."""
 
     names = tuple(_SIZES)
 
     @staticmethod
     def spec(name: str) -> LanguageModel:
-        """One of `names`, with random weights."""
+        """Return the spec of a model in `names`, which builds it with random weights."""
         *_, num_tokens = _SIZES[name]
         return LanguageModel(name, partial(_build, name), num_tokens, _POSITIONS)

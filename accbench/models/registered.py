@@ -1,4 +1,4 @@
-"""The names of a library's models, without the seconds that its import takes."""
+"""Names of a library's registered models, read from its source instead of a slow import."""
 
 import difflib
 import re
@@ -9,26 +9,26 @@ from pathlib import Path
 
 from accbench.errors import RequestError
 
-# torchvision and timm register their models so, and name them by the function.
+# torchvision and timm register models with this decorator, under the function's name.
 _REGISTERED = re.compile(r"^@register_model\b.*?^def (\w+)\(", re.MULTILINE | re.DOTALL)
 
 
 @cache
 def names(package: str, folder: str) -> tuple[str, ...]:
-    """Names of the functions under `@register_model` in a folder of an installed package."""
-    found = find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    """Return the functions with `@register_model` in a folder of an installed package."""
+    package_spec = find_spec(package)
+    if package_spec is None or not package_spec.submodule_search_locations:
         return ()
-    files = (Path(found.submodule_search_locations[0]) / folder).glob("*.py")
+    files = (Path(package_spec.submodule_search_locations[0]) / folder).glob("*.py")
     texts = (file.read_text(encoding="utf-8") for file in files)
     return tuple(sorted({name for text in texts for name in _REGISTERED.findall(text)}))
 
 
 def check(family: str, name: str, known: Iterable[str]) -> None:
-    """Look whether a family has a model.
+    """Raise an error unless a family has a model.
 
     Raises:
-        RequestError: it has not; the message has the names that are closest.
+        RequestError: the model is unknown; the message lists the closest names.
     """
     known = list(known)
     if name in known:

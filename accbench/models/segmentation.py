@@ -1,4 +1,4 @@
-"""Images to a class for each pixel, as torchvision's reference training has it."""
+"""Semantic segmentation, with the loss of torchvision's reference training."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -11,13 +11,13 @@ from accbench.models.classification import Normalized
 from accbench.models.spec import Spec, out_of_range
 
 IGNORED = 255
-"""The class of pixels that count for nothing, in the masks of VOC for one."""
+"""The class of pixels that loss and scores ignore, as in VOC's masks."""
 _AUXILIARY_WEIGHT = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Segmentation(Spec):
-    """Images (N, 3, H, W) uint8 and masks (N, H, W) int64 of classes; cross-entropy.
+    """A segmentation model: images (N, 3, H, W) uint8, class masks (N, H, W) int64, cross-entropy.
 
     Source of the loss: references/segmentation/train.py of torchvision.
     """
@@ -30,7 +30,7 @@ class Segmentation(Spec):
     """Height and width in pixels."""
 
     def build(self, num_classes: int) -> nn.Module:
-        """The model on the host, with the classifier on the way where it can have one."""
+        """Build the model on the host, with an auxiliary classifier if the architecture has one."""
         from torchvision import models
 
         name = self.name.partition(":")[2]
@@ -41,7 +41,7 @@ class Segmentation(Spec):
         return Normalized(net)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Mean over the pixels that count, and half of that of the classifier on the way."""
+        """Compute the mean over counted pixels, plus half of the auxiliary classifier's."""
         images_NCHW, masks_NHW = batch
         output = model(images_NCHW)
         loss = _cross_entropy(output["out"], masks_NHW)
@@ -50,17 +50,19 @@ class Segmentation(Spec):
         return loss
 
     def score(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Sums over the pixels that count: loss, right ones, NaN, their number; (4,)."""
+        """Return sums over the counted pixels: loss, correct ones, NaN, number of pixels; (4,)."""
         images_NCHW, masks_NHW = batch
         logits_NCHW = model(images_NCHW)["out"]
-        valid_NHW = masks_NHW != IGNORED
-        right_NHW = (logits_NCHW.argmax(dim=1) == masks_NHW) & valid_NHW
+        is_counted_NHW = masks_NHW != IGNORED
+        is_correct_NHW = (logits_NCHW.argmax(dim=1) == masks_NHW) & is_counted_NHW
         loss = _cross_entropy(logits_NCHW, masks_NHW, reduction="sum").float()
-        unknown = torch.full_like(loss, float("nan"))
-        return torch.stack([loss, right_NHW.sum().float(), unknown, valid_NHW.sum().float()])
+        undefined = torch.full_like(loss, float("nan"))
+        return torch.stack(
+            [loss, is_correct_NHW.sum().float(), undefined, is_counted_NHW.sum().float()]
+        )
 
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator) -> Any:
-        """Random bytes and classes; the first row of pixels counts for nothing."""
+        """Return random images and class masks; the first row of pixels is ignored."""
         size = self.image_size
         images_NCHW = torch.randint(
             0, 256, (batch_size, 3, size, size), dtype=torch.uint8, generator=generator
@@ -70,7 +72,7 @@ class Segmentation(Spec):
         return images_NCHW, masks_NHW
 
     def problem(self, batch: Any, num_classes: int) -> str | None:
-        """Classes that the model has not."""
+        """Return a line about classes that the model lacks."""
         masks_NHW = batch[1]
         return out_of_range("masks are", masks_NHW[masks_NHW != IGNORED], num_classes)
 
@@ -78,7 +80,7 @@ class Segmentation(Spec):
 def _cross_entropy(
     logits_NCHW: torch.Tensor, masks_NHW: torch.Tensor, reduction: str = "mean"
 ) -> torch.Tensor:
-    wide = torch.promote_types(logits_NCHW.dtype, torch.float32)
+    loss_dtype = torch.promote_types(logits_NCHW.dtype, torch.float32)
     return functional.cross_entropy(
-        logits_NCHW.to(wide), masks_NHW, ignore_index=IGNORED, reduction=reduction
+        logits_NCHW.to(loss_dtype), masks_NHW, ignore_index=IGNORED, reduction=reduction
     )

@@ -1,4 +1,4 @@
-"""What a model is to the training loop: the class that every spec is of."""
+"""The model as the training loop sees it: the base class of every spec."""
 
 import abc
 from typing import Any, ClassVar
@@ -12,59 +12,59 @@ IMAGES, TOKENS = "images", "tokens"
 
 
 class Spec(abc.ABC):
-    """A model, its loss and its batches. Give it a `name`.
+    """A model, its loss and its batches; a subclass sets `name`.
 
-    Fields `image_size`, `seq_len` and `label_smoothing` of a spec that is a dataclass are set
-    from the flags of those names.
+    If a spec is a dataclass, the flags of the same names set its fields `image_size`, `seq_len`
+    and `label_smoothing`.
     """
 
     name: str
     takes: ClassVar[str] = "batches"
-    """The kind of batches, to be the same as the data source's `gives`."""
+    """The kind of batches; must equal the data source's `gives`."""
     unit: ClassVar[str] = "samples"
-    """What throughput is counted in, in the plural."""
+    """The unit of throughput, in the plural."""
     mixes: ClassVar[bool] = False
-    """Whether the loss takes weights of several classes in place of labels."""
+    """Whether the loss accepts class weights in place of labels."""
     usual_num_classes: ClassVar[int] = 1000
-    """What `--data synthetic` has where nothing else is asked for: classes, or a vocabulary."""
+    """Default number of classes, or vocabulary size, of `--data synthetic`."""
 
     @property
     def units_per_sample(self) -> int:
-        """Tokens of a text, for one; 1 where samples are counted."""
+        """Units of throughput in a sample, such as its tokens; 1 if samples are the unit."""
         return 1
 
     @abc.abstractmethod
     def build(self, num_classes: int) -> nn.Module:
-        """The model on the host, weights drawn from torch's global generator."""
+        """Build the model on the host, with weights drawn from torch's global generator."""
 
     @abc.abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The mean over the batch, (); runs under autocast."""
+        """Compute the mean loss over the batch, (); runs under autocast."""
 
     def score(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Sums over what counts in the batch: loss, top-1, top-5 and their number; (4,).
+        """Return sums over the batch's units: loss, top-1, top-5 and number of units; (4,).
 
-        Top-1 and top-5 are NaN where a model has no such thing.
+        Top-1 and top-5 are NaN if the model does not define them.
         """
-        number = len(nested.tensors_of(batch)[0]) * self.units_per_sample
-        loss = self.loss(model, batch).float() * number
-        unknown = torch.full_like(loss, float("nan"))
-        return torch.stack([loss, unknown, unknown, torch.full_like(loss, number)])
+        num_units = len(nested.tensors_of(batch)[0]) * self.units_per_sample
+        loss = self.loss(model, batch).float() * num_units
+        undefined = torch.full_like(loss, float("nan"))
+        return torch.stack([loss, undefined, undefined, torch.full_like(loss, num_units)])
 
     @abc.abstractmethod
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator) -> Any:
-        """A random batch on the host: tensors in any nesting of tuples, lists and mappings."""
+        """Return a random batch on the host: tensors nested in tuples, lists and mappings."""
 
     def problem(self, batch: Any, num_classes: int) -> str | None:
-        """What is wrong with a batch on the host, such as labels that the model does not have.
+        """Return what is wrong with a batch on the host, such as unknown labels, or None.
 
-        Some devices read whatever lies at a wrong index, and train on.
+        Some devices silently read out of bounds at a wrong index, and train on.
         """
         return None
 
 
 def out_of_range(name: str, tensor: torch.Tensor, num_classes: int, least: int = 0) -> str | None:
-    """A line on integers that are not in least..num_classes-1; None if all are."""
+    """Return a line about integers outside least..num_classes-1; None if there are none."""
     if tensor.is_floating_point() or not tensor.numel():
         return None
     low, high = (int(value) for value in tensor.aminmax())

@@ -1,4 +1,4 @@
-"""All of timm's models for images (Wightman, PyTorch Image Models): `timm:NAME`."""
+"""All image models of timm (Wightman, PyTorch Image Models): `timm:NAME`."""
 
 import dataclasses
 import importlib
@@ -14,23 +14,23 @@ from accbench.models import Classifier, ImageClassification, registered
 
 
 @dataclasses.dataclass(frozen=True)
-class _Classification(ImageClassification):
+class _TimmClassification(ImageClassification):
     def build(self, num_classes: int) -> nn.Module:
-        """The model on the host, weights drawn from torch's global generator.
+        """Build the model on the host, with weights drawn from torch's global generator.
 
         Raises:
-            RequestError: it does not take images of this size.
+            RequestError: the model does not accept images of this size.
         """
         import timm
 
         name, size = self.name.partition(":")[2], self.image_size
         config: Any = timm.models.get_pretrained_cfg(name)
-        made_for = config.input_size[-1]
-        why = None if size == made_for else _problem(name, size)
-        if why is not None and _problem(name, made_for) is None:
+        native_size = config.input_size[-1]
+        why = None if size == native_size else _size_problem(name, size)
+        if why is not None and _size_problem(name, native_size) is None:
             raise RequestError(
                 f"--model {self.name} does not take --image_size {size} ({why}); it was made for "
-                f"{made_for}"
+                f"{native_size}"
             )
         return Classifier(_create(name, size, num_classes), num_classes)
 
@@ -40,39 +40,39 @@ def _create(name: str, size: int, num_classes: int) -> nn.Module:
 
     try:
         return timm.create_model(name, pretrained=False, num_classes=num_classes, img_size=size)
-    except TypeError as error:  # it takes images of any size, or of one alone
+    except TypeError as error:  # the model accepts images of any size, or of one size alone
         if "img_size" not in str(error):
             raise
     return timm.create_model(name, pretrained=False, num_classes=num_classes)
 
 
-def _problem(name: str, size: int) -> str | None:
-    """Why a model takes no images of so many pixels, if that is so.
+def _size_problem(name: str, size: int) -> str | None:
+    """Return why a model does not accept images of `size` pixels; None if it does.
 
-    Tried on torch's meta device, whose tensors have shapes alone: neither does timm tell it nor
-    does every model refuse it when it is made.
+    The model runs on torch's meta device, whose tensors have only shapes: timm does not document
+    the accepted sizes, and not every model checks them when it is built.
     """
-    importlib.import_module("torch._dynamo")  # which does not import where meta is the default
+    importlib.import_module("torch._dynamo")  # cannot be imported where meta is the default device
     try:
         with torch.device("meta"):
             _create(name, size, 10)(torch.zeros(2, 3, size, size))
-    except Exception as error:  # each model has its own
+    except Exception as error:  # each model raises its own
         return " ".join(str(error).split()) or type(error).__name__
     return None
 
 
 class Family:
-    """What timm registers."""
+    """All models that timm registers."""
 
     prefixed = True
     names = ()
 
     @staticmethod
     def spec(name: str) -> ImageClassification:
-        """Any of them, with random weights.
+        """Return the spec of any timm model, which builds it with random weights.
 
         Raises:
-            RequestError: timm is not installed, or has no such model.
+            RequestError: timm is not installed, or does not have the model.
         """
         if importlib.util.find_spec("timm") is None:
             raise RequestError(
@@ -80,4 +80,4 @@ class Family:
                 + extras.install_command("models")
             )
         registered.check("timm", name, registered.names("timm", "models"))
-        return _Classification(f"timm:{name}", nn.Identity)
+        return _TimmClassification(f"timm:{name}", nn.Identity)

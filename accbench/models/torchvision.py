@@ -1,4 +1,4 @@
-"""All of torchvision's models for classes, segmentation and detection: `torchvision:NAME`."""
+"""All classification, segmentation and detection models of torchvision: `torchvision:NAME`."""
 
 import dataclasses
 from typing import Any
@@ -11,47 +11,48 @@ from accbench.models.detection import Detection
 from accbench.models.segmentation import Segmentation
 from accbench.models.spec import Spec
 
-# Weights of the losses of GoogLeNet's classifiers on the way (Szegedy et al., Going Deeper with
-# Convolutions, 2014, section 5), and of Inception v3's as torchvision's training has it.
+# Weights of the auxiliary classifiers' losses: GoogLeNet's from Szegedy et al., Going Deeper with
+# Convolutions, 2014, section 5, and Inception v3's from torchvision's reference training.
 _AUXILIARY_WEIGHTS = {"googlenet": 0.3, "inception_v3": 0.4}
-# Pixels that the classifier on the way needs, which what torchvision says leaves out.
-_LEAST = {"inception_v3": 299}
-# Models whose weights depend on the size of images, and what that has to be a multiple of.
+# Pixels that the auxiliary classifier needs; torchvision's `min_size` ignores it.
+_MIN_SIZE = {"inception_v3": 299}
+# Models whose weights depend on the image size, and the number that divides it.
 _MULTIPLES = {
     "vit_b_16": 16, "vit_b_32": 32, "vit_l_16": 16, "vit_l_32": 32, "vit_h_14": 14, "maxvit_t": 224,
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class _Classification(ImageClassification):
+class _TorchvisionClassification(ImageClassification):
     auxiliary_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        multiple = _MULTIPLES.get(self._function, 1)
+        multiple = _MULTIPLES.get(self._builder_name, 1)
         if self.image_size % multiple:
             raise RequestError(
-                f"--model {self.name} wants a multiple of {multiple} pixels, which --image_size "
-                f"{self.image_size} is not"
+                f"--model {self.name} needs an --image_size that is a multiple of {multiple}, not "
+                f"{self.image_size}"
             )
 
     @property
-    def _function(self) -> str:
+    def _builder_name(self) -> str:
         return self.name.partition(":")[2]
 
     def build(self, num_classes: int) -> nn.Module:
-        """The model on the host, weights drawn from torch's global generator.
+        """Build the model on the host, with weights drawn from torch's global generator.
 
         Raises:
-            RequestError: it takes no images as small as these.
+            RequestError: the images are too small for the model.
         """
         from torchvision import models
 
-        name, options = self._function, dict[str, Any]()
+        name, options = self._builder_name, dict[str, Any]()
         if name in _MULTIPLES:
             size = self.image_size
             options = {"image_size": size} if name != "maxvit_t" else {"input_size": (size, size)}
-        elif not name.startswith("swin"):  # which fills its windows up
-            least = _LEAST.get(name) or max(models.get_model_weights(name).DEFAULT.meta["min_size"])
+        elif not name.startswith("swin"):  # which pads its windows
+            min_size = models.get_model_weights(name).DEFAULT.meta["min_size"]
+            least = _MIN_SIZE.get(name) or max(min_size)
             if self.image_size < least:
                 raise RequestError(
                     f"--model {self.name} takes images of {least} pixels or more, not "
@@ -64,17 +65,17 @@ class _Classification(ImageClassification):
 
 
 class Family:
-    """What torchvision registers as models, but for videos, quantised ones and optical flow."""
+    """All models that torchvision registers, except video, quantised and optical-flow models."""
 
     prefixed = True
     names = ()
 
     @staticmethod
     def spec(name: str) -> Spec:
-        """Any of them, with random weights.
+        """Return the spec of any torchvision model, which builds it with random weights.
 
         Raises:
-            RequestError: there is no such model; the message has the closest names.
+            RequestError: the model is unknown; the message lists the closest names.
         """
         segmenters = registered.names("torchvision", "models/segmentation")
         detectors = registered.names("torchvision", "models/detection")
@@ -86,4 +87,4 @@ class Family:
         if name in detectors:
             return Detection(full, image_size=detection.SIZES.get(name, Detection.image_size))
         weight = _AUXILIARY_WEIGHTS.get(name, 0.0)
-        return _Classification(full, nn.Identity, auxiliary_weight=weight)
+        return _TorchvisionClassification(full, nn.Identity, auxiliary_weight=weight)

@@ -1,5 +1,7 @@
-"""Vision transformers as torchvision builds them (Dosovitskiy et al., An Image Is Worth 16x16
-Words, 2021), in the sizes that later papers call tiny, small and base."""
+"""Vision transformers as torchvision builds them, in later papers' sizes tiny, small and base.
+
+Source: Dosovitskiy et al., An Image Is Worth 16x16 Words, 2021.
+"""
 
 import dataclasses
 
@@ -9,20 +11,20 @@ from accbench.errors import RequestError
 from accbench.models import Classifier, ImageClassification
 
 _PATCH = 16
-# name -> (layers, heads, width); the layers between are four times as wide.
+# name -> (layers, heads, width); the MLPs are four times as wide.
 _SIZES = {"vit_ti_16": (12, 3, 192), "vit_s_16": (12, 6, 384), "vit_b_16": (12, 12, 768)}
 
 
 @dataclasses.dataclass(frozen=True)
 class _VisionTransformer(ImageClassification):
     image_size: int = 224
-    """Its positions are weights, so that the size of images is the model's own."""
+    """Height and width in pixels; position embeddings are weights, so that the model fixes it."""
 
     def __post_init__(self) -> None:
         if self.image_size % _PATCH:
             raise RequestError(
-                f"--model {self.name} cuts images into patches of {_PATCH} pixels, which "
-                f"--image_size {self.image_size} is no multiple of"
+                f"--model {self.name} cuts images into patches of {_PATCH} pixels: --image_size "
+                f"must be a multiple of {_PATCH}, not {self.image_size}"
             )
 
     def build(self, num_classes: int) -> nn.Module:
@@ -39,11 +41,11 @@ class _VisionTransformer(ImageClassification):
 
 
 class Family:
-    """vit_ti_16, vit_s_16 and vit_b_16."""
+    """The models vit_ti_16, vit_s_16 and vit_b_16."""
 
     names = tuple(_SIZES)
 
     @staticmethod
     def spec(name: str) -> ImageClassification:
-        """One of `names`, with random weights."""
+        """Return the spec of a model in `names`, which builds it with random weights."""
         return _VisionTransformer(name, nn.Identity)

@@ -1,1 +1,1 @@
-"""A training step compiled for a GPU that is not here: what it needs, moves and at best does."""
+"""Ahead-of-time compilation of a training step for an absent GPU, and what the step needs there."""

@@ -1,33 +1,38 @@
-"""The largest batch that fits: memory grows nearly in a line with it, so few compilations do."""
+"""Search for the largest batch that fits; memory grows almost linearly, so few tries suffice."""
 
 from collections.abc import Callable
 from typing import Any
 
 from accbench.errors import RequestError
 
-_MOST_TRIES = 12
+_MAX_TRIES = 12
 
 
 def search(
     peak_bytes: Callable[[int], int], known: dict[int, int], memory_bytes: int, multiple_of: int
 ) -> dict[str, Any]:
-    """Batch sizes tried, and the largest that fits: the next multiple does not.
+    """Search for the largest batch size that fits into memory while the next multiple does not.
 
     Args:
-        peak_bytes: batch size -> bytes that its step needs; raises RequestError where the step
-            cannot be compiled, which counts as not fitting.
-        known: those that were compiled before.
-        multiple_of: only such batch sizes are tried.
+        peak_bytes: batch size -> bytes that its step needs; raises RequestError if the step cannot
+            be compiled, which counts as not fitting.
+        known: batch size -> bytes, as compiled before.
+        memory_bytes: memory of the GPU.
+        multiple_of: batch sizes to try are multiples of this.
+
+    Returns:
+        `largest` (None if none fits), `tried` as [batch size, bytes, fits], and `limit`, the last
+        compilation's error.
     """
     tried = dict(known)
     limit = None
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         low = max((b for b, need in tried.items() if need <= memory_bytes), default=0)
         high = min((b for b, need in tried.items() if need > memory_bytes and b > low), default=0)
-        step = low - low % multiple_of  # the largest multiple that is known to fit, or below it
+        step = low - low % multiple_of  # the largest multiple not above a batch that fits
         if high and high <= step + multiple_of:
             break
-        guess = _between(tried, low, high, memory_bytes, multiple_of)
+        guess = _next_guess(tried, low, high, memory_bytes, multiple_of)
         if guess in tried:
             break
         try:
@@ -46,13 +51,13 @@ def search(
     }
 
 
-def _between(
+def _next_guess(
     tried: dict[int, int], low: int, high: int, memory_bytes: int, multiple_of: int
 ) -> int:
-    """A multiple between those that fit and those that do not, where a line crosses the limit."""
+    """Return the multiple at which a line through two measured points reaches `memory_bytes`."""
     points = sorted((b, need) for b, need in tried.items() if need < 2**63)
     if len(points) > 1:
-        # By the two nearest to the limit.
+        # The two points nearest to the limit define the line.
         (b0, n0), (b1, n1) = sorted(
             sorted(points, key=lambda point: abs(point[1] - memory_bytes))[:2]
         )

@@ -1,10 +1,10 @@
-"""`python -m accbench.preflight.child PARENT MODULE ...`: that module, until the parent ends."""
+"""`python -m accbench.preflight.child PARENT MODULE ...` runs MODULE until process PARENT ends."""
 
 import sys
 
 
 def main() -> int:
-    """Become the module, whose `main` takes arguments and returns the exit status."""
+    """Run the module's `main(argv)`, and return its exit status."""
     import importlib
 
     from accbench.stop_signals import die_with_parent
@@ -18,8 +18,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # `python -m` puts the current folder first, where a file of a user's hides the module of
-    # its name that torch imports.
+    # `python -m` puts the current folder first on sys.path, where a user's file may hide a module
+    # of the same name that torch imports.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.append(sys.path.pop(0))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Processes that trace and compile, each by itself: XLA reads flags once, and aborts on errors."""
+"""Child processes for tracing and compiling: XLA reads its flags once, and aborts on errors."""
 
 import dataclasses
 import os
@@ -11,34 +11,37 @@ from pathlib import Path
 
 from accbench import cache_folders
 
-# What Abseil's logging puts before a line: severity, date, time, thread, place.
-_LOG_HEAD = re.compile(r"^\S*\s*([IWEF])\S*\s+\S+\s+\S+\]\s*|^[\d-]+ [\d:.]+: [IWEF] \S+\]\s*")
-_SAID_LAST = 300
-_LOOK_EVERY_S = 0.2
+# The prefix of Abseil's log lines: severity, date, time, thread, source location.
+_LOG_PREFIX = re.compile(r"^\S*\s*([IWEF])\S*\s+\S+\s+\S+\]\s*|^[\d-]+ [\d:.]+: [IWEF] \S+\]\s*")
+_MESSAGE_CHARACTERS = 300
+_POLL_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """How a process ended."""
+class ProcessResult:
+    """The exit status, memory, time and last message of a process that ended."""
 
     status: int
-    """Its exit status; a signal's number below zero."""
+    """The exit status; minus the signal's number if a signal killed it."""
     peak_bytes: int
-    """The most memory it had."""
+    """Peak resident memory."""
     wall_s: float
-    last_words: str
-    """The line that tells why, of what it said on standard error; empty if it said nothing."""
+    last_message: str
+    """The line of its log that best explains the end; empty if the log is empty."""
 
 
 def run(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path,
-    waiting: Callable[[float], None],
-) -> Ended:  # fmt: skip
-    """Run `python -m module arguments` to its end; it dies with this process.
+    on_wait: Callable[[float], None],
+) -> ProcessResult:  # fmt: skip
+    """Run `python -m module arguments` until it ends; it dies with this process.
 
     Args:
-        log: gets what it says.
-        waiting: called now and then with the seconds passed.
+        module: a module whose `main` takes a list of arguments.
+        arguments: command-line arguments.
+        environment: variables to add to this process's own.
+        log: file that receives standard output and standard error.
+        on_wait: called several times a second with the seconds passed.
     """
     command = [sys.executable, "-m", "accbench.preflight.child", str(os.getpid()), module]
     environment = {**os.environ, **cache_folders.environment(log.parent), **environment}
@@ -50,27 +53,30 @@ def run(
         )  # fmt: skip
         try:
             while True:
-                pid, status, used = os.wait4(process.pid, os.WNOHANG)
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
                 if pid:
                     break
-                waiting(time.perf_counter() - started)
-                time.sleep(_LOOK_EVERY_S)
-        except BaseException:  # Ctrl-C for one: nobody would be left to read what it makes
+                on_wait(time.perf_counter() - started)
+                time.sleep(_POLL_S)
+        except BaseException:  # such as Ctrl-C: nobody is left to read the child's results
             process.kill()
             process.wait()
             raise
     process.returncode = os.waitstatus_to_exitcode(status)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, getrusage(2)
-    return Ended(
-        process.returncode, used.ru_maxrss * unit, time.perf_counter() - started, _last_words(log)
+    maxrss_unit = 1 if sys.platform == "darwin" else 1024  # bytes, getrusage(2)
+    return ProcessResult(
+        process.returncode,
+        usage.ru_maxrss * maxrss_unit,
+        time.perf_counter() - started,
+        _last_message(log),
     )
 
 
-def _last_words(log: Path) -> str:
+def _last_message(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"^(\S+ )?F\d|^F\d|.*: F ", line)]
-    said = [line for line in lines if "Error" in line or "error" in line]
-    for found in (fatal[:1], said[-1:], lines[-1:]):
-        if found:
-            return _LOG_HEAD.sub("", found[0])[:_SAID_LAST]
+    errors = [line for line in lines if "Error" in line or "error" in line]
+    for candidates in (fatal[:1], errors[-1:], lines[-1:]):
+        if candidates:
+            return _LOG_PREFIX.sub("", candidates[0])[:_MESSAGE_CHARACTERS]
     return ""

@@ -1,4 +1,4 @@
-"""`accbench preflight`: trace the step that a run would take, compile it for a GPU, and say."""
+"""`accbench preflight`: trace a run's training step, compile it for a GPU, and report on it."""
 
 import contextlib
 import dataclasses
@@ -29,15 +29,15 @@ from accbench.preflight import (
     programs,
     summary,
 )
-from accbench.preflight.gpu import Gpu
+from accbench.preflight.gpu import GpuSpec
 from accbench.recording import provenance
 from accbench.report import preflight as pages
 
 RESULT_FILE = "preflight.json"
 SCHEMA_VERSION = 1
-# What of a task is of no meaning for its step.
-_OF_THE_HOST = ("output_dir", "workers", "threads")
-# Its behaviour without a device was looked at; another may need other flags.
+# Fields of a task that do not affect its training step.
+_HOST_FIELDS = ("output_dir", "workers", "threads")
+# The plug-in that was tested without a device; other versions may need other flags.
 _PINNED_PLUGIN = "jax-cuda12-pjrt 0.6.2"
 
 
@@ -69,14 +69,14 @@ class PreflightFlags(TaskConfig):
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """The command; returns the exit status: 1 where the step does not fit the GPU."""
+    """Run the command, and return the exit status: 1 if the step does not fit the GPU."""
     try:
         flags = config.read_flags(argv, prog, PreflightFlags)
         if flags.compare is not None:
             first, second = map(read, flags.compare)
             print(pages.render_pair(first, second, flags.format), end="")
             return 0
-        with _folder(flags.keep) as folder:
+        with _result_folder(flags.keep) as folder:
             result = preflight(flags, folder)
         print(pages.render(result, flags.format), end="")
     except RequestError as error:
@@ -87,25 +87,27 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result that was kept.
+    """Read a result that an earlier preflight wrote.
 
     Raises:
-        RequestError: there is none.
+        RequestError: there is no valid result.
     """
     path = path / RESULT_FILE if path.is_dir() else path
     try:
-        found = json.loads(path.read_text())
+        result = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"--compare {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict) or found.get("kind") != "preflight":
+    if not isinstance(result, dict) or result.get("kind") != "preflight":
         raise RequestError(f"--compare {path}: no result of accbench preflight")
-    if found.get("schema_version") != SCHEMA_VERSION:
-        raise RequestError(f"--compare {path}: made by another version of accbench; make it anew")
-    return found
+    if result.get("schema_version") != SCHEMA_VERSION:
+        raise RequestError(
+            f"--compare {path}: made by another version of accbench; run preflight again"
+        )
+    return result
 
 
 @contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def _result_folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="accbench-preflight-") as folder:
             yield Path(folder)
@@ -120,13 +122,13 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def preflight(flags: Any, folder: Path) -> dict[str, Any]:
-    """Trace, compile and count; leaves files in `folder`.
+    """Trace and compile a training step, and summarise it; files go to `folder`.
 
     Raises:
-        RequestError: it cannot be done here, or the compiler refuses the step.
+        RequestError: this machine lacks something, or the compiler refuses the step.
     """
     target = gpu.load(flags.gpu)
-    tracer = _tracer(flags.engine)
+    tracer = _checked_tracer(flags.engine)
     task = resolving.fill(config.task_of(flags), "cuda")
     resolving.check_data(task)
     if task.amp_level == "O1" and task.amp_dtype not in target.dense_tflops:
@@ -134,12 +136,14 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
             f"--gpu {flags.gpu}: {target.name} has no {task.amp_dtype}; use --amp_dtype float16"
         )
     assert task.batch_size is not None
-    with _progress() as say:
-        compiled = compile_step(task, target, flags.gpu, tracer, folder, say)
-        result = _result(task, target, compiled, folder)
+    with _progress() as report_progress:
+        compiled = compile_step(task, target, flags.gpu, tracer, folder, report_progress)
+        result = _build_result(task, target, compiled, folder)
         if flags.find_batch:
-            result["batch_search"] = _search(task, target, flags.gpu, tracer, folder, result, say)
-        say("counting eager PyTorch")
+            result["batch_search"] = _search_batch(
+                task, target, flags.gpu, tracer, folder, result, report_progress
+            )
+        report_progress("counting eager PyTorch")
         result["eager"] = eager.count(
             task, target, compiled["model"]["num_classes"], compiled["model"]["batch"]
         )
@@ -147,15 +151,18 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _tracer(engine: str) -> str:
+def _checked_tracer(engine: str) -> str:
     tracer: str | None = plugins.load("engines", engine).step_tracer
     if tracer is None:
-        able = [n for n, found in plugins.classes("engines").items() if found.step_tracer]
+        able = [name for name, cls in plugins.classes("engines").items() if cls.step_tracer]
         raise RequestError(
-            f"--engine {engine} compiles no whole steps ahead; preflight is for: {', '.join(able)}"
+            f"--engine {engine} cannot compile whole steps ahead of time; preflight needs one of: "
+            f"{', '.join(able)}"
         )
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise RequestError("preflight needs Linux on x86-64: the compiler for CUDA is for that")
+        raise RequestError(
+            "preflight needs Linux on x86-64, which the compiler for CUDA is built for"
+        )
     library = nvidia.find_plugin()
     install = nvidia.install_command()
     module, extra = importlib.import_module(tracer).NEEDS
@@ -170,75 +177,80 @@ def _tracer(engine: str) -> str:
 
 
 def compile_step(
-    task: TaskConfig, target: Gpu, gpu_name: str, tracer: str, folder: Path,
-    say: Callable[[str], None],
+    task: TaskConfig, target: GpuSpec, gpu_name: str, tracer: str, folder: Path,
+    report_progress: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Trace the task's step and compile it: `model`, `memory` and `cost` as a result has them.
+    """Trace the task's step and compile it, and return a result's `model`, `memory` and `cost`.
 
     Args:
-        gpu_name: what `--gpu` was.
+        task: the resolved task.
+        target: the GPU to compile for.
+        gpu_name: value of `--gpu`, by which the compiling process loads `target`.
+        tracer: name of the module that traces the engine's step.
+        folder: receives the program, logs and the compiler's files.
+        report_progress: called with a line to show.
 
     Raises:
-        RequestError: one of the two failed.
+        RequestError: tracing or compiling failed.
     """
-    traced = importlib.import_module(tracer)
+    tracer_module = importlib.import_module(tracer)
     values = {name: value for name, value in config.as_mapping(task).items() if value is not None}
     values.pop("output_dir", None)
     what = f"{task.model} for {task.nproc_per_node} x {target.name}, batch {task.batch_size}"
     tracing = children.run(
         tracer, [str(folder), *config.as_flags(values)],
-        traced.environment(folder, task.nproc_per_node), folder / "trace.log",
-        lambda seconds: say(f"tracing {what}: {seconds:.0f} s"),
+        tracer_module.environment(folder, task.nproc_per_node), folder / "trace.log",
+        lambda seconds: report_progress(f"tracing {what}: {seconds:.0f} s"),
     )  # fmt: skip
-    facts = _facts(folder / programs.FACTS_FILE, tracing, "tracing the step")
+    trace_facts = _read_facts(folder / programs.FACTS_FILE, tracing, "tracing the step")
     compiled = children.run(
         "accbench.preflight.compiling", [str(folder), gpu_name, str(task.nproc_per_node)],
-        compiling.environment(folder, traced.gpu_flags(task)), folder / "compile.log",
-        lambda seconds: say(f"compiling {what}: {seconds:.0f} s"),
+        compiling.environment(folder, tracer_module.gpu_flags(task)), folder / "compile.log",
+        lambda seconds: report_progress(f"compiling {what}: {seconds:.0f} s"),
     )  # fmt: skip
-    made = _facts(folder / compiling.FACTS_FILE, compiled, "XLA's compiler")
+    compile_facts = _read_facts(folder / compiling.FACTS_FILE, compiled, "XLA's compiler")
     return {
-        "model": {k: v for k, v in facts.items() if not k.endswith("_s")},
-        "memory": made["memory"],
+        "model": {k: v for k, v in trace_facts.items() if not k.endswith("_s")},
+        "memory": compile_facts["memory"],
         "cost": {
-            "build_s": facts["build_s"],
-            "trace_s": facts["trace_s"],
-            "compile_s": made["compile_s"],
+            "build_s": trace_facts["build_s"],
+            "trace_s": trace_facts["trace_s"],
+            "compile_s": compile_facts["compile_s"],
             "compiler_peak_bytes": compiled.peak_bytes,
         },
     }
 
 
-def _facts(path: Path, ended: children.Ended, what: str) -> dict[str, Any]:
+def _read_facts(path: Path, process: children.ProcessResult, what: str) -> dict[str, Any]:
     if not path.exists():
-        how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
-        if ended.status == -9:
-            how += ", as Linux ends a process when memory is out"
-        raise RequestError(f"{what} ended by {how}: {ended.last_words or 'it said nothing'}")
+        how = f"signal {-process.status}" if process.status < 0 else f"exit status {process.status}"
+        if process.status == -9:
+            how += ", with which Linux kills a process when memory runs out"
+        raise RequestError(f"{what} ended by {how}: {process.last_message or 'its log is empty'}")
     facts: dict[str, Any] = json.loads(path.read_text())
     if "error" in facts:
-        raise RequestError(_refusal(facts["error"], what))
+        raise RequestError(_refusal_message(facts["error"], what))
     return facts
 
 
-def _refusal(text: str, what: str) -> str:
-    """The compiler's words in one line, with the operation's place in the model."""
+def _refusal_message(text: str, what: str) -> str:
+    """Return the compiler's message as one line, with the operation's location in the model."""
     line = " ".join(text.split())
     name = re.search(r'op_name="([^"]*)"', line)
-    place = f" at {hlo.without_numbers(name[1])}" if name else ""
+    location = f" at {hlo.without_numbers(name[1])}" if name else ""
     source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
-    place += f" ({source[1]}:{source[2]})" if source else ""
+    location += f" ({source[1]}:{source[2]})" if source else ""
     line = re.sub(r",? ?metadata=\{.*?\}", "", line)
-    return f"{what} refuses the step{place}: {line[:400]}" if name else f"{what}: {line[:600]}"
+    return f"{what} refuses the step{location}: {line[:400]}" if name else f"{what}: {line[:600]}"
 
 
-def _result(
-    task: TaskConfig, target: Gpu, compiled: dict[str, Any], folder: Path
+def _build_result(
+    task: TaskConfig, target: GpuSpec, compiled: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    program, launched = compiling.read_dump(folder)
-    found = kernels.of_program(hlo.parse(program))
+    program, thunk_text = compiling.read_dump(folder)
+    program_kernels = kernels.list_kernels(hlo.parse(program))
     assert task.batch_size is not None
-    thunks = summary.thunk_counts(launched)
+    thunks = summary.thunk_counts(thunk_text)
     values = config.as_mapping(task)
     return {
         "kind": "preflight",
@@ -246,14 +258,14 @@ def _result(
         "engine": task.engine,
         "num_gpus": task.nproc_per_node,
         "gpu": dataclasses.asdict(target),
-        "task": {name: value for name, value in values.items() if name not in _OF_THE_HOST},
+        "task": {name: value for name, value in values.items() if name not in _HOST_FIELDS},
         "versions": {**provenance.versions(), **_plugin_version()},
         "model": compiled["model"],
         "memory": summary.memory(compiled["memory"], target, program),
-        **summary.of_kernels(
-            found, target, task.batch_size, thunks, compiled["model"]["parameter_sizes"]
+        **summary.summarize_kernels(
+            program_kernels, target, task.batch_size, thunks, compiled["model"]["parameter_sizes"]
         ),
-        "reduction": summary.of_reduction(found, target),
+        "reduction": summary.summarize_reduction(program_kernels, target),
         "eager": None,
         "cost": compiled["cost"],
         "notes": _notes(),
@@ -270,33 +282,34 @@ def _notes() -> list[str]:
         "Compiled with xla_gpu_autotune_level=0: choosing algorithms means timing them on the "
         "device. On the GPU other ones may run, with other workspaces.",
     ]
-    found = nvidia.plugin_version()
-    if nvidia.find_plugin() is not None and found != _PINNED_PLUGIN:
-        notes.append(f"The compiler is {found or 'of no known package'}, not {_PINNED_PLUGIN}.")
+    version = nvidia.plugin_version()
+    if nvidia.find_plugin() is not None and version != _PINNED_PLUGIN:
+        notes.append(f"The compiler is {version or 'of no known package'}, not {_PINNED_PLUGIN}.")
     return notes
 
 
-def _search(
-    task: TaskConfig, target: Gpu, gpu_name: str, tracer: str, folder: Path,
-    result: dict[str, Any], say: Callable[[str], None],
+def _search_batch(
+    task: TaskConfig, target: GpuSpec, gpu_name: str, tracer: str, folder: Path,
+    result: dict[str, Any], report_progress: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     def peak_bytes(batch_size: int) -> int:
-        tried = dataclasses.replace(task, batch_size=batch_size)
-        inner = folder / f"batch{batch_size}"
-        inner.mkdir()
-        stats = compile_step(tried, target, gpu_name, tracer, inner, say)["memory"]
+        candidate = dataclasses.replace(task, batch_size=batch_size)
+        subfolder = folder / f"batch{batch_size}"
+        subfolder.mkdir()
+        compiled = compile_step(candidate, target, gpu_name, tracer, subfolder, report_progress)
+        stats = compiled["memory"]
         peak: int = summary.memory(stats, target, "")["peak_bytes"]
         return peak
 
     assert task.batch_size is not None
     known = {task.batch_size: result["memory"]["peak_bytes"]}
-    parts = task.accumulate
-    return batch_search.search(peak_bytes, known, target.memory_bytes, multiple_of=8 * parts)
+    multiple_of = 8 * task.accumulate
+    return batch_search.search(peak_bytes, known, target.memory_bytes, multiple_of)
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Says what is going on, on a terminal alone."""
+    """Yield a function that shows a line of progress, on a terminal alone."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _line: None

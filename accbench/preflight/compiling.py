@@ -1,8 +1,7 @@
-"""One compilation, in a process of its own, for XLA ends the process on some errors.
+"""One compilation in a process of its own, because XLA aborts its process on some errors.
 
 `python -m accbench.preflight.compiling FOLDER GPU NUM_DEVICES` compiles
-the program that was traced and leaves FOLDER/compiled.json and, as XLA dumps it,
-FOLDER/compiled/*.
+the traced program, and writes FOLDER/compiled.json and XLA's dump in FOLDER/compiled/.
 """
 
 import dataclasses
@@ -21,48 +20,49 @@ FACTS_FILE = "compiled.json"
 EXECUTABLE_FILE = "executable.bin"
 
 
-def dump(folder: Path) -> Path:
-    """Where XLA leaves what it made."""
+def dump_folder(folder: Path) -> Path:
+    """Return the folder that XLA dumps its programs to."""
     return folder / "compiled"
 
 
 def read_dump(folder: Path) -> tuple[str, str]:
-    """The optimised program as text, and the list of what it launches (empty if there is none)."""
-    (program,) = dump(folder).glob("*gpu_after_optimizations.txt")
-    launched = next(dump(folder).glob("*thunk_sequence.txt"), None)
-    return program.read_text(), launched.read_text() if launched else ""
+    """Read the optimised program's text and its list of launches, which is empty if absent."""
+    (program,) = dump_folder(folder).glob("*gpu_after_optimizations.txt")
+    thunks = next(dump_folder(folder).glob("*thunk_sequence.txt"), None)
+    return program.read_text(), thunks.read_text() if thunks else ""
 
 
 def environment(folder: Path, xla_flags: str) -> dict[str, str]:
-    """What the process must start with.
+    """Return the environment variables that the compiling process must start with.
 
     Args:
-        xla_flags: those that a run on the GPU has.
+        folder: where the process writes its results.
+        xla_flags: XLA_FLAGS of a run on the GPU.
     """
     plugin = nvidia.find_plugin()
     toolkit = nvidia.toolkit(plugin)
-    own = [
-        # Algorithms are chosen by timing them on the device, which is not here.
+    preflight_flags = [
+        # Autotuning times algorithms on the device, which is absent.
         "--xla_gpu_autotune_level=0",
-        # Likewise; without a choice a product of few rows is cut in more parts than it has.
+        # Without autotuning, split-k cuts a product of few rows into more parts than it has.
         "--xla_gpu_enable_split_k_autotuning=false",
-        f"--xla_dump_to={dump(folder)}",
+        f"--xla_dump_to={dump_folder(folder)}",
         "--xla_dump_hlo_as_text",
         *([f"--xla_gpu_cuda_data_dir={toolkit}"] if toolkit else []),
     ]
-    return {"XLA_FLAGS": " ".join([xla_flags, *own]), "TF_CPP_MIN_LOG_LEVEL": "1"}
+    return {"XLA_FLAGS": " ".join([xla_flags, *preflight_flags]), "TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile; returns the exit status."""
+    """Compile the traced program, write the results, and exit with status 0."""
     folder, target, num_devices = Path(argv[0]), gpu.load(argv[1]), int(argv[2])
     library = nvidia.find_plugin()
     assert library is not None
-    form, program = programs.read(folder)
+    program_format, program = programs.read(folder)
     try:
         plugin = Plugin(library)
         started = time.perf_counter()
-        executable = plugin.compile(program, form, target.target_config, num_devices)
+        executable = plugin.compile(program, program_format, target.target_config, num_devices)
         facts = {
             "compile_s": time.perf_counter() - started,
             "memory": dataclasses.asdict(executable.memory()),
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         facts = {"error": str(error)}
     (folder / FACTS_FILE).write_text(json.dumps(facts))
     sys.stdout.flush()
-    os._exit(0)  # the plugin's threads and its own end are not worth waiting for
+    os._exit(0)  # without waiting for the plug-in's threads and shutdown
 
 
 if __name__ == "__main__":

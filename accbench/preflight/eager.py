@@ -1,10 +1,8 @@
-"""What eager PyTorch moves in one training step on a GPU, operation by operation: the baseline's
-bound, with no GPU here and without computing.
+"""The bound of the baseline: what eager PyTorch moves in one training step, without a GPU.
 
-The step is the one training loop's with the engine ddp, on tensors that have a shape and no
-content. Each operation is a launch, and its bytes those that must cross the memory's bus if it
-reads every argument once and writes every result once; views move nothing. `kernels` counts XLA's
-programs likewise, so that the two can be compared.
+The training loop's own step runs with engine ddp on fake tensors. Each operation is a launch whose
+bytes are the memory traffic if it reads every argument once and writes every result once; views
+move nothing. `kernels` counts XLA's programs in the same way, so that the two compare.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ from accbench.data import nested
 from accbench.engines import ddp
 from accbench.engines.cuda_rules import CudaRules, is_tensor, tensors_in
 from accbench.preflight import kernels, summary
-from accbench.preflight.gpu import Gpu
+from accbench.preflight.gpu import GpuSpec
 from accbench.preflight.kernels import Kernel
 from accbench.training import train_loop
 from accbench.training.process_group import Topology
@@ -42,64 +40,67 @@ NOTE = (
 )
 _aten = torch.ops.aten
 _ELEMENT_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
-# Operation -> which argument its input is; weights are the next.
+# Operation -> index of its input argument; the weights follow it.
 _CONVOLUTIONS = {_aten.convolution.default: 0, _aten.convolution_backward.default: 1}
-# These only reserve memory, or are made on the host.
+# Operations that only allocate memory, or run on the host.
 _NO_KERNEL = ("empty", "lift")
 _TWICE = {"input": 2, "grad_out": 2}
 _UNREAD = {"self": 0}
-# Operation -> argument -> how often all of it is read, where that is not once.
+# Operation -> argument -> how often it is read in full, if not once.
 _READS: Mapping[str, Mapping[str, int]] = {
-    # Statistics (backward: two sums), then what they are for: a channel lies all over the tensor,
-    # so that the second pass is one over memory as well. Likewise groups, whose moments are a
-    # kernel of their own.
+    # The first pass computes the statistics (backward: two sums), the second one applies them. A
+    # channel is spread over the tensor, so that the second pass reads memory again. Group norm
+    # computes its moments in a kernel of their own.
     "native_batch_norm": _TWICE,
     "native_batch_norm_backward": _TWICE,
     "native_group_norm": _TWICE,
     "native_group_norm_backward": _TWICE,
-    # A row is normalised where it was read, in registers or the L1 cache, but gradients of scale
-    # and shift are sums over rows, by another kernel. Softmax has rows alone: once.
+    # A row is normalised where it was read, in registers or the L1 cache, but another kernel sums
+    # the gradients of scale and shift over rows. Softmax only works within rows: one read.
     "native_layer_norm_backward": _TWICE,
-    # What is overwritten is not read, and of these only the shape, or one number of a row, is.
+    # These read nothing of what they overwrite, and only a shape or one number per row of `self`.
     **{name: _UNREAD for name in (
         "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_",
         "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward",
         "max_pool2d_with_indices_backward",
     )},
 }  # fmt: skip
-# Operation -> argument of which as much is read as comes out.
+# Operation -> argument of which it reads as many bytes as it writes.
 _GATHERED = {
     "embedding": "weight", "gather": "self", "index_select": "self", "index": "self",
 }  # fmt: skip
 
 
-def count(task: TaskConfig, gpu: Gpu, num_classes: int, batch: Any) -> dict[str, Any] | None:
-    """What one step moves and computes, and how fast it is at best.
+def count(task: TaskConfig, gpu: GpuSpec, num_classes: int, batch: Any) -> dict[str, Any] | None:
+    """Count what one step moves and computes, and bound its speed.
 
     Args:
-        batch: of one GPU and step, as `nested.described` has it; the first dimension of its first
-            tensor are the samples.
+        task: the resolved task.
+        gpu: the GPU to bound the speed for.
+        num_classes: number of classes, or vocabulary size.
+        batch: one GPU's batch of a step, as `nested.described` returns it; the first dimension of
+            its first tensor is the samples.
 
     Returns:
         `launches`, `bytes`, `flops`, `bound_s` (the sum over operations of the longer of their
         bytes at full bandwidth and their products at full rate), `samples_per_s_at_most` and a
-        `note`. None where the model, the loss or torch needs values that are not there.
+        `note`. None if the model, the loss or torch needs the tensors' values.
 
     Raises:
-        RequestError: there is no such model.
+        RequestError: the model is unknown.
     """
     spec = models.of_task(task)
     try:
-        with _in_silence():
-            found = of_step(task, spec, num_classes, batch)
+        with _silenced():
+            step_kernels = trace_step_kernels(task, spec, num_classes, batch)
     except Exception:  # a model may raise anything
         return None
-    bound_s = sum(summary.bound_s(kernel, gpu) for kernel in found)
+    bound_s = sum(summary.bound_s(kernel, gpu) for kernel in step_kernels)
     num_samples = len(nested.tensors_of(nested.empty(batch))[0])
     return {
-        "launches": len(found),
-        "bytes": sum(kernel.num_bytes for kernel in found),
-        "flops": sum(kernel.flops for kernel in found),
+        "launches": len(step_kernels),
+        "bytes": sum(kernel.num_bytes for kernel in step_kernels),
+        "flops": sum(kernel.flops for kernel in step_kernels),
         "bound_s": bound_s,
         "samples_per_s_at_most": num_samples / bound_s if bound_s else None,
         "note": NOTE,
@@ -107,8 +108,8 @@ def count(task: TaskConfig, gpu: Gpu, num_classes: int, batch: Any) -> dict[str,
 
 
 @contextmanager
-def _in_silence() -> Iterator[None]:
-    # Where it writes what it raises as well.
+def _silenced() -> Iterator[None]:
+    # FakeTensorMode also logs what it raises.
     log = logging.getLogger(FakeTensorMode.__module__)
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -119,38 +120,42 @@ def _in_silence() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-def of_step(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> list[Kernel]:
-    """The step's operations in their order, named as torch names them.
+def trace_step_kernels(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> list[Kernel]:
+    """Run the step on fake tensors, and return its operations in order, under torch's names.
 
     Args:
-        spec: the model and its loss, as `models.of_task` has them.
+        task: the resolved task.
+        spec: the model and its loss, as `models.of_task` returns them.
+        num_classes: number of classes, or vocabulary size.
         batch: as for `count`.
 
     Raises:
-        Exception: whatever the model raises where tensors have no content.
+        Exception: whatever the model raises on fake tensors.
     """
-    # The engine's device is the CPU, whose tensors autograd takes without a driver.
+    # The engine's device is the CPU, because autograd needs a driver for CUDA tensors.
     task = dataclasses.replace(task, device="cpu", amp_dtype=task.amp_dtype or "float16")
     rules = CudaRules()
     with FakeTensorMode(allow_fallback_kernels=False), rules.in_force():
-        engine = AbsentGpu(task, task.options.get("ddp", ddp.Engine.Options()), Topology())
+        engine = FakeTensorDdpEngine(
+            task, task.options.get("ddp", ddp.Engine.Options()), Topology()
+        )
         engine.rules = rules
         model = engine.prepared(spec.build(num_classes))
         optimizer = engine.build_optimizer(model)
         model.train()
         on_device = engine.to_device(nested.empty(batch))
-        with _Counter(rules) as counter:
+        with _KernelRecorder(rules) as recorder:
             engine.run_step(train_loop.train_step, model, spec, optimizer, on_device)
-    return counter.found
+    return recorder.kernels
 
 
-class AbsentGpu(ddp.Engine):
-    """The engine as on a GPU, but for where its tensors are."""
+class FakeTensorDdpEngine(ddp.Engine):
+    """Engine ddp as it behaves on a GPU, with fake tensors on the CPU."""
 
     rules: CudaRules
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        # `Module.to` makes tensors without content anew, also for two layers that share them.
+        # `Module.to` would replace fake tensors, and so untie parameters that layers share.
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dim() == 4:
                 tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
@@ -162,17 +167,17 @@ class AbsentGpu(ddp.Engine):
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         if self.task.clip_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            # On CUDA torch chooses this by itself, and on the CPU one tensor after the other.
+            # torch chooses foreach by itself on CUDA, but not on the CPU.
             clip_grad.clip_grad_norm_(parameters, self.task.clip_norm, foreach=True)
 
 
-class _Counter(TorchDispatchMode):
-    """Notes what each operation reads, writes and computes."""
+class _KernelRecorder(TorchDispatchMode):
+    """A dispatch mode that records what each operation reads, writes and computes."""
 
     def __init__(self, rules: CudaRules) -> None:
         super().__init__()
         self.rules = rules
-        self.found: list[Kernel] = []
+        self.kernels: list[Kernel] = []
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -180,27 +185,30 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         results = None
         with torch._C._ExcludeDispatchKeyGuard(self.rules.KEYS):
-            # Returns nothing, and not every one is known to tensors without content.
+            # Fused optimizers return nothing, and fake tensors do not support all of them.
             if not _is_fused_optimizer(operation):
                 results = operation(*args, **kwargs)
             if operation in _CONVOLUTIONS:
-                at = _CONVOLUTIONS[operation]
-                results = _as_cudnn_lays_out(args[at : at + 2], results)
+                index = _CONVOLUTIONS[operation]
+                results = _with_cudnn_layout(args[index : index + 2], results)
         if not self.rules.asking:
-            self.found += _kernels(operation, args, kwargs, results)
+            self.kernels += _kernels(operation, args, kwargs, results)
         return results
 
 
-def _as_cudnn_lays_out(given: Sequence[torch.Tensor], results: Any) -> Any:
-    """Channels last where the input or the weights are; on the CPU it depends on the CPU."""
-    layouts = {suggest_memory_format(tensor) for tensor in given}
-    wanted = torch.channels_last if torch.channels_last in layouts else torch.contiguous_format
+def _with_cudnn_layout(operands: Sequence[torch.Tensor], results: Any) -> Any:
+    """Convert results to channels_last if input or weights are, as cuDNN does.
 
-    def laid_out(leaf: Any) -> Any:
-        images = is_tensor(leaf) and leaf.dim() == 4
-        return leaf.contiguous(memory_format=wanted) if images else leaf
+    What the CPU's kernels return depends on the CPU.
+    """
+    layouts = {suggest_memory_format(tensor) for tensor in operands}
+    layout = torch.channels_last if torch.channels_last in layouts else torch.contiguous_format
 
-    return tree_map(laid_out, results)
+    def convert(leaf: Any) -> Any:
+        is_image = is_tensor(leaf) and leaf.dim() == 4
+        return leaf.contiguous(memory_format=layout) if is_image else leaf
+
+    return tree_map(convert, results)
 
 
 def _kernels(operation: Any, args: Any, kwargs: Any, results: Any) -> list[Kernel]:
@@ -209,24 +217,24 @@ def _kernels(operation: Any, args: Any, kwargs: Any, results: Any) -> list[Kerne
     name = _name(operation)
     if torch.Tag.inplace_view in operation.tags or any(word in name for word in _NO_KERNEL):
         return []
-    given = dict(_arguments(operation, args, kwargs))
-    written = _written(operation, given, results)
+    arguments = dict(_arguments(operation, args, kwargs))
+    written = _bytes_written(operation, arguments, results)
     if not written:  # a view, or nothing on the device
         return []
     flops = _flops(operation, args, kwargs, results)
-    found = [_kernel(name, _read(name, given, written) + written, flops, args)]
+    launched = [_kernel(name, _bytes_read(name, arguments, written) + written, flops, args)]
     if operation is _aten.convolution.default and args[2] is not None and args[8] == 1:
-        # cuDNN convolves; what is added to every pixel is added by a kernel of its own.
-        found.append(_kernel("add_", _num_bytes(args[2]) + 2 * written, 0, args))
-    return found
+        # cuDNN only convolves; another kernel adds the bias.
+        launched.append(_kernel("add_", _num_bytes(args[2]) + 2 * written, 0, args))
+    return launched
 
 
 def _convolution_backward(args: Any, results: Any) -> list[Kernel]:
-    """One kernel for each gradient that is asked for; each reads that of the result."""
-    gradient, given, weight, _, *settings, mask = args
-    reads = {"input": (gradient, weight), "weight": (gradient, given), "bias": (gradient,)}
-    # As many products each as the convolution itself; torch's formula for them forgets groups.
-    flops = _flops(_aten.convolution.default, (given, weight, None, *settings), {}, gradient)
+    """Return a kernel for each requested gradient; each reads the result's gradient."""
+    gradient, images, weight, _, *settings, mask = args
+    reads = {"input": (gradient, weight), "weight": (gradient, images), "bias": (gradient,)}
+    # Each has as many flops as the forward convolution; torch's own formula forgets groups.
+    flops = _flops(_aten.convolution.default, (images, weight, None, *settings), {}, gradient)
     return [
         _kernel(
             f"convolution_backward.{of}",
@@ -253,30 +261,30 @@ def _flops(operation: Any, args: Any, kwargs: Any, results: Any) -> int:
     return int(formula(*args, **kwargs, out_val=results)) if formula else 0
 
 
-def _written(operation: Any, given: Mapping[str, Any], results: Any) -> int:
-    """Bytes of arguments that are changed and of results that are not among them."""
-    there = {_storage(tensor) for tensor in tensors_in(list(given.values()))}
-    fresh = [tensor for tensor in tensors_in(results) if _storage(tensor) not in there]
+def _bytes_written(operation: Any, arguments: Mapping[str, Any], results: Any) -> int:
+    """Return the bytes of new results and of arguments that the operation changes in place."""
+    inputs = {_storage(tensor) for tensor in tensors_in(list(arguments.values()))}
+    fresh = [tensor for tensor in tensors_in(results) if _storage(tensor) not in inputs]
     changed = {
         argument.name
         for argument in operation._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
-    if _is_fused_optimizer(operation) and given.get("grad_scale") is None:
-        changed.discard("grads")  # written only where they are unscaled
-    in_place = tensors_in([given.get(name) for name in sorted(changed)])
+    if _is_fused_optimizer(operation) and arguments.get("grad_scale") is None:
+        changed.discard("grads")  # written only if there is a gradient scale to undo
+    in_place = tensors_in([arguments.get(name) for name in sorted(changed)])
     return sum(map(_num_bytes, (*fresh, *in_place)))
 
 
-def _read(name: str, given: Mapping[str, Any], written: int) -> int:
-    """Bytes of arguments, each once where it is given twice."""
+def _bytes_read(name: str, arguments: Mapping[str, Any], written: int) -> int:
+    """Return the bytes that an operation reads; a tensor passed twice counts once."""
     if name.startswith("new_") or name.endswith("_like"):
         return 0
     times = _READS.get(name, {})
-    if not given.get("training", given.get("train", True)):
-        times = {}  # normalised by statistics that are there
+    if not arguments.get("training", arguments.get("train", True)):
+        times = {}  # normalised by running statistics
     read: dict[int, int] = {}
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         for tensor in tensors_in(value):
             size = _num_bytes(tensor) * times.get(argument, 1)
             if _GATHERED.get(name) == argument:
@@ -295,7 +303,7 @@ def _name(operation: Any) -> str:
 
 
 def _arguments(operation: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """Name -> value, of those that are given."""
+    """Yield the name and value of each argument that was passed."""
     names = [argument.name for argument in operation._schema.arguments]
     yield from zip(names, args, strict=False)
     yield from kwargs.items()
@@ -306,6 +314,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """In memory, where what is expanded is there once."""
+    """Return a tensor's bytes in memory, where an expanded dimension counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size for size, stride in sizes if stride)

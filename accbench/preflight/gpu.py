@@ -1,6 +1,6 @@
-"""GPUs as data: what XLA's compiler wants to know of one, and what it can do at best.
+"""Descriptions of GPUs: the target that XLA's compiler needs, and peak rates.
 
-`accbench/preflight/gpus/<name>.yaml` is one each; `--gpu FILE.yaml` names another.
+Each `accbench/preflight/gpus/<name>.yaml` describes one; `--gpu FILE.yaml` names another.
 """
 
 import dataclasses
@@ -13,23 +13,23 @@ import yaml
 from accbench.errors import RequestError
 
 _FOLDER = Path(__file__).with_name("gpus")
-# Of element types that have no rate of their own on a GPU, the rate of the next.
+# Element type of XLA -> keys of `dense_tflops` to look up, in this order.
 _RATES = {
     "f16": ("float16",), "bf16": ("bfloat16", "float32"), "f32": ("tf32", "float32"),
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
-    """One GPU; rates are peaks."""
+class GpuSpec:
+    """A GPU's data sheet; rates are peaks."""
 
     name: str
-    """As its driver calls it."""
+    """The name that the driver reports."""
     compute_capability: str
     """Such as 9.0."""
     multiprocessors: int
     clock_ghz: float
-    """The highest."""
+    """The highest clock rate."""
     memory_bytes: int
     memory_gb_per_s: float
     l2_bytes: int
@@ -37,17 +37,17 @@ class Gpu:
     float32_lanes_per_multiprocessor: int
     shared_bytes_per_multiprocessor: int
     shared_bytes_per_block: int
-    """The most that a block may ask for."""
+    """The most that a block can request."""
     dense_tflops: dict[str, float]
     """Element type of the factors (float16, bfloat16, tf32, float32) -> 10^12 operations/s."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Of its memory."""
+        """Memory bandwidth."""
         return self.memory_gb_per_s * 1e9
 
     def flops_per_s(self, element_type: str) -> float:
-        """Of products of factors of XLA's type `element_type`; the fastest that it may choose."""
+        """Return the peak rate that XLA may use for matrix products of its `element_type`."""
         for name in _RATES.get(element_type, ("float32",)):
             if name in self.dense_tflops:
                 return self.dense_tflops[name] * 1e12
@@ -81,7 +81,7 @@ class Gpu:
             f"  {key}{'' if key.endswith('capability') else ':'} {value}"
             for key, value in device.items()
         )
-        # cuDNN's version is that which torch 2.8 brings.
+        # cuDNN's version is the one that torch 2.8 ships.
         return (
             f'gpu_device_info {{\n{facts}\n}}\nplatform_name: "CUDA"\n'
             "dnn_version_info { major: 9 minor: 10 patch: 2 }\n"
@@ -90,20 +90,20 @@ class Gpu:
 
 
 def _quoted(text: str) -> str:
-    kept = re.sub(r'[^ -~]|["\\]', "?", text)
-    return f'"{kept}"'
+    printable = re.sub(r'[^ -~]|["\\]', "?", text)
+    return f'"{printable}"'
 
 
 def names() -> list[str]:
-    """The GPUs that are described here."""
+    """Return the names of the GPUs that accbench describes."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
-def load(name: str) -> Gpu:
-    """The GPU of this name, or of this file.
+def load(name: str) -> GpuSpec:
+    """Load the GPU of a name, or of a YAML file.
 
     Raises:
-        RequestError: there is none, or its file does not describe one.
+        RequestError: the GPU is unknown, or the file does not describe one.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name.lower()}.yaml"
     if not name.endswith((".yaml", ".yml")) and path.stem not in names():
@@ -115,11 +115,11 @@ def load(name: str) -> Gpu:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"--gpu {name}: {' '.join(str(error).split())}") from None
-    return _checked(content, f"--gpu {name}")
+    return _parse_spec(content, f"--gpu {name}")
 
 
-def _checked(content: Any, what: str) -> Gpu:
-    fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
+def _parse_spec(content: Any, what: str) -> GpuSpec:
+    fields = {field.name: field.type for field in dataclasses.fields(GpuSpec)}
     if not isinstance(content, dict):
         raise RequestError(f"{what}: not a mapping of {', '.join(fields)}")
     for problem, keys in (
@@ -138,21 +138,23 @@ def _checked(content: Any, what: str) -> Gpu:
         raise RequestError(f"{what}: dense_tflops must be a mapping with float32 in it")
     numbers = {key: content[key] for key, kind in fields.items() if kind in (int, float)}
     for key, number in {**numbers, **{f"dense_tflops.{k}": v for k, v in rates.items()}}.items():
-        whole = fields.get(key) is int
-        right = isinstance(number, int if whole else (int, float)) and not isinstance(number, bool)
-        if not right or not 0 < number < 1e15:
+        is_int = fields.get(key) is int
+        is_valid = isinstance(number, int if is_int else (int, float))
+        if not is_valid or isinstance(number, bool) or not 0 < number < 1e15:
             raise RequestError(
-                f"{what}: {key} must be a {'whole ' if whole else ''}number above 0, not {number!r}"
+                f"{what}: {key} must be a {'whole ' if is_int else ''}number above 0, "
+                f"not {number!r}"
             )
-    return Gpu(**{**content, "compute_capability": str(content["compute_capability"])})
+    return GpuSpec(**{**content, "compute_capability": str(content["compute_capability"])})
 
 
 def dense_tflops_of(device_name: str, dtype: str | None) -> float | None:
-    """The peak of a GPU's products, by the name that its driver has, in 10^12 operations/s.
+    """Return a GPU's peak rate of matrix products in 10^12 operations/s, or None if unknown.
 
     Args:
-        dtype: of autocast; None is float32, of which torch computes some products in tf32, so that
-            there is no one peak.
+        device_name: the name that the driver reports.
+        dtype: of autocast; None is float32, which has no single peak, because torch computes some
+            float32 products in tf32.
     """
     for path in _FOLDER.glob("*.yaml"):
         known = load(path.stem)

@@ -1,7 +1,8 @@
-"""XLA's programs as text (HLO), as `--xla_dump_hlo_as_text` writes them, read.
+"""A parser of XLA's HLO text, as `--xla_dump_hlo_as_text` writes it.
 
-One instruction a line, `%name = type opcode(%operand, ...), attribute=..., ...`, in computations
-`%name (parameters) -> type { ... }`; the last before a schedule is in the order of execution.
+Each line holds one instruction, `%name = type opcode(%operand, ...), attribute=..., ...`, in
+computations `%name (parameters) -> type { ... }`; the last before a schedule is in the order of
+execution.
 The grammar is that of xla/hlo/parser/hlo_parser.cc.
 """
 
@@ -29,20 +30,20 @@ _SCOPE_NUMBER = re.compile(r"\.\d+$")
 
 
 def without_numbers(op_name: str) -> str:
-    """An operation's name as torch_xla gives it, without the numbers of its scopes."""
+    """Remove the scope numbers that torch_xla appends from an operation's name."""
     return "/".join(_SCOPE_NUMBER.sub("", part) for part in op_name.split("/"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array: XLA's element type and its dimensions."""
+    """An array's shape: XLA's element type and dimensions."""
 
     element_type: str
     dimensions: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Of all dimensions together."""
+        """Number of elements in the array."""
         number = 1
         for size in self.dimensions:
             number *= size
@@ -50,7 +51,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Without padding."""
+        """Size in bytes without padding."""
         return int(self.num_elements * _ELEMENT_BYTES[self.element_type])
 
     def __str__(self) -> str:
@@ -58,93 +59,95 @@ class Shape:
 
 
 def shapes(text: str) -> list[Shape]:
-    """The arrays in an instruction's type, or in any other text.
+    """Return the shapes in an instruction's type, or in any other text.
 
     Raises:
-        RequestError: one is of an element type that is not known here.
+        RequestError: an element type is unknown.
     """
-    found = []
+    parsed = []
     for element_type, sizes in _SHAPE.findall(text):
         if element_type not in _ELEMENT_BYTES:
             raise RequestError(f"XLA's element type {element_type!r} is not known")
         dimensions = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
-        found.append(Shape(element_type, dimensions))
-    return found
+        parsed.append(Shape(element_type, dimensions))
+    return parsed
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """An instruction of a computation."""
 
     name: str
     type: str
     opcode: str
     operands: tuple[str, ...]
     attributes: str
-    """What follows the operands."""
+    """The text after the operands."""
     is_root: bool = False
 
     @cached_property
     def shapes(self) -> list[Shape]:
-        """Of the result, its parts one after the other."""
+        """Shapes of the result; a tuple's elements one after the other."""
         return shapes(self.type)
 
     @property
     def num_bytes(self) -> int:
-        """Of the result."""
+        """Size of the result in bytes."""
         return sum(shape.num_bytes for shape in self.shapes)
 
     def attribute(self, name: str) -> str | None:
-        """Of `name=value`: the value, without braces, quotes and the sign of a name."""
-        found = re.search(rf'\b{name}=(?:"([^"]*)"|\{{([^}}]*)\}}|%?([^\s,]+))', self.attributes)
-        return None if found is None else next(part for part in found.groups() if part is not None)
+        """Return the value of `name=value` without braces, quotes and a leading %, or None."""
+        match = re.search(rf'\b{name}=(?:"([^"]*)"|\{{([^}}]*)\}}|%?([^\s,]+))', self.attributes)
+        return None if match is None else next(text for text in match.groups() if text is not None)
 
     @property
     def source(self) -> str:
-        """The module of the model and the operation that it came from, as far as was kept."""
+        """The model's module and the operation that it comes from, as far as XLA kept them."""
         return without_numbers(self.attribute("op_name") or "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A module: computations by name."""
+    """An HLO module: its computations by name."""
 
     computations: dict[str, list[Instruction]]
     entry: str
 
     def called(self, instruction: Instruction, attribute: str) -> list[Instruction]:
-        """The computation that an instruction names there; empty if it names none."""
+        """Return the computation that an instruction's attribute names; empty if it names none."""
         return self.computations.get(instruction.attribute(attribute) or "", [])
 
 
 def parse(text: str) -> Program:
-    """A program from its text.
+    """Parse a program's text.
 
     Raises:
-        RequestError: it has no entry.
+        RequestError: it has no entry computation.
     """
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
         if not line.startswith(" "):
-            begun = _COMPUTATION.match(line)
-            if begun:
-                current = computations.setdefault(begun[2], [])
-                entry = begun[2] if begun[1] else entry
+            header = _COMPUTATION.match(line)
+            if header:
+                current = computations.setdefault(header[2], [])
+                entry = header[2] if header[1] else entry
             elif line.startswith("}"):
                 current = None
         elif current is not None:
             current.extend(_instruction(line))
     if not entry:
-        raise RequestError("the compiler left no program that can be read")
+        raise RequestError(
+            "the program that the compiler dumped cannot be read: it has no entry computation"
+        )
     return Program(computations, entry)
 
 
 def _instruction(line: str) -> Iterator[Instruction]:
-    found = _INSTRUCTION.match(line)
-    if found is None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         return
-    rest = _INDEX_COMMENT.sub("", found[3])
+    rest = _INDEX_COMMENT.sub("", match[3])
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     type_, call = rest[:end], rest[end:].lstrip()
     opcode = _OPCODE.match(call)
@@ -153,14 +156,14 @@ def _instruction(line: str) -> Iterator[Instruction]:
     end = _closing(call, opcode.end() - 1)
     operands = re.findall(r"%([\w.\-]+)", call[opcode.end() : end])
     yield Instruction(
-        found[2], type_, opcode[1], tuple(operands), call[end + 1 :], found[1] is not None
+        match[2], type_, opcode[1], tuple(operands), call[end + 1 :], match[1] is not None
     )
 
 
-def _closing(text: str, at: int) -> int:
-    """Where the parenthesis that opens at `at` closes."""
+def _closing(text: str, opening: int) -> int:
+    """Return the index of the parenthesis that closes the one at `opening`."""
     depth = 0
-    for index in range(at, len(text)):
+    for index in range(opening, len(text)):
         depth += (text[index] == "(") - (text[index] == ")")
         if depth == 0:
             return index

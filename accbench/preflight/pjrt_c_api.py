@@ -1,9 +1,10 @@
-"""Compiling through a PJRT plugin for devices that are not here: PJRT's C API by ctypes.
+"""Ahead-of-time compilation through a PJRT plug-in for absent devices: its C API by ctypes.
 
-The API is a table of functions to which later versions only append, each taking a pointer to a
-struct that begins with its own size (xla/pjrt/c/pjrt_c_api.h); so a position in the table is good
-for every version that is long enough. JAX's own ahead-of-time interface would do the same with
-jax and jaxlib installed, whose versions would have to match the plugin's; this needs the plugin.
+The API is a table of functions to which later versions only append. Each function takes a pointer
+to a struct that begins with its own size (xla/pjrt/c/pjrt_c_api.h), so that a position in the
+table is valid for every version whose table is long enough. JAX's ahead-of-time interface could do
+the same, but needs jax and jaxlib in versions that match the plug-in's; this needs only the
+plug-in.
 """
 
 import ctypes as C
@@ -11,7 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-# Where each function's pointer stands in PJRT_Api, in bytes.
+# Offset of each function's pointer in PJRT_Api, in bytes.
 _ERROR_MESSAGE = 48
 _INITIALIZE = 64
 _SERIALIZE = 432
@@ -21,31 +22,31 @@ _MEMORY_STATS = 808
 
 
 class CompilerError(Exception):
-    """What the plugin answered instead of doing what it was asked to."""
+    """An error that the plug-in reports."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes a device, as the compiler has laid them out."""
+    """Memory per device in bytes, as the compiler assigned it."""
 
     arguments: int
     results: int
     aliased: int
-    """Of the results: those in the place of arguments."""
+    """The part of the results that reuses the arguments' memory."""
     temporaries: int
     code: int
 
     @property
     def peak(self) -> int:
-        """What must be there while the program runs."""
+        """Memory in bytes that the program needs while it runs."""
         return self.arguments + self.results - self.aliased + self.temporaries
 
 
 class Plugin:
-    """A PJRT plugin's library, loaded and initialised once a process.
+    """A PJRT plug-in's library, loaded and initialised once per process.
 
     Raises:
-        CompilerError: it cannot be loaded, or is too old.
+        CompilerError: the library cannot be loaded, or is too old.
     """
 
     def __init__(self, library: Path) -> None:
@@ -54,7 +55,7 @@ class Plugin:
             loaded.GetPjrtApi.restype = C.c_void_p
             self._api: int = loaded.GetPjrtApi()
         except (OSError, AttributeError) as error:
-            raise CompilerError(f"{library} is no PJRT plugin: {error}") from None
+            raise CompilerError(f"{library} is not a PJRT plug-in: {error}") from None
         size = C.c_size_t.from_address(self._api).value
         if size < _MEMORY_STATS + C.sizeof(C.c_void_p):
             raise CompilerError(f"{library} is too old: its PJRT API has {size} bytes")
@@ -63,15 +64,17 @@ class Plugin:
     def compile(
         self, program: bytes, program_format: str, target_config: str, num_devices: int
     ) -> "Executable":
-        """Compile for a node of `num_devices` such devices.
+        """Compile a program for one node with `num_devices` equal devices.
 
         Args:
-            program: of all its devices' replicas as "hlo", an HloModuleProto; of all their
-                partitions as "mlir", a portable artifact of StableHLO.
+            program: the serialised program.
+            program_format: "hlo" for an HloModuleProto with a replica per device, "mlir" for a
+                portable StableHLO artifact with a partition per device.
             target_config: a GpuTargetConfigProto as text.
+            num_devices: devices of the node.
 
         Raises:
-            CompilerError: the compiler refused it.
+            CompilerError: the compiler refused the program.
         """
         values = {b"target_config": target_config.encode(), b"topology": b"1x1x%d" % num_devices}
         options = (_NamedValue * len(values))(
@@ -88,23 +91,26 @@ class Plugin:
         code = _struct(code=C.c_char_p, code_size=C.c_size_t, format=C.c_char_p,
                        format_size=C.c_size_t)  # fmt: skip
         name = program_format.encode()
-        given = code(code=program, code_size=len(program), format=name, format_size=len(name))
-        given.struct_size = C.sizeof(given)
-        how = _compile_options(num_devices, are_partitions=program_format == "mlir")
+        source = code(code=program, code_size=len(program), format=name, format_size=len(name))
+        source.struct_size = C.sizeof(source)
+        compile_options = _compile_options(num_devices, are_partitions=program_format == "mlir")
         compile_ = _struct(topology=C.c_void_p, program=C.c_void_p, options=C.c_char_p,
                            options_size=C.c_size_t, client=C.c_void_p,
                            executable=C.c_void_p)  # fmt: skip
         executable = self._call(
             _COMPILE,
             compile_(
-                topology=topology, program=C.addressof(given), options=how, options_size=len(how)
+                topology=topology,
+                program=C.addressof(source),
+                options=compile_options,
+                options_size=len(compile_options),
             ),  # fmt: skip
         ).executable
         return Executable(self, executable)
 
-    def _call(self, place: int, arguments: Any) -> Any:
+    def _call(self, offset: int, arguments: Any) -> Any:
         arguments.struct_size = C.sizeof(arguments)
-        error = self._function(place, C.c_void_p)(C.addressof(arguments))
+        error = self._function(offset, C.c_void_p)(C.addressof(arguments))
         if error:
             message = _struct(error=C.c_void_p, text=C.c_void_p, size=C.c_size_t)(error=error)
             message.struct_size = C.sizeof(message)
@@ -112,8 +118,8 @@ class Plugin:
             raise CompilerError(C.string_at(message.text, message.size).decode(errors="replace"))
         return arguments
 
-    def _function(self, place: int, result: Any) -> Any:
-        pointer = C.c_void_p.from_address(self._api + place).value
+    def _function(self, offset: int, result: Any) -> Any:
+        pointer = C.c_void_p.from_address(self._api + offset).value
         assert pointer is not None
         return C.CFUNCTYPE(result, C.c_void_p)(pointer)
 
@@ -125,7 +131,7 @@ class Executable:
         self._plugin, self._pointer = plugin, pointer
 
     def memory(self) -> Memory:
-        """What the compiler's buffer assignment came to."""
+        """Return the memory that the compiler's buffer assignment needs."""
         stats = self._plugin._call(
             _MEMORY_STATS,
             _struct(executable=C.c_void_p, values=C.c_int64 * 12)(executable=self._pointer),
@@ -134,13 +140,13 @@ class Executable:
         return Memory(arguments, results, aliased, temporaries, code)
 
     def serialize(self) -> bytes:
-        """As PJRT_Executable_DeserializeAndLoad takes it."""
-        kept = self._plugin._call(
+        """Return the executable as bytes that PJRT_Executable_DeserializeAndLoad accepts."""
+        serialized = self._plugin._call(
             _SERIALIZE,
             _struct(executable=C.c_void_p, data=C.c_void_p, size=C.c_size_t, handle=C.c_void_p,
                     deleter=C.c_void_p)(executable=self._pointer),
         )  # fmt: skip
-        return C.string_at(kept.data, kept.size)
+        return C.string_at(serialized.data, serialized.size)
 
 
 class _NamedValue(C.Structure):
@@ -158,16 +164,21 @@ def _struct(**fields: Any) -> Any:
 
 
 def _compile_options(num_devices: int, are_partitions: bool) -> bytes:
-    """CompileOptionsProto (xla/pjrt/proto/compile_options.proto): part i on device i."""
+    """Build a CompileOptionsProto that puts replica or partition i on device i.
+
+    Source: xla/pjrt/proto/compile_options.proto.
+    """
     devices = [_varint(i) for i in range(num_devices)]
-    # A list a partition, of a device a replica.
+    # One list of devices per partition, with one device per replica.
     lists = devices if are_partitions else [b"".join(devices)]
     num_replicas, num_partitions = num_devices // len(lists), len(lists)
     computations = b"".join(_bytes_field(3, _bytes_field(1, ids)) for ids in lists)
-    assignment = _number(1, num_replicas) + _number(2, num_partitions) + computations
-    build = _number(1, -1) + _number(4, num_replicas) + _number(5, num_partitions)
-    # Field 12: results may stay divided among partitions.
-    build += _number(6, int(are_partitions)) + _bytes_field(9, assignment) + _bytes_field(12, b"\1")
+    assignment = _int_field(1, num_replicas) + _int_field(2, num_partitions) + computations
+    build = _int_field(1, -1) + _int_field(4, num_replicas) + _int_field(5, num_partitions)
+    # Field 12: results may stay sharded among partitions.
+    build += (
+        _int_field(6, int(are_partitions)) + _bytes_field(9, assignment) + _bytes_field(12, b"\1")
+    )
     return _bytes_field(3, build)
 
 
@@ -180,7 +191,7 @@ def _varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def _number(field: int, value: int) -> bytes:
+def _int_field(field: int, value: int) -> bytes:
     return _varint(field << 3) + _varint(value)
 
 

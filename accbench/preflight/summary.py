@@ -1,4 +1,4 @@
-"""From a compiled program to what there is to say of it: pure functions."""
+"""Pure functions that summarise a compiled program for the report."""
 
 import dataclasses
 from collections import defaultdict
@@ -6,72 +6,73 @@ from collections.abc import Sequence
 from typing import Any
 
 from accbench.preflight import kernels
-from accbench.preflight.gpu import Gpu
+from accbench.preflight.gpu import GpuSpec
 from accbench.preflight.kernels import Kernel
 
-# Tensors from this size on are named by their element type.
+# The report lists results of this many elements or more by element type.
 LARGE_ELEMENTS = 1_000_000
-# A launch that moves less than this is bound by its own start.
+# A launch that moves fewer bytes is dominated by its launch time.
 SMALL_BYTES = 1_000_000
-# What each launch takes beside its work, in seconds: the order of what CUDA's documentation and
-# Nsight's users see between two dependent small kernels. It is not in the bound.
+# Overhead of a launch in seconds: the order of magnitude that CUDA's documentation and users of
+# Nsight report between two dependent small kernels. The bound does not include it.
 LAUNCH_S = 2e-6
-_NUM_DEAREST = 20
+_NUM_LONGEST = 20
 
 
-def bound_s(kernel: Kernel, gpu: Gpu) -> float:
-    """The least time: its bytes at full bandwidth, or its products at full rate."""
+def bound_s(kernel: Kernel, gpu: GpuSpec) -> float:
+    """Return the least time of a kernel: its bytes at full bandwidth, or its flops at peak rate."""
     if kernel.kind in kernels.BETWEEN_GPUS:
-        return 0.0  # beside the others, over links that are not described
+        return 0.0  # runs concurrently, over links that GpuSpec does not describe
     return kernel.repeats * max(
         kernel.num_bytes / gpu.bytes_per_s, kernel.flops / gpu.flops_per_s(kernel.factors)
     )
 
 
-def of_kernels(
-    found: Sequence[Kernel], gpu: Gpu, num_samples: int, thunks: dict[str, int],
+def summarize_kernels(
+    program_kernels: Sequence[Kernel], gpu: GpuSpec, num_samples: int, thunks: dict[str, int],
     parameter_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """What runs, what it moves and what bounds it.
+    """Summarise what runs, what it moves and what bounds it.
 
     Args:
-        found: in the order in which they run.
-        num_samples: of one GPU and step.
-        thunks: kind -> launches, as the compiler lists what it starts.
-        parameter_sizes: elements of each parameter.
+        program_kernels: in the order in which they run.
+        gpu: the GPU that runs them.
+        num_samples: samples per GPU and step.
+        thunks: kind -> launches, from the compiler's list of launches.
+        parameter_sizes: number of elements of each parameter.
     """
-    at_work = [kernel for kernel in found if kernel.kind != kernels.DONE]
+    active = [kernel for kernel in program_kernels if kernel.kind != kernels.DONE]
     by_kind: dict[str, list[Kernel]] = defaultdict(list)
-    for kernel in at_work:
+    for kernel in active:
         by_kind[kernel.kind].append(kernel)
     kinds = [{"kind": kind, **_sums(group, gpu)} for kind, group in by_kind.items()]
-    whole = _sums(at_work, gpu)
-    num_launches = sum(thunks.values()) if thunks else whole["launches"]
-    dearest = sorted(at_work, key=lambda kernel: -bound_s(kernel, gpu))[:_NUM_DEAREST]
+    total = _sums(active, gpu)
+    num_launches = sum(thunks.values()) if thunks else total["launches"]
+    longest = sorted(active, key=lambda kernel: -bound_s(kernel, gpu))[:_NUM_LONGEST]
     return {
         "step": {
-            **whole,
+            **total,
             "launches": num_launches,
-            "small_launches": sum(kernel.num_bytes < SMALL_BYTES for kernel in at_work),
+            "small_launches": sum(kernel.num_bytes < SMALL_BYTES for kernel in active),
             "launch_s": num_launches * LAUNCH_S,
             "samples": num_samples,
-            "samples_per_s_at_most": num_samples / whole["bound_s"] if whole["bound_s"] else None,
+            "samples_per_s_at_most": num_samples / total["bound_s"] if total["bound_s"] else None,
         },
         "kinds": sorted(kinds, key=lambda kind: -kind["bound_s"]),
         "thunks": thunks,
-        "host_transfers": [kernel.name for kernel in at_work if kernel.to_host],
-        "layouts": _counts(kernel.layout for kernel in at_work if kernel.layout),
-        "large_tensors": _large_tensors(at_work, set(parameter_sizes)),
-        "dearest": [_row(kernel, gpu) for kernel in dearest],
+        "host_transfers": [kernel.name for kernel in active if kernel.to_host],
+        "layouts": _counts(kernel.layout for kernel in active if kernel.layout),
+        "large_tensors": _large_tensors(active, set(parameter_sizes)),
+        "dearest": [_row(kernel, gpu) for kernel in longest],
         "kernels": [
             [kernel.kind, kernel.num_bytes * kernel.repeats, kernel.flops * kernel.repeats,
              bound_s(kernel, gpu)]
-            for kernel in at_work
+            for kernel in active
         ],
     }  # fmt: skip
 
 
-def _sums(group: Sequence[Kernel], gpu: Gpu) -> dict[str, Any]:
+def _sums(group: Sequence[Kernel], gpu: GpuSpec) -> dict[str, Any]:
     return {
         "launches": sum(kernel.repeats for kernel in group),
         "bytes": sum(kernel.num_bytes * kernel.repeats for kernel in group),
@@ -80,7 +81,7 @@ def _sums(group: Sequence[Kernel], gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _row(kernel: Kernel, gpu: Gpu) -> dict[str, Any]:
+def _row(kernel: Kernel, gpu: GpuSpec) -> dict[str, Any]:
     return {
         "name": kernel.name,
         "kind": kernel.kind,
@@ -93,19 +94,19 @@ def _row(kernel: Kernel, gpu: Gpu) -> dict[str, Any]:
 
 
 def _counts(names: Any) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
     for name in names:
-        found[name] += 1
-    return dict(found)
+        counts[name] += 1
+    return dict(counts)
 
 
-def _large_tensors(found: Sequence[Kernel], parameter_sizes: set[int]) -> list[dict[str, Any]]:
-    """Element type -> how many large results there are, and the largest with its source.
+def _large_tensors(active: Sequence[Kernel], parameter_sizes: set[int]) -> list[dict[str, Any]]:
+    """Return a row per element type of large results: count, bytes, the largest and its source.
 
-    Those of a parameter's size are left out: weights, moments and averages are float32 by intent.
+    Results of a parameter's size are left out: weights, moments and averages are float32 by intent.
     """
     by_type: dict[str, list[tuple[int, str, str]]] = defaultdict(list)
-    for kernel in found:
+    for kernel in active:
         for shape in kernel.results:
             large = shape.num_elements >= LARGE_ELEMENTS
             if large and shape.num_elements not in parameter_sizes:
@@ -126,37 +127,46 @@ def _large_tensors(found: Sequence[Kernel], parameter_sizes: set[int]) -> list[d
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def of_reduction(found: Sequence[Kernel], gpu: Gpu) -> dict[str, Any] | None:
-    """All-reduces and reduce-scatters: how much of them can run beside the backward pass.
+def summarize_reduction(program_kernels: Sequence[Kernel], gpu: GpuSpec) -> dict[str, Any] | None:
+    """Summarise how much of the gradient reduction can overlap with the backward pass.
 
-    And all-gathers, of parameters in parts. None without any reduction.
+    Counts all-reduces and reduce-scatters, and the all-gathers of sharded parameters.
+
+    Returns:
+        None if there is no reduction.
     """
     starts = [
-        (index, kernel) for index, kernel in enumerate(found) if kernel.kind == kernels.COLLECTIVE
+        (index, kernel)
+        for index, kernel in enumerate(program_kernels)
+        if kernel.kind == kernels.COLLECTIVE
     ]
     if not starts:
         return None
-    last = max((i for i, kernel in enumerate(found) if kernel.is_product), default=-1)
+    last_product = max(
+        (i for i, kernel in enumerate(program_kernels) if kernel.is_product), default=-1
+    )
     reduces: list[dict[str, Any]] = []
     for index, kernel in starts:
         end = next(
-            (i for i, other in enumerate(found)
+            (i for i, other in enumerate(program_kernels)
              if i > index and other.kind == kernels.DONE and kernel.name in other.waits_for),
             index,
         )  # fmt: skip
-        beside = [other for other in found[index:end] if other.kind not in kernels.BETWEEN_GPUS]
-        products_beside = sum(other.is_product for other in beside)
+        overlapping = [
+            other for other in program_kernels[index:end] if other.kind not in kernels.BETWEEN_GPUS
+        ]
+        num_products = sum(other.is_product for other in overlapping)
         reduces.append(
             {
                 "name": kernel.name,
                 "bytes": kernel.num_bytes,
-                # One that is waited for at once is early for nothing.
-                "before_last_product": index < last and products_beside > 0,
-                "products_beside": products_beside,
-                "beside_s": sum(bound_s(other, gpu) for other in beside),
+                # A reduction that is awaited at once overlaps with nothing, however early it is.
+                "before_last_product": index < last_product and num_products > 0,
+                "products_beside": num_products,
+                "beside_s": sum(bound_s(other, gpu) for other in overlapping),
             }
         )
-    gathers = [kernel for kernel in found if kernel.kind == kernels.GATHER]
+    gathers = [kernel for kernel in program_kernels if kernel.kind == kernels.GATHER]
     total = sum(row["bytes"] for row in reduces)
     early = sum(row["bytes"] for row in reduces if row["before_last_product"])
     return {
@@ -169,24 +179,30 @@ def of_reduction(found: Sequence[Kernel], gpu: Gpu) -> dict[str, Any] | None:
 
 
 def thunk_counts(text: str) -> dict[str, int]:
-    """Kind -> launches, from the list of what the program starts (`thunk_sequence.txt`)."""
-    found: dict[str, int] = defaultdict(int)
+    """Count launches by kind in the compiler's `thunk_sequence.txt`."""
+    counts: dict[str, int] = defaultdict(int)
     for line in text.splitlines():
         kind = line.split()[0] if line.split() else ""
         if kind.startswith("k") and kind not in _NO_LAUNCH:
-            found[kind.rstrip(",")] += 1
-    return dict(found)
+            counts[kind.rstrip(",")] += 1
+    return dict(counts)
 
 
-# Groups of launches, and what only waits.
+# Thunks that group other thunks, or only wait.
 _NO_LAUNCH = {
     "kCommandBuffer", "kSequential", "kWhile", "kConditional", "kWaitForStreams",
     "kNcclAllReduceDone", "kAllReduceDone", "kCopyDone",
 }  # fmt: skip
 
 
-def memory(stats: dict[str, int], gpu: Gpu, program: str) -> dict[str, Any]:
-    """Whether it fits: `stats` is `pjrt_c_api.Memory` as a dict, `program` the optimised text."""
+def memory(stats: dict[str, int], gpu: GpuSpec, program: str) -> dict[str, Any]:
+    """Summarise whether the step fits the GPU's memory.
+
+    Args:
+        stats: `pjrt_c_api.Memory` as a dict.
+        gpu: the GPU.
+        program: the optimised program's text.
+    """
     peak = stats["arguments"] + stats["results"] - stats["aliased"] + stats["temporaries"]
     return {
         **{f"{key}_bytes": value for key, value in stats.items()},
@@ -197,6 +213,6 @@ def memory(stats: dict[str, int], gpu: Gpu, program: str) -> dict[str, Any]:
     }
 
 
-def of_gpu(gpu: Gpu) -> dict[str, Any]:
-    """The GPU, as a report has it."""
+def of_gpu(gpu: GpuSpec) -> dict[str, Any]:
+    """Return the GPU as a report holds it."""
     return dataclasses.asdict(gpu)

@@ -207,7 +207,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
     # Code of a user's is not run once more for it: who knows what it does.
-    if topology.rank == 0 and not models.is_own(task.model):
+    if topology.rank == 0 and not models.is_user_model(task.model):
         end = replace(end, flops_per_sample=flops.of_sample(spec, source.num_classes))
     logger.write(end)
     engine.close()

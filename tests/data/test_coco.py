@@ -345,7 +345,7 @@ def test_a_detector_trains_on_it_and_is_evaluated(coco, tmp_path):
 
 def test_what_a_model_wants_besides_is_told(coco, tmp_path):
     for model, size, said in (
-        ("maskrcnn_resnet50_fpn", SIZE, "learns masks, which the data has not"),
+        ("maskrcnn_resnet50_fpn", SIZE, "learns masks, which the data lacks"),
         ("ssdlite320_mobilenet_v3_large", 320, "--coco.shape square"),
     ):
         finished = run(

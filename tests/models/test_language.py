@@ -62,7 +62,8 @@ def test_no_token_sees_what_follows(name):
     other = batch["input_ids"].clone()
     other[:, 9:] = (other[:, 9:] + 1) % VOCABULARY
     one, two = (
-        spec.told(net, {**batch, "input_ids": ids})[0] for ids in (batch["input_ids"], other)
+        spec.logits_and_labels(net, {**batch, "input_ids": ids})[0]
+        for ids in (batch["input_ids"], other)
     )
     one, two = one.view(2, LENGTH, -1), two.view(2, LENGTH, -1)
     assert torch.allclose(one[:, :9], two[:, :9], atol=1e-5)
@@ -80,7 +81,7 @@ def test_tied_embeddings_are_one_parameter():
 def test_masks_of_bert():
     """Their parts, and that they follow from the text alone."""
     texts = torch.randint(0, 1000, (200, 128), generator=torch.Generator().manual_seed(0))
-    given, told = bert.masked(texts, torch.zeros_like(texts), 1000)
+    given, told = bert.mask_tokens(texts, torch.zeros_like(texts), 1000)
     chosen = told >= 0
     assert torch.equal(told[chosen], texts[chosen])
     assert torch.equal(given[~chosen], texts[~chosen])
@@ -93,11 +94,11 @@ def test_masks_of_bert():
     assert given[chosen][~masked & ~kept].unique().numel() > 200
     # Each place alike, and a text with one other token has other masks.
     assert chosen.float().mean(dim=0).std() < 0.05
-    again, _ = bert.masked(texts[:1], torch.zeros(1, 128), 1000)
+    again, _ = bert.mask_tokens(texts[:1], torch.zeros(1, 128), 1000)
     assert torch.equal(again, given[:1])
     changed = texts[:1].clone()
     changed[0, 0] += 1
-    _, told_then = bert.masked(changed, torch.zeros(1, 128), 1000)
+    _, told_then = bert.mask_tokens(changed, torch.zeros(1, 128), 1000)
     assert 10 < ((told_then >= 0) != chosen[:1]).sum() < 60
 
 

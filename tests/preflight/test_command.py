@@ -242,7 +242,7 @@ def test_a_batch_that_does_not_fit_and_the_largest_that_does(tmp_path) -> None:
     ("flags", "message"),
     [
         (("--gpu=h101",), "there are: a100_40"),
-        (("--engine=ddp",), "compiles no whole steps"),
+        (("--engine=ddp",), "cannot compile whole steps"),
         (("--gpu=t4", "--amp_dtype=bfloat16"), "has no bfloat16"),
         (("--device=cpu",), "'cpu' for argument"),
         (("--model=nope",), "unknown model"),
@@ -274,7 +274,7 @@ def test_a_backward_pass_that_fails_is_told_with_its_place_in_the_model() -> Non
 
 @pytest.mark.parametrize(
     ("plugin", "message"),
-    [("/nope.so", "which is not at /nope.so"), ("libc", "is no PJRT plugin")],
+    [("/nope.so", "which is not at /nope.so"), ("libc", "is not a PJRT plug-in")],
 )
 def test_a_missing_or_wrong_plugin_is_one_line(plugin, message) -> None:
     if plugin == "libc":

@@ -37,7 +37,7 @@ class Spec:
 
 def step(build, *shape: int, **task) -> list:
     batch = [{"shape": list(shape), "dtype": "torch.float32"}]
-    return eager.of_step(TaskConfig(**task), Spec(build), 0, batch)
+    return eager.trace_step_kernels(TaskConfig(**task), Spec(build), 0, batch)
 
 
 def num_bytes(found: list, name: str) -> list[int]:
@@ -205,7 +205,7 @@ def test_clipping_takes_all_gradients_at_once():
 
 def test_bound_is_the_sum_over_operations():
     task = TaskConfig(model="tests.nets:tiny")
-    found = eager.of_step(task, models.of_task(task), 10, IMAGES)
+    found = eager.trace_step_kernels(task, models.of_task(task), 10, IMAGES)
     counted = eager.count(task, H100, 10, IMAGES)
     assert counted == {
         "launches": len(found),
@@ -222,7 +222,7 @@ def test_resnet50_is_what_the_literature_has():
     batch = [{"shape": [256, 3, 224, 224], "dtype": "torch.uint8"},
              {"shape": [256], "dtype": "torch.int64"}]  # fmt: skip
     task = TaskConfig(amp_dtype="float16")
-    found = eager.of_step(task, models.of_task(task), 1000, batch)
+    found = eager.trace_step_kernels(task, models.of_task(task), 1000, batch)
     # Of an image 4.09e9 multiplications (torchvision's table), and 11.1e6 numbers come out of
     # convolutions (Radosavovic et al., Designing Network Design Spaces, 2020), each of which
     # BatchNorm reads twice and writes, and on the way back reads twice with its gradient.

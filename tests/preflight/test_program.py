@@ -74,7 +74,7 @@ ENTRY %step (images: f16[2,8,8,4], weights: f16[6,3,3,2], table: f32[64,4], rows
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, kernels.Kernel]:
-    return {kernel.name: kernel for kernel in kernels.of_program(hlo.parse(PROGRAM))}
+    return {kernel.name: kernel for kernel in kernels.list_kernels(hlo.parse(PROGRAM))}
 
 
 def test_kernels_come_in_the_order_in_which_they_run(found):
@@ -126,7 +126,7 @@ def test_a_bound_is_the_slower_of_memory_and_products(found):
 
 
 def test_reductions_are_early_where_a_product_comes_after_their_start(found):
-    early = summary.of_reduction(list(found.values()), H100)
+    early = summary.summarize_reduction(list(found.values()), H100)
     assert early is not None
     first, second = early["all_reduces"]
     assert first["before_last_product"]
@@ -134,7 +134,7 @@ def test_reductions_are_early_where_a_product_comes_after_their_start(found):
     assert not second["before_last_product"]
     assert second["beside_s"] == 0
     assert early["started_before_last_product"] == 0.5
-    assert summary.of_reduction([found["copy.1"]], H100) is None
+    assert summary.summarize_reduction([found["copy.1"]], H100) is None
 
 
 def test_totals_kinds_and_large_tensors():
@@ -145,7 +145,7 @@ def test_totals_kinds_and_large_tensors():
         kernels.Kernel("b", kernels.LOOP, 100, results=(hlo.Shape("f32", (10,)),), to_host=True),
         kernels.Kernel("c", kernels.DONE, 0),
     ]
-    result = summary.of_kernels(many, H100, 32, {"kKernel": 7}, parameter_sizes=[1_500_000])
+    result = summary.summarize_kernels(many, H100, 32, {"kKernel": 7}, parameter_sizes=[1_500_000])
     assert result["step"]["bytes"] == 8_000_100
     assert result["step"]["launches"] == 7
     assert result["step"]["small_launches"] == 1
@@ -165,7 +165,7 @@ def test_thunks_are_counted_without_groups_and_waits():
 
 
 def test_what_cannot_be_read_is_told():
-    with pytest.raises(RequestError, match="no program"):
+    with pytest.raises(RequestError, match="cannot be read"):
         hlo.parse("nothing")
     with pytest.raises(RequestError, match="'f7'"):
         hlo.shapes("f7[2,3]")

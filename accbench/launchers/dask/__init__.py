@@ -1,6 +1,6 @@
 """Workers on a Dask cluster: `--launcher dask`, and `run` for a function of your own.
 
-Dask starts nothing here: its scheduler and workers are there already, one worker a rank.
+The cluster's scheduler and Dask workers already run; each rank is a task on one Dask worker.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from accbench import extras, launchers
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.launchers import Failure
-from accbench.launchers.dask import cluster, driving, places
+from accbench.launchers.dask import cluster, driving, rank_assignment
 from accbench.launchers.dask.dispatch import run
 from accbench.launchers.dask.results import DaskResultsHandler
 
@@ -21,24 +21,24 @@ __all__ = ["DaskResultsHandler", "Launcher", "run"]
 
 
 class Launcher(launchers.Launcher):
-    """A task's ranks on the workers of a Dask cluster; `--nproc_per_node` is how many in all."""
+    """A launcher of ranks on a Dask cluster; `--nproc_per_node` is the total number of ranks."""
 
     elsewhere = True
 
     @dataclasses.dataclass(frozen=True)
     class Options:
-        """How to reach the cluster. Files of TLS that are not given, Dask's configuration has."""
+        """How to reach the cluster; Dask's configuration supplies TLS files that are not set."""
 
         scheduler: Annotated[str | None, tyro.conf.arg(aliases=["--scheduler"])] = None
-        """Its scheduler's address, tls://HOST:PORT; tcp:// on this machine alone."""
+        """The scheduler's address, tls://HOST:PORT; tcp:// on this machine alone."""
         scheduler_file: Annotated[str | None, tyro.conf.arg(aliases=["--scheduler_file"])] = None
-        """The file that the scheduler has written, which has its address."""
+        """The file in which the scheduler wrote its address."""
         tls_ca_file: str | None = None
-        """Certificate, as PEM, of whom the scheduler's is signed by."""
+        """Certificate (PEM) of the authority that signed the scheduler's certificate."""
         tls_cert: str | None = None
-        """This client's certificate, as PEM."""
+        """This client's certificate (PEM)."""
         tls_key: str | None = None
-        """The key of it, as PEM."""
+        """Key of this client's certificate (PEM)."""
 
     @classmethod
     def problem(cls, task: TaskConfig) -> str | None:
@@ -53,34 +53,34 @@ class Launcher(launchers.Launcher):
             )
         if options.scheduler is None:
             return None
-        return cluster.insecure(cluster.with_protocol(options.scheduler))
+        return cluster.security_problem(cluster.with_protocol(options.scheduler))
 
     def resolve(self, task: TaskConfig) -> TaskConfig:
-        """As the machine of rank 0 makes of it: the client may have no such device."""
+        """Resolve the task on rank 0's machine, because the client may lack the device."""
         if (problem := self.problem(task)) is not None:
             raise RequestError(problem)
         with cluster.connect(task.options["dask"]) as client:
-            return driving.resolved(client, task, _ranks(client, task)[0])
+            return driving.resolve_on_worker(client, task, _assign_ranks(client, task)[0])
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         options = task.options["dask"]
         try:
             with cluster.connect(options) as client:
                 try:
-                    return driving.drive(client, task, worker, _ranks(client, task))
+                    return driving.drive(client, task, worker, _assign_ranks(client, task))
                 except RequestError:
                     raise
                 except Exception:
                     if client.status == "running":
                         raise
-                    lost = f"the connection to Dask's scheduler {cluster.address_of(options)}"
-                    return Failure("error", f"{lost} is lost")
+                    address = cluster.address_of(options)
+                    return Failure("error", f"the connection to Dask's scheduler {address} is lost")
         except RequestError as error:
             return Failure("error", str(error), exit_status=2)
 
 
-def _ranks(client: Any, task: TaskConfig) -> list[places.Place]:
+def _assign_ranks(client: Any, task: TaskConfig) -> list[rank_assignment.RankAssignment]:
     try:
-        return places.of_workers(client, task.nproc_per_node)
+        return rank_assignment.assign_ranks(client, task.nproc_per_node)
     except ValueError as error:
         raise RequestError(f"{error}: start more, or lower --nproc_per_node") from None

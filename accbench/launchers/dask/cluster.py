@@ -1,4 +1,4 @@
-"""The way to a Dask cluster, which is encrypted where it leaves this machine."""
+"""The connection to a Dask cluster, which must be encrypted beyond this machine."""
 
 import ipaddress
 import json
@@ -9,37 +9,36 @@ from typing import Any
 from accbench.errors import RequestError
 
 _CONNECT_S = 30.0
-_HOW = (
+_TLS_ADVICE = (
     "start the scheduler and its workers with --tls-ca-file, --tls-cert and --tls-key, and name it "
     "by tls://HOST:PORT"
 )
 
 
 def connect(options: Any) -> Any:
-    """A client of the cluster that the launcher's options name.
+    """Connect to the cluster that the launcher's options name, and return a client.
 
     Raises:
-        RequestError: there is none, or it must not be used.
+        RequestError: no scheduler answers, or the connection would not be secure.
     """
     from distributed import Client
     from distributed.security import Security
 
     address = address_of(options)
-    if (problem := insecure(address)) is not None:
+    if (problem := security_problem(address)) is not None:
         raise RequestError(problem)
-    given = {
+    tls_options = {
         "tls_ca_file": options.tls_ca_file, "tls_client_cert": options.tls_cert,
         "tls_client_key": options.tls_key,
     }  # fmt: skip
-    for path in filter(None, given.values()):
+    for path in filter(None, tls_options.values()):
         if not os.access(path, os.R_OK):
-            raise RequestError(f"cannot read {path}, which Dask's TLS is to use")
+            raise RequestError(f"cannot read {path}, which Dask's TLS needs")
     encrypted = address.startswith("tls://") or None
     try:
-        # What is not given is as Dask's own configuration has it.
-        security = Security(
-            require_encryption=encrypted, **{name: v for name, v in given.items() if v is not None}
-        )
+        # Dask's own configuration fills in options that are not set here.
+        chosen = {name: value for name, value in tls_options.items() if value is not None}
+        security = Security(require_encryption=encrypted, **chosen)
         return Client(
             address, security=security, timeout=_CONNECT_S, set_as_default=False,
             name="accbench",
@@ -52,7 +51,7 @@ def connect(options: Any) -> Any:
 
 
 def address_of(options: Any) -> str:
-    """The scheduler's address, as the options or its file have it.
+    """Return the scheduler's address from the options or from the scheduler's file.
 
     Raises:
         RequestError: the file cannot be read.
@@ -63,26 +62,26 @@ def address_of(options: Any) -> str:
         return with_protocol(json.loads(Path(options.scheduler_file).read_text())["address"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"--scheduler_file {options.scheduler_file}: it is no file of a Dask scheduler's "
+            f"--scheduler_file {options.scheduler_file}: it is not a file of a Dask scheduler "
             f"({getattr(error, 'strerror', None) or type(error).__name__})"
         ) from None
 
 
 def with_protocol(address: str) -> str:
-    """Dask's own reading of an address without a protocol: TCP in the clear."""
+    """Add the protocol to an address that lacks it: tcp, unencrypted, as Dask assumes."""
     return address if "://" in address else f"tcp://{address}"
 
 
-def insecure(address: str) -> str | None:
-    """Why an address must not be used; None if it may be.
+def security_problem(address: str) -> str | None:
+    """Return why an address must not be used; None if it may be.
 
-    Whoever reaches a scheduler or a worker in the clear can run code there.
+    Anyone who reaches an unencrypted scheduler or worker can run code there.
     """
     protocol, _, rest = address.partition("://")
     host = rest.rsplit(":", 1)[0].strip("[]")
     if protocol in ("tls", "wss") or _is_loopback(host):
         return None
-    return f"--scheduler {address}: beyond this machine Dask has to be on TLS; {_HOW}"
+    return f"--scheduler {address}: beyond this machine Dask has to be on TLS; {_TLS_ADVICE}"
 
 
 def _is_loopback(host: str) -> bool:

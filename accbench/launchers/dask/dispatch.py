@@ -1,6 +1,6 @@
-"""A function on every Dask worker, as the ranks of one process group.
+"""Calls of a function on every Dask worker, as the ranks of one process group.
 
-Of the shape of dask-pytorch-ddp, which this follows.
+The interface follows dask-pytorch-ddp.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accbench.launchers.dask import meeting, places, watch
-from accbench.launchers.dask.places import Place
+from accbench.launchers.dask import rank_assignment, rendezvous, watch
+from accbench.launchers.dask.rank_assignment import RankAssignment
 
 
 def run(
@@ -30,45 +30,47 @@ def run(
     pass_local_rank: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call a function on every Dask worker of a cluster, within a process group of them all.
+    """Call a function on every Dask worker of a cluster, within one process group of them all.
 
-    Every call runs, also the same one again; calls at one time wait for each other. A worker that
-    leaves the cluster meanwhile ends the call: its futures then are cancelled, by an error that
-    names it.
+    Every call runs, also a repeated one; concurrent calls wait for each other. If a worker leaves
+    the cluster meanwhile, the call ends: its futures are cancelled with an error that names the
+    worker.
 
     Args:
-        client: of distributed, not an asynchronous one.
-        args: of the function, like `kwargs`; futures among them are replaced by their results.
+        client: a synchronous `distributed.Client`.
+        pytorch_function: the function to call on each rank.
+        *args: arguments of the function; futures among them are replaced by their results.
         backend: of torch.distributed. None: gloo, and NCCL for the tensors of CUDA devices.
-        pass_local_rank: give the function `local_rank`, counted among the workers of its host.
+        pass_local_rank: pass the function `local_rank`, its rank among the workers of its host.
+        **kwargs: keyword arguments of the function, treated like `args`.
 
     Returns:
-        Dask's futures of what the function returns, by rank.
+        Dask's futures of the function's results, by rank.
 
     Raises:
         ValueError: the cluster has no workers, or they are threads of this process.
     """
-    ranks = places.of_workers(client)
-    if any(place.address.startswith("inproc://") for place in ranks):
+    ranks = rank_assignment.assign_ranks(client)
+    if any(assignment.address.startswith("inproc://") for assignment in ranks):
         raise ValueError(_OWN_PROCESSES)
     call_id, asked_at = uuid.uuid4().hex, time.time()
     name = getattr(pytorch_function, "__name__", "function")
     futures = []
-    for place in ranks:
-        own = {"local_rank": place.local_rank} if pass_local_rank else {}
-        key = f"{name}-rank{place.rank}-{call_id}"
+    for assignment in ranks:
+        extra = {"local_rank": assignment.local_rank} if pass_local_rank else {}
+        key = f"{name}-rank{assignment.rank}-{call_id}"
         futures.append(
             client.submit(
-                _rank,
+                _call_as_rank,
                 pytorch_function,
                 args,
-                {**kwargs, **own},
-                place,
+                {**kwargs, **extra},
+                assignment,
                 backend,
                 (call_id, asked_at),
                 key,
                 key=key,
-                workers=[place.address],
+                workers=[assignment.address],
                 allow_other_workers=False,
                 pure=False,
             )  # fmt: skip
@@ -77,33 +79,33 @@ def run(
     return futures
 
 
-def _rank(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], place: Place,
-    backend: str | None, call: tuple[str, float], key: str,
+def _call_as_rank(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+    assignment: RankAssignment, backend: str | None, call: tuple[str, float], key: str,
 ) -> Any:  # fmt: skip
     from distributed import get_worker
 
     worker = get_worker()
     call_id, asked_at = call
-    of_call = meeting.Call(call_id, key, worker)
+    rank_call = rendezvous.RankCall(call_id, key, worker)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_turn(call_id, asked_at, of_call))
-            store = stack.enter_context(meeting.held(of_call, place))
-            interface = meeting.interface_env(place.host)
-            wanted = {name: v for name, v in interface.items() if name not in os.environ}
+            stack.enter_context(_exclusive_process(call_id, asked_at, rank_call))
+            store = stack.enter_context(rendezvous.rendezvous_store(rank_call, assignment))
+            interface = rendezvous.interface_env(assignment.host)
+            defaults = {name: v for name, v in interface.items() if name not in os.environ}
             stack.enter_context(
-                _environment({**wanted, **place.env, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+                _environment({**defaults, **assignment.env, "TORCHELASTIC_USE_AGENT_STORE": "True"})
             )
-            stack.enter_context(_children_allowed())
-            stack.enter_context(_own_device(store, place, backend))
+            stack.enter_context(_allow_child_processes())
+            stack.enter_context(_device_of_rank(store, assignment, backend))
             return dispatch_with_ddp(
-                function, store.host, store.port, place.rank, place.world_size, *args,
-                backend=_chosen(backend), **kwargs,
+                function, store.host, store.port, assignment.rank, assignment.world_size, *args,
+                backend=_resolve_backend(backend), **kwargs,
             )  # fmt: skip
     except Exception as error:
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"on {place}, {socket.gethostname()}")
+            error.add_note(f"on {assignment}, {socket.gethostname()}")
         raise
 
 
@@ -111,87 +113,90 @@ def dispatch_with_ddp(
     pytorch_function: Callable[..., Any], master_addr: Any, master_port: Any, rank: Any,
     world_size: Any, *args: Any, backend: str = "gloo", **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Call a function as one rank of a process group, which is left afterwards.
+    """Call a function as one rank of a process group, and destroy the group afterwards.
 
-    What the function raises comes out of this, whatever then happens as the group is left.
+    An error of the function is raised even if destroying the group then fails as well.
     """
-    # Its functions keep the process group of the time when it is imported; see
+    # This module's functions capture the default process group at import; see
     # accbench.training.process_group.
     importlib.import_module("torch.distributed.nn.functional")
     os.environ.update(
         MASTER_ADDR=str(master_addr), MASTER_PORT=str(master_port), RANK=str(rank),
         WORLD_SIZE=str(world_size),
     )  # fmt: skip
-    _count_groups_anew()
+    _reset_group_count()
     dist.init_process_group(backend=backend)
     try:
         value = pytorch_function(*args, **kwargs)
     except BaseException:
-        with contextlib.suppress(Exception):  # the others may be gone
+        with contextlib.suppress(Exception):  # the other ranks may be gone
             dist.destroy_process_group()
         raise
-    gc.collect()  # a DDP that nobody has let go of keeps the group's threads
+    gc.collect()  # a DDP wrapper that is still referenced keeps the group's threads
     dist.destroy_process_group()
     return value
 
 
-def _count_groups_anew() -> None:
-    """torch names groups by their number, and ranks that have other names never meet.
+def _reset_group_count() -> None:
+    """Reset torch's count of process groups, by which it names them.
 
-    A group that could not be made counts as well, until one that was made is left.
+    Ranks with different names for a group never connect. A group that could not be created counts
+    as well, until a group that was created is destroyed.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()
 
 
-def _chosen(backend: str | None) -> str:
+def _resolve_backend(backend: str | None) -> str:
     if backend is not None:
         return backend
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 _OWN_PROCESSES = (
-    "two Dask workers are in one process, which can be one rank alone: start the cluster with "
+    "two Dask workers share one process, which can only be one rank: start the cluster with "
     "processes, as LocalCluster(processes=True)"
 )
 _CHILD_S = 2.0
-_TURN = threading.Condition()
+_CONDITION = threading.Condition()
 _running: str | None = None
 _waiting: list[tuple[float, str]] = []
 
 
 @contextlib.contextmanager
-def _turn(call_id: str, asked_at: float, call: meeting.Call) -> Iterator[None]:
-    """This process for one call, for it can be in one process group; the earliest asked goes first.
+def _exclusive_process(call_id: str, asked_at: float, call: rendezvous.RankCall) -> Iterator[None]:
+    """Hold this process for one call, in the order of the requests.
+
+    A process can only be in one default process group.
 
     Raises:
         RuntimeError: another rank of the same call is in this process.
     """
     global _running
-    own = (asked_at, call_id)
-    with _TURN:
-        if _running == call_id or own in _waiting:
+    ticket = (asked_at, call_id)
+    with _CONDITION:
+        if _running == call_id or ticket in _waiting:
             raise RuntimeError(_OWN_PROCESSES)
-        _waiting.append(own)
+        _waiting.append(ticket)
         try:
-            while _running is not None or min(_waiting) != own:
-                _TURN.wait(timeout=1)
-                call.check()
+            while _running is not None or min(_waiting) != ticket:
+                _CONDITION.wait(timeout=1)
+                call.raise_if_ended()
             _running = call_id
         finally:
-            _waiting.remove(own)
+            _waiting.remove(ticket)
     try:
         yield
     finally:
-        with _TURN:
+        with _CONDITION:
             _running = None
-            _TURN.notify_all()
+            _CONDITION.notify_all()
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables, and all as they were afterwards, whatever was set meanwhile."""
+    """Set environment variables, and on exit undo these and all other changes."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -203,32 +208,32 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _children_allowed() -> Iterator[None]:
-    """Let a DataLoader have its processes.
+def _allow_child_processes() -> Iterator[None]:
+    """Allow this process to start child processes, for a DataLoader's workers.
 
-    Dask workers are daemons, which multiprocessing refuses children. A DataLoader's end by
-    themselves when this process is gone.
+    Dask workers are daemons, and multiprocessing forbids daemons children. A DataLoader's workers
+    end by themselves when this process is gone.
     """
     settings: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
-    before = settings.get("daemon")
+    was_daemon = settings.get("daemon")
     settings["daemon"] = False
     earlier = multiprocessing.active_children()
     try:
         yield
     finally:
-        settings["daemon"] = before
+        settings["daemon"] = was_daemon
         for child in multiprocessing.active_children():
             if child not in earlier:
-                child.join(_CHILD_S)  # one that a DataLoader has told to end, but not waited for
+                child.join(_CHILD_S)  # a DataLoader tells its workers to end, but does not wait
 
 
-def _own_device(
-    store: Any, place: Place, backend: str | None
+def _device_of_rank(
+    store: Any, assignment: RankAssignment, backend: str | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """This rank's CUDA device as torch's current one, where there are any."""
-    visible = places.visible_devices(store, place)
+    """Return a context in which this rank's CUDA device, if any, is torch's current one."""
+    visible = rank_assignment.visible_devices(store, assignment)
     if backend == "gloo" or not torch.cuda.is_available():
         return contextlib.nullcontext()
     return torch.cuda.device(
-        places.device_index(place.local_rank, visible, torch.cuda.device_count())
+        rank_assignment.device_index(assignment.local_rank, visible, torch.cuda.device_count())
     )

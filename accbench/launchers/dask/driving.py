@@ -1,4 +1,4 @@
-"""The client's side of `--launcher dask`: starts the ranks, takes what they send, ends them."""
+"""The client's side of `--launcher dask`: starts the ranks, receives their messages, ends them."""
 
 import dataclasses
 import json
@@ -15,27 +15,27 @@ from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.launchers import Failure, failures
 from accbench.launchers.dask import training, watch
-from accbench.launchers.dask.below import Below
-from accbench.launchers.dask.collecting import Collector, Files
-from accbench.launchers.dask.places import Place
+from accbench.launchers.dask.collecting import Collector, FileWriter
+from accbench.launchers.dask.rank_assignment import RankAssignment
 from accbench.launchers.dask.results import DaskResultsHandler, error_of
+from accbench.launchers.dask.safe_folder import SafeFolder
 from accbench.stop_signals import StopSignals
 
 _POLL_S = 0.2
-# Seconds that the others have to end by themselves when one rank has failed.
+# Seconds in which the other ranks may end by themselves after one has failed.
 _GRACE_S = 5.0
-# Seconds for the last words of ranks that were told to end.
-_LAST_WORDS_S = 20.0
+# Seconds to wait for the last messages of ranks that were told to end.
+_LAST_MESSAGES_S = 20.0
 
 
-class Received(Files):
-    """What the ranks send: files of the run, their output, and how they ended."""
+class RunReceiver(FileWriter):
+    """A handler of the ranks' messages: the run's files, output, and how each rank ended."""
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__(Below(run_dir))
+        super().__init__(SafeFolder(run_dir))
         self.outcomes: dict[int, dict[str, Any]] = {}
 
-    def take(self, source: str, message: dict[str, Any]) -> None:
+    def handle(self, source: str, message: dict[str, Any]) -> None:
         if message["kind"] == "print":
             sys.stdout.flush()
             sys.stdout.buffer.write(message["data"])
@@ -44,20 +44,20 @@ class Received(Files):
             outcome = json.loads(message["data"])
             self.outcomes[outcome["rank"]] = outcome
         else:
-            super().take(source, message)
+            super().handle(source, message)
 
 
-def resolved(client: Any, task: TaskConfig, place: Place) -> TaskConfig:
-    """What the machine of a rank makes of a task.
+def resolve_on_worker(client: Any, task: TaskConfig, assignment: RankAssignment) -> TaskConfig:
+    """Resolve a task on the machine of a rank.
 
     Raises:
-        RequestError: it cannot run there, or there is no accbench.
+        RequestError: the task cannot run there, or accbench is not installed there.
     """
     if task.script is not None:
         task = dataclasses.replace(task, script=str(Path(task.script).absolute()))
     future = client.submit(
-        training.resolve, task, place,
-        workers=[place.address], allow_other_workers=False, pure=False,
+        training.resolve, task, assignment,
+        workers=[assignment.address], allow_other_workers=False, pure=False,
     )  # fmt: skip
     try:
         return client.gather(future)
@@ -68,28 +68,30 @@ def resolved(client: Any, task: TaskConfig, place: Place) -> TaskConfig:
         if client.status != "running":
             raise RequestError(f"the connection to Dask's scheduler is lost: {text}") from None
         raise RequestError(
-            f"{place} cannot take a task ({type(error).__name__}: {text}); the scheduler and all "
-            "Dask workers need accbench in the version that is here"
+            f"{assignment} cannot take a task ({type(error).__name__}: {text}); the scheduler "
+            "and all Dask workers need the client's version of accbench"
         ) from None
 
 
-def drive(client: Any, task: TaskConfig, worker: list[str], ranks: list[Place]) -> Failure | None:
-    """Run a task's ranks to their end; none of their processes is left when this returns."""
+def drive(
+    client: Any, task: TaskConfig, worker: list[str], ranks: list[RankAssignment]
+) -> Failure | None:
+    """Run a task's ranks until all have ended; none of their processes is left afterwards."""
     call_id, token = uuid.uuid4().hex, f".{uuid.uuid4().hex}.shared"
     handler = DaskResultsHandler(f"accbench-run-{call_id}")
-    plan = training.Plan(
+    request = training.RunRequest(
         call_id=call_id, task=json.loads((task.run_dir / config.CONFIG_FILE).read_text()),
         run_dir=str(task.run_dir), token=token,
-        worker=launchers.anywhere(worker), what_runs=launchers.what_runs(),
+        worker=launchers.anywhere(worker), versions=launchers.what_runs(),
     )  # fmt: skip
-    received = Received(task.run_dir)
+    receiver = RunReceiver(task.run_dir)
     (task.run_dir / token).touch()
     try:
-        with StopSignals() as signals, Collector(client, handler.key, received) as collector:
-            futures = _submit(client, plan, ranks, handler)
+        with StopSignals() as signals, Collector(client, handler.key, receiver) as collector:
+            futures = _submit(client, request, ranks, handler)
             watch.watch(client, call_id, futures)
-            run = _Run(client, call_id, futures, collector, received)
-            run.until_ended(signals, saves=task.save_interval > 0)
+            run = _RunMonitor(client, call_id, futures, collector, receiver)
+            run.wait(signals, saves=task.save_interval > 0)
             failure = run.failure()
     finally:
         (task.run_dir / token).unlink(missing_ok=True)
@@ -100,95 +102,105 @@ def drive(client: Any, task: TaskConfig, worker: list[str], ranks: list[Place]) 
 
 
 def _submit(
-    client: Any, plan: training.Plan, ranks: list[Place], handler: DaskResultsHandler
-) -> dict[Any, Place]:
+    client: Any,
+    request: training.RunRequest,
+    ranks: list[RankAssignment],
+    handler: DaskResultsHandler,
+) -> dict[Any, RankAssignment]:
     futures = {}
-    for place in ranks:
-        key = f"accbench-rank{place.rank}-{plan.call_id}"
+    for assignment in ranks:
+        key = f"accbench-rank{assignment.rank}-{request.call_id}"
         future = client.submit(
-            training.train, plan, place, handler, key,
-            key=key, workers=[place.address], allow_other_workers=False, pure=False,
+            training.train, request, assignment, handler, key,
+            key=key, workers=[assignment.address], allow_other_workers=False, pure=False,
         )  # fmt: skip
-        futures[future] = place
+        futures[future] = assignment
     return futures
 
 
-class _Run:
+class _RunMonitor:
+    """The client's view of a run on the cluster."""
+
     def __init__(
-        self, client: Any, call_id: str, futures: Mapping[Any, Place], collector: Collector,
-        received: Received,
+        self, client: Any, call_id: str, futures: Mapping[Any, RankAssignment],
+        collector: Collector, receiver: RunReceiver,
     ) -> None:  # fmt: skip
         self.client, self.call_id, self.futures = client, call_id, futures
-        self.collector, self.received = collector, received
+        self.collector, self.receiver = collector, receiver
 
-    def until_ended(self, signals: StopSignals, saves: bool) -> None:
-        """Wait for all ranks.
+    def wait(self, signals: StopSignals, saves: bool) -> None:
+        """Wait until all ranks have ended; on a failure or a signal, tell them to stop.
 
         Args:
-            saves: whether a worker takes the first SIGTERM as a wish, saves and ends.
+            signals: stop signals to this process.
+            saves: whether a worker that receives a first SIGTERM saves a checkpoint and ends.
         """
         failed_at = None
-        told: set[str] = set()
+        requested: set[str] = set()
         while pending := [f for f in self.futures if not f.done()]:
             self.collector.collect(_POLL_S)
             if self.client.status != "running":
-                raise ConnectionError("the scheduler has gone")
-            ill = any(outcome["exit_code"] for outcome in self.received.outcomes.values())
-            if ill or any(f.status in ("error", "cancelled") for f in self.futures):
+                raise ConnectionError("the connection to the scheduler is lost")
+            has_failed = any(outcome["exit_code"] for outcome in self.receiver.outcomes.values())
+            if has_failed or any(f.status in ("error", "cancelled") for f in self.futures):
                 failed_at = failed_at or time.monotonic()
-            late = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
-            if late or signals.order or (signals.wish and not saves):
-                self._tell_once(training.ORDER, told)
+            is_overdue = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
+            if is_overdue or signals.order or (signals.wish and not saves):
+                self._request_stop(training.STOP_NOW, requested)
             elif signals.wish:
-                self._tell_once(training.WISH, told)
-            if training.ORDER in told and self._overdue():
+                self._request_stop(training.SAVE_AND_STOP, requested)
+            if training.STOP_NOW in requested and self._is_overdue():
                 self.client.cancel(pending, force=True)
-        self._last_words()
+        self._collect_last_messages()
 
-    def _tell_once(self, what: str, told: set[str]) -> None:
-        if what not in told:
-            told.add(what)
-            self._ordered_at = time.monotonic()
-            watch.tell(self.client, self.call_id, "stop", what)
+    def _request_stop(self, how: str, requested: set[str]) -> None:
+        if how not in requested:
+            requested.add(how)
+            self._requested_at = time.monotonic()
+            watch.set_call_metadata(self.client, self.call_id, "stop", how)
 
-    def _overdue(self) -> bool:
-        return time.monotonic() - self._ordered_at > _LAST_WORDS_S
+    def _is_overdue(self) -> bool:
+        return time.monotonic() - self._requested_at > _LAST_MESSAGES_S
 
-    def _last_words(self) -> None:
-        """Ranks whose tasks were cancelled end behind that, and say so."""
-        until = time.monotonic() + _LAST_WORDS_S
-        there = set(self.client.scheduler_info(n_workers=-1)["workers"])
-        while time.monotonic() < until:
-            cancelled = [place for f, place in self.futures.items() if f.status == "cancelled"]
-            awaited = {p.rank for p in cancelled if p.address in there}
-            if awaited <= self.received.outcomes.keys():
+    def _collect_last_messages(self) -> None:
+        """Handle the ranks' last messages; ranks end some time after their tasks are cancelled."""
+        deadline = time.monotonic() + _LAST_MESSAGES_S
+        present = set(self.client.scheduler_info(n_workers=-1)["workers"])
+        while time.monotonic() < deadline:
+            cancelled = [
+                assignment for f, assignment in self.futures.items() if f.status == "cancelled"
+            ]
+            awaited = {p.rank for p in cancelled if p.address in present}
+            if awaited <= self.receiver.outcomes.keys():
                 break
             self.collector.collect(_POLL_S)
         self.collector.finish()
 
     def failure(self) -> Failure | None:
-        """The failure that caused the others: a Dask worker's, before what ranks say of it."""
-        there = set(self.client.scheduler_info(n_workers=-1)["workers"])
-        for place in self.futures.values():
-            if place.address not in there and place.rank not in self.received.outcomes:
+        """Return the failure that caused the others; a lost Dask worker comes before errors."""
+        present = set(self.client.scheduler_info(n_workers=-1)["workers"])
+        for assignment in self.futures.values():
+            if assignment.address not in present and assignment.rank not in self.receiver.outcomes:
                 why = "was it killed, is the machine out of memory?"
-                return Failure("error", f"{place} has left the cluster ({why})")
-        for future, place in self.futures.items():
-            if (error := error_of(future)) is not None and place.rank not in self.received.outcomes:
+                return Failure("error", f"{assignment} has left the cluster ({why})")
+        for future, assignment in self.futures.items():
+            if (
+                error := error_of(future)
+            ) is not None and assignment.rank not in self.receiver.outcomes:
                 text = " ".join(str(error).split())
                 if type(error).__name__ == "RequestError":
                     return Failure("error", text, exit_status=2)
                 if type(error).__name__ != "CallEndedError":
-                    return Failure("error", f"{place}: {type(error).__name__}: {text}")
-        return _of_workers(self.received.outcomes)
+                    return Failure("error", f"{assignment}: {type(error).__name__}: {text}")
+        return _first_worker_failure(self.receiver.outcomes)
 
 
-def _of_workers(outcomes: Mapping[int, dict[str, Any]]) -> Failure | None:
-    """The first failure of the workers' processes."""
+def _first_worker_failure(outcomes: Mapping[int, dict[str, Any]]) -> Failure | None:
+    """Return the failure of the workers' processes that came first."""
     failed = {rank: o for rank, o in sorted(outcomes.items()) if o["exit_code"]}
-    # Those that were told to end did so because of the others.
-    alone = {rank: o for rank, o in failed.items() if not o["ordered"]}
-    codes = {rank: o["exit_code"] for rank, o in (alone or failed).items()}
+    # Ranks that were told to stop ended because of the others.
+    unprompted = {rank: o for rank, o in failed.items() if not o["ordered"]}
+    codes = {rank: o["exit_code"] for rank, o in (unprompted or failed).items()}
     if not codes:
         return None
     with tempfile.TemporaryDirectory() as folder:

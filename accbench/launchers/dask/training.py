@@ -1,7 +1,7 @@
-"""A rank of `--launcher dask`: a task that starts accbench's worker as a process of its own.
+"""A rank of `--launcher dask`: a task that runs accbench's worker in a process of its own.
 
-A process, so that a crash of training is not the Dask worker's, which also is a daemon that may
-have no children and has long started its threads.
+A separate process keeps a crash of training from killing the Dask worker. Besides, a Dask worker
+is a daemon, which cannot have child processes, and has already started threads.
 """
 
 import contextlib
@@ -20,143 +20,156 @@ from typing import Any
 from accbench import config, launchers, plugins, resolving
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError
 from accbench.launchers import failures
-from accbench.launchers.dask import meeting, places
-from accbench.launchers.dask.mirror import Mirror
-from accbench.launchers.dask.places import Place
+from accbench.launchers.dask import rank_assignment, rendezvous
+from accbench.launchers.dask.event_log import EventSender
+from accbench.launchers.dask.folder_sync import FolderSync
+from accbench.launchers.dask.rank_assignment import RankAssignment
 from accbench.launchers.dask.results import DaskResultsHandler
-from accbench.launchers.dask.sending import Sender
 
-# Seconds between SIGTERM and SIGKILL, as with the local launcher.
+# Seconds between SIGTERM and SIGKILL, as in the local launcher.
 _GRACE_S = 5.0
-_POLL_S, _LOOK_S = 0.1, 0.5
-# Seconds in which a file of the client's becomes visible on a shared disk.
+_POLL_S, _CHECK_S = 0.1, 0.5
+# Seconds until a file that the client created is visible on a shared disk.
 _VISIBLE_S = 2.0
 _OUTPUT_BYTES = 1 << 20
-# What the client tells the ranks: to save and end, as a first SIGTERM; or to end.
-WISH, ORDER = "wish", "order"
+# The client's requests to the ranks: save a checkpoint and end, as on a first SIGTERM; or end.
+SAVE_AND_STOP, STOP_NOW = "save_and_stop", "stop_now"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the client has every rank do."""
+class RunRequest:
+    """The client's request to every rank of a run."""
 
     call_id: str
     task: dict[str, Any]
-    """As `config.as_mapping` has it."""
+    """The task, as `config.as_mapping` returns it."""
     run_dir: str
-    """At the client."""
+    """The run's folder at the client."""
     token: str
-    """Name of an empty file in it, by which a machine that shares the folder is known."""
+    """Name of an empty file in the folder, by which a machine knows that it shares the folder."""
     worker: list[str]
     """Arguments to the Python interpreter that start a worker."""
-    what_runs: dict[str, str]
+    versions: dict[str, str]
+    """The client's versions, as `launchers.what_runs` returns them."""
 
 
-def resolve(task: config.TaskConfig, place: Place) -> config.TaskConfig:
-    """What this machine makes of a task; a task on a Dask worker.
+def resolve(task: config.TaskConfig, assignment: RankAssignment) -> config.TaskConfig:
+    """Resolve a task on this machine; runs as a task on a Dask worker.
 
     Raises:
-        RequestError: it cannot run here.
+        RequestError: the task cannot run here.
     """
     num_ranks = task.nproc_per_node
     try:
-        here = resolving.resolve(dataclasses.replace(task, nproc_per_node=place.local_world_size))
+        resolved = resolving.resolve(
+            dataclasses.replace(task, nproc_per_node=assignment.local_world_size)
+        )
     except RequestError as error:
         raise RequestError(f"{error} (on {socket.gethostname()})") from None
-    return dataclasses.replace(here, nproc_per_node=num_ranks)
+    return dataclasses.replace(resolved, nproc_per_node=num_ranks)
 
 
-def train(plan: Plan, place: Place, handler: DaskResultsHandler, key: str) -> None:
-    """Run one rank's worker to its end; a task on a Dask worker.
+def train(
+    request: RunRequest, assignment: RankAssignment, handler: DaskResultsHandler, key: str
+) -> None:
+    """Run one rank's worker until it ends; runs as a task on a Dask worker.
 
-    How it ended, and what it says, the client learns through the handler.
+    The handler carries its output and how it ended to the client.
 
     Raises:
         RequestError: this machine lacks what the task needs.
     """
     from distributed import get_worker
 
-    call = meeting.Call(plan.call_id, key, get_worker())
-    if plan.what_runs != (here := launchers.what_runs()):
-        names = ", ".join(f"{name} {here[name]}, not {v}" for name, v in plan.what_runs.items())
-        raise RequestError(f"{place} has {names}: install the same there as at the client")
-    with tempfile.TemporaryDirectory() as own, meeting.held(call, place) as store:
+    call = rendezvous.RankCall(request.call_id, key, get_worker())
+    if request.versions != (local := launchers.what_runs()):
+        names = ", ".join(f"{name} {local[name]}, not {v}" for name, v in request.versions.items())
+        raise RequestError(f"{assignment} has {names}: install the client's versions there")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        rendezvous.rendezvous_store(call, assignment) as store,
+    ):
         sender = handler.sender()
-        shared = _visible(Path(plan.run_dir) / plan.token)
-        run_dir = Path(plan.run_dir) if shared else _own_run_dir(plan, Path(own))
-        parts = None if place.rank == 0 else ("logs",)
-        mirror = None if shared else Mirror(sender, run_dir, plan.run_dir, parts)
+        is_shared = _becomes_visible(Path(request.run_dir) / request.token)
+        client_dir = Path(request.run_dir)
+        run_dir = client_dir if is_shared else _make_local_run_dir(request, Path(folder))
+        subfolders = None if assignment.rank == 0 else ("logs",)
+        folder_sync = (
+            None if is_shared else FolderSync(sender, run_dir, request.run_dir, subfolders)
+        )
         task = config.parse([f"--config={run_dir / config.CONFIG_FILE}"], "accbench run")
-        error_file, output = Path(own) / "error.json", Path(own) / "output"
+        error_file, output = Path(folder) / "error.json", Path(folder) / "output"
         if (problem := failures.reserve([error_file])) is not None:
             raise RequestError(problem.error)
-        environment = _environment(task, place, store, error_file)
+        environment = _environment(task, assignment, store, error_file)
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-u", *plan.worker, f"--config={run_dir / config.CONFIG_FILE}"],
+                [sys.executable, "-u", *request.worker, f"--config={run_dir / config.CONFIG_FILE}"],
                 env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True,
             )  # fmt: skip
         try:
-            told = _follow(process, call, sender, output, mirror)
+            requests = _relay(process, call, sender, output, folder_sync)
         finally:
             failures.end_groups([process.pid])
             process.wait()
         outcome = {
-            "rank": place.rank, "exit_code": process.returncode,
-            "error": failures.read_error(error_file), "ordered": ORDER in told,
+            "rank": assignment.rank, "exit_code": process.returncode,
+            "error": failures.read_error(error_file), "ordered": STOP_NOW in requests,
         }  # fmt: skip
         sender.send("outcome", "", json.dumps(outcome).encode())
 
 
-def _visible(path: Path) -> bool:
-    until = time.monotonic() + _VISIBLE_S
-    while path.parent.exists() and not path.exists() and time.monotonic() < until:
+def _becomes_visible(path: Path) -> bool:
+    deadline = time.monotonic() + _VISIBLE_S
+    while path.parent.exists() and not path.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     return path.exists()
 
 
-def _own_run_dir(plan: Plan, own: Path) -> Path:
-    """A run's folder on this machine, for the time of the run.
+def _make_local_run_dir(request: RunRequest, folder: Path) -> Path:
+    """Create a run's folder on this machine, for the time of the run.
 
     Raises:
-        RequestError: the task needs what is in the client's.
+        RequestError: the task needs files of the client's folder.
     """
-    several = plan.task.get("nproc_per_node", 1) > 1 and plan.task.get("on_nan") == "rollback"
-    for asked, what in (
-        (plan.task.get("resume"), "--resume"), (several, "--on_nan rollback"),
-        (plan.task.get("max_restarts"), "--max_restarts"),
-        (plan.worker != list(launchers.WORKER), "what this command runs"),
+    has_ranks = request.task.get("nproc_per_node", 1) > 1
+    rolls_back = has_ranks and request.task.get("on_nan") == "rollback"
+    for is_asked, what in (
+        (request.task.get("resume"), "--resume"), (rolls_back, "--on_nan rollback"),
+        (request.task.get("max_restarts"), "--max_restarts"),
+        (request.worker != list(launchers.WORKER), "what this command runs"),
     ):  # fmt: skip
-        if asked:
+        if is_asked:
             raise RequestError(
-                f"{what} needs a run's folder that all machines share, and {plan.run_dir} is not "
-                f"on {socket.gethostname()}: name an --output_dir that is"
+                f"{what} needs a run's folder that all machines share, and {request.run_dir} "
+                f"is not on {socket.gethostname()}: name an --output_dir that is"
             )
-    run_dir = own / f"run-{plan.call_id}"
+    run_dir = folder / f"run-{request.call_id}"
     (run_dir / "logs").mkdir(parents=True)
-    task = {**plan.task, "output_dir": str(run_dir)}
+    task = {**request.task, "output_dir": str(run_dir)}
     (run_dir / config.CONFIG_FILE).write_text(json.dumps(task))
     return run_dir
 
 
 def _environment(
-    task: config.TaskConfig, place: Place, store: Any, error_file: Path
+    task: config.TaskConfig, assignment: RankAssignment, store: Any, error_file: Path
 ) -> dict[str, str]:
     engine = plugins.load("engines", task.engine)
     inherited = dict(os.environ)
-    for name, value in _of_nanny().items():  # one thread, which nobody has asked for
+    for name, value in _nanny_environment().items():  # such as one thread, which nobody asked for
         if inherited.get(name) == value:
             del inherited[name]
-    wanted = {**launchers.common_env(task), **engine.worker_env(task, place.local_rank)}
-    visible = places.visible_devices(store, place)
-    if (own := places.own_first(visible)) is not None:
-        inherited["CUDA_VISIBLE_DEVICES"] = ",".join(own)  # the same for all, by local rank
+    defaults = {**launchers.common_env(task), **engine.worker_env(task, assignment.local_rank)}
+    visible = rank_assignment.visible_devices(store, assignment)
+    if (devices := rank_assignment.distinct_first_devices(visible)) is not None:
+        # The same for all ranks of the host, indexed by local rank.
+        inherited["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return {
-        **wanted,
-        **meeting.interface_env(place.host),
+        **defaults,
+        **rendezvous.interface_env(assignment.host),
         **inherited,
-        **place.env,
+        **assignment.env,
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -166,48 +179,56 @@ def _environment(
     }
 
 
-def _of_nanny() -> dict[str, str]:
-    """What Dask's nanny sets in the environment of its worker."""
+def _nanny_environment() -> dict[str, str]:
+    """Return the variables that Dask's nanny sets in its worker's environment."""
     import dask
 
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for part in ("pre-spawn-environ", "environ"):
         settings = dask.config.get(f"distributed.nanny.{part}", {}) or {}
-        found |= {name: str(value) for name, value in settings.items()}
-    return found
+        variables |= {name: str(value) for name, value in settings.items()}
+    return variables
 
 
-def _follow(
-    process: "subprocess.Popen[bytes]", call: meeting.Call, sender: Sender, output: Path,
-    mirror: Mirror | None,
+def _relay(
+    process: "subprocess.Popen[bytes]", call: rendezvous.RankCall, sender: EventSender,
+    output: Path, folder_sync: FolderSync | None,
 ) -> set[str]:  # fmt: skip
-    """Pass on what a worker says until it ends, and what the client says to it; returns that."""
-    sent, looked_at, killed_at = 0, 0.0, float("inf")
-    asked: set[str] = set()
+    """Relay a worker's output and the client's stop requests until the worker ends.
+
+    Returns:
+        The requests.
+    """
+    sent, checked_at, kill_at = 0, 0.0, float("inf")
+    requests: set[str] = set()
     while True:
         ended = process.poll() is not None
-        sent = _send_output(sender, output, sent, mirror, ended)
-        if mirror is not None:
-            mirror.update(last=ended)
+        sent = _send_output(sender, output, sent, folder_sync, ended)
+        if folder_sync is not None:
+            folder_sync.update(last=ended)
         if ended:
-            return asked
-        if time.monotonic() - looked_at > _LOOK_S:
-            looked_at = time.monotonic()
-            stop = call.told().get("stop") if call.goes_on() else ORDER
-            if stop is not None and stop not in asked:
-                asked.add(stop)
+            return requests
+        if time.monotonic() - checked_at > _CHECK_S:
+            checked_at = time.monotonic()
+            stop = call.metadata().get("stop") if call.is_wanted() else STOP_NOW
+            if stop is not None and stop not in requests:
+                requests.add(stop)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)
-                killed_at = time.monotonic() + _GRACE_S if stop == ORDER else killed_at
-        if time.monotonic() > killed_at:
+                kill_at = time.monotonic() + _GRACE_S if stop == STOP_NOW else kill_at
+        if time.monotonic() > kill_at:
             process.kill()
         time.sleep(_POLL_S)
 
 
 def _send_output(
-    sender: Sender, output: Path, sent: int, mirror: Mirror | None, ended: bool
+    sender: EventSender, output: Path, sent: int, folder_sync: FolderSync | None, ended: bool
 ) -> int:
-    """Send whole lines, and what is left at the end; returns the bytes sent of all there is."""
+    """Send new complete lines, and at the end also an incomplete one.
+
+    Returns:
+        The bytes of the output that are now sent.
+    """
     while True:
         with output.open("rb") as file:
             file.seek(sent)
@@ -216,5 +237,7 @@ def _send_output(
             new = new[: new.rfind(b"\n") + 1]
         if not new:
             return sent
-        sender.send("print", "", new if mirror is None else mirror.renamed(new))
+        sender.send(
+            "print", "", new if folder_sync is None else folder_sync.with_client_folder(new)
+        )
         sent += len(new)

@@ -1,6 +1,6 @@
-"""torch elastic's agent of one node, in a process of its own: see the launcher.
+"""The process of one node's torch elastic agent, which the launcher starts and watches.
 
-It starts workers, and starts them again when one fails or when nodes come and go.
+The agent starts workers, and restarts them when one fails or when nodes join or leave.
 """
 
 import json
@@ -35,14 +35,14 @@ from accbench.launchers.elastic import watching
 from accbench.recording import terminal
 from accbench.stop_signals import StopSignals, die_with_parent
 
-# Workers that would end in the same way again: the request was wrong, or they were stopped.
-_FINAL = (2, STOPPED_STATUS)
-# Seconds in which more nodes than the fewest may join before training begins without them.
+# Exit codes after which a restart would end alike: a wrong request, or a stopped worker.
+_FINAL_EXIT_CODES = (2, STOPPED_STATUS)
+# Seconds in which more nodes than the minimum may join before training starts without them.
 _LAST_CALL_S = 10
 
 
 class Agent(LocalElasticAgent):
-    """The agent, with what its launcher has to know, and signals taken as a wish to save."""
+    """torch elastic's agent, which also informs its launcher and forwards stop signals."""
 
     def __init__(
         self, spec: WorkerSpec, plan: dict[str, Any], folder: Path, signals: StopSignals,
@@ -52,25 +52,25 @@ class Agent(LocalElasticAgent):
             spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=plan["timeout_s"]
         )
         self.plan, self.folder, self.signals, self.stderr = plan, folder, signals, stderr
-        self.passed_on = False
+        self.forwarded = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # Each round meets under a key of its own, or it would read what the one before left.
+        # Each round of workers connects under a key of its own, or it would read old keys.
         store = worker_group.store
         assert store is not None
         if worker_group.group_rank == 0:
             store.set("meeting", uuid.uuid4().hex)
-        where = f"{self.plan['host']}:{self.plan['port']}/{store.get('meeting').decode()}"
-        os.environ[MEETING_VARIABLE] = where
+        address = f"{self.plan['host']}:{self.plan['port']}/{store.get('meeting').decode()}"
+        os.environ[MEETING_VARIABLE] = address
         failures.reserve(self._error_files(worker_group).values())
-        own = os.dup(2)
-        os.dup2(self.stderr, 2)  # the workers' is the terminal's
+        agent_stderr = os.dup(2)
+        os.dup2(self.stderr, 2)  # the workers write to the terminal
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
-            os.dup2(own, 2)
-            os.close(own)
-        self.signals.take()  # from elastic, which raises them in the midst of its own work
+            os.dup2(agent_stderr, 2)
+            os.close(agent_stderr)
+        self.signals.take()  # from elastic, which would raise them in the middle of its work
         assert self._pcontext is not None
         pids = list(self._pcontext.pids().values())
         (self.folder / watching.PIDS_FILE).write_text(json.dumps(pids))
@@ -78,32 +78,32 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._stop_workers(worker_group)
-        # While nodes meet anew there is nobody to save, and a signal ends the launcher at once.
+        # During a new rendezvous no worker can save, so that a signal ends the launcher at once.
         pids_file = self.folder / watching.PIDS_FILE
         if self._pcontext is not None and pids_file.exists():
-            failures.end_groups(self._pcontext.pids().values())  # their loaders
+            failures.end_groups(self._pcontext.pids().values())  # the workers' loaders
             pids_file.unlink()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
-        if self.signals.wish and not self.passed_on:
+        if self.signals.wish and not self.forwarded:
             self._remaining_restarts = 0
             failures.send(signal.SIGTERM, self._pcontext.pids().values())
-            self.passed_on = True
+            self.forwarded = True
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            if set(codes.values()) <= set(_FINAL):
+            if set(codes.values()) <= set(_FINAL_EXIT_CODES):
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 failure = failures.first_failure(codes, self._error_files(worker_group))
-                begun = self.plan["max_restarts"] - self._remaining_restarts + 1
+                num_restarts = self.plan["max_restarts"] - self._remaining_restarts + 1
                 os.write(self.stderr, f"accbench: {failure.error}\n".encode())
-                print(f"starting again, {begun} of {self.plan['max_restarts']}", flush=True)
+                print(f"starting again, {num_restarts} of {self.plan['max_restarts']}", flush=True)
         return result
 
     def _error_files(self, worker_group: WorkerGroup) -> dict[int, Path]:
-        """By rank."""
+        """Return the error file of each worker, by global rank."""
         return {
             worker.global_rank: self.folder / watching.ERROR_FILE.format(local_rank=local_rank)
             for local_rank, worker in enumerate(worker_group.workers)
@@ -111,9 +111,9 @@ class Agent(LocalElasticAgent):
 
 
 def main() -> None:
-    """Run the agent to its end, write down how it went, and leave.
+    """Run the agent until it ends, write the outcome, and exit.
 
-    Its arguments are a folder with the launcher's plan, and the launcher's process id.
+    The arguments are a folder with the launcher's plan, and the launcher's process id.
     """
     folder = Path(sys.argv[1])
     die_with_parent(int(sys.argv[2]))
@@ -122,20 +122,20 @@ def main() -> None:
     plan = json.loads((folder / watching.PLAN_FILE).read_text())
     with StopSignals() as signals, terminal.errors_to(folder / watching.AGENT_LOG) as stderr:
         outcome, handler = _run(plan, folder, signals, stderr)
-        # The launcher takes it from here, should the rest hang.
-        written = folder / f"{watching.OUTCOME_FILE}.new"
-        written.write_text(json.dumps(outcome))
-        written.rename(folder / watching.OUTCOME_FILE)
+        # The launcher needs only this file, should the rest hang.
+        unfinished = folder / f"{watching.OUTCOME_FILE}.new"
+        unfinished.write_text(json.dumps(outcome))
+        unfinished.rename(folder / watching.OUTCOME_FILE)
         if handler is not None:
-            handler.shutdown()  # nobody is to wait for this node
+            handler.shutdown()  # so that no node waits for this one
     sys.stdout.flush()
-    os._exit(0)  # elastic's threads may hold on to a store that is gone
+    os._exit(0)  # elastic's threads may wait for a store that is gone
 
 
 def _run(
     plan: dict[str, Any], folder: Path, signals: StopSignals, stderr: int
 ) -> tuple[dict[str, Any], RendezvousHandler | None]:
-    """How the workers ended, and the rendezvous to close."""
+    """Run the agent, and return how the workers ended and the rendezvous to close."""
     handler = None
     try:
         handler = _rendezvous(plan)
@@ -152,14 +152,14 @@ def _run(
         agent = Agent(spec, plan, folder, signals, stderr)
         result = agent.run()
     except RendezvousError as error:
-        few, _ = plan["nodes"]
+        min_nodes, _ = plan["nodes"]
         why = (
             f"this node could not meet the others at {plan['host']}:{plan['port']} within "
-            f"--timeout_s {plan['timeout_s']:g}, of --nnodes {few} at least "
+            f"--timeout_s {plan['timeout_s']:g}, of --nnodes {min_nodes} at least "
             f"({type(error).__name__}: {' '.join(str(error).split())})"
         )
         return {"error": why}, handler
-    if result is None:  # the rendezvous was over when this node came
+    if result is None:  # the rendezvous was closed before this node joined
         return {"error": "the run is over: the other nodes have ended it"}, handler
     if not result.is_failed():
         return {"ok": True}, handler
@@ -171,9 +171,9 @@ def _run(
 def _rendezvous(plan: dict[str, Any]) -> DynamicRendezvousHandler:
     timeout = timedelta(seconds=plan["timeout_s"])
     store = TCPStore(plan["host"], plan["port"], is_master=False, timeout=timeout)
-    fewest, most = plan["nodes"]
+    min_nodes, max_nodes = plan["nodes"]
     return DynamicRendezvousHandler.from_backend(
-        plan["rdzv_id"], store, C10dRendezvousBackend(store, plan["rdzv_id"]), fewest, most,
+        plan["rdzv_id"], store, C10dRendezvousBackend(store, plan["rdzv_id"]), min_nodes, max_nodes,
         local_addr=plan["address"],
         timeout=RendezvousTimeout(
             join=timeout, last_call=timedelta(seconds=min(_LAST_CALL_S, plan["timeout_s"]))

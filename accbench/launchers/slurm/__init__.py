@@ -1,7 +1,7 @@
-"""A job of Slurm's: an sbatch script, in whose first node accbench starts one srun task a worker.
+"""Workers in a Slurm job: an sbatch script, on whose first node accbench starts them by srun.
 
-It is submitted and left to Slurm. Shortly before its time is over Slurm signals the tasks; they
-save and end, and the job puts itself back into the queue, to go on from that checkpoint.
+The job is submitted and left to Slurm. Shortly before its time limit Slurm signals the tasks; they
+save a checkpoint and end, and the job requeues itself to continue from there.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _POLL_S = 1.0
 
 
 class Launcher(launchers.Launcher):
-    """sbatch and srun."""
+    """A launcher that submits a Slurm job, with one srun task per worker."""
 
     restarts_workers = True  # by Slurm's requeueing
     elsewhere = True
@@ -37,13 +37,13 @@ class Launcher(launchers.Launcher):
         minimum: ClassVar[dict[str, float]] = {"signal_s": 1}
 
         partition: str | None = None
-        """Where the job runs. Unset: the cluster's default."""
+        """The job's partition. Unset: the cluster's default."""
         account: str | None = None
-        """Who pays."""
+        """The account to charge."""
         time: str | None = None
-        """The job's limit, as 4:00:00. Unset: the partition's."""
+        """The job's time limit, as 4:00:00. Unset: the partition's."""
         signal_s: int = 120
-        """Seconds before the limit in which the run is asked to save and end."""
+        """Seconds before the time limit at which the run is told to save and end."""
         sbatch_args: str = ""
         """More flags of sbatch, in one string, quoted as in a shell: --qos=low --mem=64G."""
 
@@ -64,48 +64,48 @@ class Launcher(launchers.Launcher):
     def resolve(self, task: TaskConfig) -> TaskConfig:
         if task.device == "auto":
             raise RequestError(
-                "--launcher slurm needs --device cuda or --device cpu, for this machine is not the "
-                "one that trains"
+                "--launcher slurm needs --device cuda or --device cpu, because this machine is not "
+                "the one that trains"
             )
-        # What depends on the machine is left open, for the job to find.
+        # The job itself determines what depends on the machine.
         filled = resolving.fill(task, task.device)
         return dataclasses.replace(filled, threads=task.threads, workers=task.workers)
 
     def script(self, task: TaskConfig, worker: list[str]) -> str:
         folder = Path(task.output_dir or "runs/NAME").absolute()
-        return script.text(task, worker, folder, is_held=False)
+        return script.render(task, worker, folder, is_held=False)
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         if shutil.which("sbatch") is None:
             raise RequestError(
-                "--launcher slurm needs Slurm's sbatch, which is not here: run it where jobs are "
-                "submitted, or print the script by --dry_run"
+                "--launcher slurm needs Slurm's sbatch, which is not installed here: run it where "
+                "jobs are submitted, or print the script with --dry_run"
             )
         path = task.run_dir / SCRIPT_FILE
         try:
-            path.write_text(script.text(task, worker, task.run_dir, self.attached))
+            path.write_text(script.render(task, worker, task.run_dir, self.attached))
         except OSError as error:
             raise RequestError(f"cannot write {path}: {error.strerror}") from None
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
         if done.returncode:
             raise RequestError(f"sbatch refused {path}: {' '.join(done.stderr.split())}")
         job = done.stdout.strip().split(";")[0]
-        print(f"submitted job {job}; it goes into {task.run_dir}", flush=True)
-        return _ended(job, task.run_dir) if self.attached else None
+        print(f"submitted job {job}; its output goes to {task.run_dir}", flush=True)
+        return _wait_for_job(job, task.run_dir) if self.attached else None
 
 
-def state_of(job: str) -> str:
-    """The job's state in squeue's words; empty when it is over and gone."""
+def job_state(job: str) -> str:
+    """Return the job's state as squeue prints it; empty when the job is over and gone."""
     done = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True
     )
     return done.stdout.strip()
 
 
-def _ended(job: str, run_dir: Path) -> Failure | None:
-    """Wait for the job's end; a signal cancels it."""
+def _wait_for_job(job: str, run_dir: Path) -> Failure | None:
+    """Wait for the job's end; a signal to this process cancels the job."""
     with StopSignals() as signals:
-        while state_of(job) not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+        while job_state(job) not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
             if signals.wish or signals.order:
                 subprocess.run(["scancel", job])
             time.sleep(_POLL_S)
@@ -113,7 +113,7 @@ def _ended(job: str, run_dir: Path) -> Failure | None:
     ends = [r for r in records.read(path) if isinstance(r, records.EndRecord)]
     if ends and ends[-1].status == "ok":
         return None
-    why = ends[-1].error if ends else "it wrote no end; see its log"
+    why = ends[-1].error if ends else "its record has no end; see its log"
     return Failure(
         ends[-1].status if ends else "error", f"job {job}: {why}", is_recorded=bool(ends)
     )

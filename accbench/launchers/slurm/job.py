@@ -1,4 +1,4 @@
-"""What a job's script runs, on its first node: the workers by srun, and the record's end."""
+"""The job's process on its first node: it runs the workers by srun, and completes the record."""
 
 import contextlib
 import os
@@ -23,31 +23,35 @@ from accbench.stop_signals import StopSignals
 from accbench.training import resume
 
 _POLL_S = 0.2
-# Seconds in which workers end by themselves when one has failed.
+# Seconds in which the other workers may end by themselves after one has failed.
 _GRACE_S = 5.0
 
 
 def main() -> None:
-    """Run the job: its arguments are the run's folder, whether it is held, a worker's command."""
+    """Run the job.
+
+    The arguments are the run's folder, whether the submitter holds it (held or free), and a
+    worker's command.
+    """
     folder, held, *worker = sys.argv[1:]
     run_dir = Path(folder)
     task = config.parse([f"--config={run_dir / config.CONFIG_FILE}"])
     try:
         with contextlib.nullcontext() if held == "held" else folders.held(run_dir):
-            task = _task(task)
+            task = _resolve_task(task)
             failure = _srun(task, worker)
             status = launchers.conclude(run_dir, failure)
     except RequestError as error:
         status = launchers.conclude(run_dir, Failure("error", str(error), exit_status=2))
-    if status == STOPPED_STATUS and _time_is_over(task):
+    if status == STOPPED_STATUS and _is_time_over(task):
         job = os.environ["SLURM_JOB_ID"]
-        print(f"the job's time is over: requeueing {job}, to go on from the checkpoint", flush=True)
+        print(f"the job's time is over: requeueing {job} to resume its checkpoint", flush=True)
         subprocess.run(["scontrol", "requeue", job])
     sys.exit(status)
 
 
-def _task(task: TaskConfig) -> TaskConfig:
-    """The task with what this node has; from the newest checkpoint where Slurm has requeued it."""
+def _resolve_task(task: TaskConfig) -> TaskConfig:
+    """Resolve the task on this node; resume from the newest checkpoint if Slurm has requeued it."""
     task = resolving.resolve(task)
     if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
         return resume.restarted(task, lambda line: print(line, flush=True))
@@ -56,19 +60,19 @@ def _task(task: TaskConfig) -> TaskConfig:
 
 
 def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
-    """The workers, one a task, to their end."""
+    """Run the workers by srun, one per task, until all have ended."""
     num_workers = int(os.environ["SLURM_NTASKS"])
     attempt = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}"
     # On the run's disk, which all nodes share.
-    shared = task.run_dir / f".job-{attempt}"
-    shared.mkdir(exist_ok=True)
-    error_files = {rank: shared / f"rank{rank}.error.json" for rank in range(num_workers)}
+    job_dir = task.run_dir / f".job-{attempt}"
+    job_dir.mkdir(exist_ok=True)
+    error_files = {rank: job_dir / f"rank{rank}.error.json" for rank in range(num_workers)}
     if (problem := failures.reserve(error_files.values())) is not None:
         return problem
     environment = {
         **launchers.common_env(task), **os.environ,
-        ERROR_FILE_VARIABLE: str(shared / "rank{rank}.error.json"),
-        MEETING_VARIABLE: f"file:{shared / 'meeting'}",
+        ERROR_FILE_VARIABLE: str(job_dir / "rank{rank}.error.json"),
+        MEETING_VARIABLE: f"file:{job_dir / 'meeting'}",
     }  # fmt: skip
     command = [
         "srun", f"--ntasks={num_workers}",
@@ -78,11 +82,11 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         _wait(process, error_files.values(), signals)
     failed = {rank: 1 for rank, path in error_files.items() if failures.read_error(path)}
-    failure = _failure(process.returncode, failed, error_files)
-    for path in (*shared.iterdir(),):
+    failure = _first_failure(process.returncode, failed, error_files)
+    for path in (*job_dir.iterdir(),):
         path.unlink()
     with contextlib.suppress(OSError):
-        shared.rmdir()
+        job_dir.rmdir()
     if failure is not None and failure.status == "error" and signals.wish:
         return Failure("interrupted", f"stopped by {signals.wish.name}", exit_status=130)
     return failure
@@ -91,27 +95,27 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
 def _wait(
     process: "subprocess.Popen[bytes]", error_files: Collection[Path], signals: StopSignals
 ) -> None:
-    """Wait for srun's end; where a worker has failed, the others have a few seconds.
+    """Wait for srun's end; after a worker has failed, the others get a few seconds.
 
-    srun could do that (--kill-on-bad-exit), but would also end the rank that is still writing the
-    checkpoint when another has stopped.
+    srun's --kill-on-bad-exit would also kill a rank that is still writing a checkpoint after
+    another has stopped.
     """
     failed_at: float | None = None
     while process.poll() is None:  # Slurm itself signals the tasks
         time.sleep(_POLL_S)
-        raised = [error for path in error_files if (error := failures.read_error(path))]
-        if failed_at is None and any(error["name"] != "StoppedError" for error in raised):
+        errors = [error for path in error_files if (error := failures.read_error(path))]
+        if failed_at is None and any(error["name"] != "StoppedError" for error in errors):
             failed_at = time.monotonic()
-        late = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
-        if signals.order or late:
-            process.terminate()  # which srun passes on
+        is_overdue = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
+        if signals.order or is_overdue:
+            process.terminate()  # which srun forwards
             failed_at = time.monotonic()
 
 
-def _failure(
+def _first_failure(
     exit_status: int, failed: dict[int, int], error_files: dict[int, Path]
 ) -> Failure | None:
-    """What ended the workers; srun tells their highest status, above 128 for a signal."""
+    """Return why the workers failed; srun's status is their highest, above 128 for a signal."""
     if exit_status == 0:
         return None
     if failed:
@@ -122,8 +126,8 @@ def _failure(
     return Failure("error", f"a worker {how} (srun's status {exit_status}); see the job's log")
 
 
-def _time_is_over(task: TaskConfig) -> bool:
-    """Whether Slurm has ended this job for its limit, rather than somebody."""
+def _is_time_over(task: TaskConfig) -> bool:
+    """Return whether Slurm ended this job at its time limit, and nobody else did."""
     job = os.environ["SLURM_JOB_ID"]
     done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
     state, end = (re.search(rf"{name}=(\S+)", done.stdout) for name in ("JobState", "EndTime"))

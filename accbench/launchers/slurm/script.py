@@ -9,16 +9,18 @@ from accbench import launchers
 from accbench.config import TaskConfig
 
 
-def text(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> str:
-    """The script, whole.
+def render(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> str:
+    """Render the sbatch script.
 
     Args:
-        folder: the run's, on a disk that all nodes share.
-        is_held: whether who submits keeps others out of it until the job's end.
+        task: the task to run.
+        worker: arguments to the Python interpreter that start a worker.
+        folder: the run's folder, on a disk that all nodes share.
+        is_held: whether the submitter locks the folder until the job's end.
     """
     options: Any = task.options["slurm"]
     model = task.script or task.model
-    wanted = {
+    sbatch_options = {
         "job-name": f"accbench-{task.engine}-{Path(model).stem}".replace(":", "-"),
         "nodes": task.nnodes,
         "ntasks-per-node": task.nproc_per_node,
@@ -26,7 +28,7 @@ def text(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> st
         "account": options.account,
         "time": options.time,
         "cpus-per-task": task.threads,
-        # Of the node, not of each task: tasks that see only their own have no peer access.
+        # Per node, not per task: tasks that see only their own GPU have no peer access.
         "gpus-per-node": task.nproc_per_node if task.device == "cuda" else None,
         "signal": f"TERM@{options.signal_s}",
         "requeue": True,
@@ -34,11 +36,11 @@ def text(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> st
         "output": folder / "logs" / "slurm-%j.log",
     }
     lines = ["#!/bin/bash"]
-    for name, value in wanted.items():
+    for name, value in sbatch_options.items():
         if value is not None:
             lines.append(f"#SBATCH --{name}" + ("" if value is True else f"={value}"))
     lines += [f"#SBATCH {argument}" for argument in shlex.split(options.sbatch_args)]
-    driver = launchers.main_of("accbench.launchers.slurm.job")
-    holds = "held" if is_held else "free"
-    command = [sys.executable, *driver, str(folder), holds, *worker]
+    job_main = launchers.main_of("accbench.launchers.slurm.job")
+    lock_state = "held" if is_held else "free"
+    command = [sys.executable, *job_main, str(folder), lock_state, *worker]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])

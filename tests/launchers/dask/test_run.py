@@ -7,7 +7,7 @@ import sys
 import pytest
 from distributed import Client, LocalCluster
 
-from accbench.launchers.dask import places, run
+from accbench.launchers.dask import rank_assignment, run
 from tests.conftest import ROOT
 from tests.launchers.dask import ranks
 from tests.launchers.dask.clusters import cluster
@@ -120,7 +120,7 @@ def test_workers_in_one_process_are_refused():
 )
 def test_every_rank_has_a_device_of_its_own(visible, index):
     found = [
-        places.device_index(local_rank, visible, len(names.split(",")) if names else 2)
+        rank_assignment.device_index(local_rank, visible, len(names.split(",")) if names else 2)
         for local_rank, names in enumerate(visible)
     ]
     assert found == index
@@ -128,7 +128,7 @@ def test_every_rank_has_a_device_of_its_own(visible, index):
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(RuntimeError, match="2 ranks and 1 CUDA devices"):
-        places.device_index(1, [None, None], 1)
+        rank_assignment.device_index(1, [None, None], 1)
 
 
 def test_accbench_is_used_without_dask():

@@ -163,7 +163,7 @@ def test_a_comparison_runs_on_both_nodes(nodes: Nodes, tmp_path):
     [
         (("--nnodes=2",), "needs --rdzv_endpoint HOST:PORT"),
         (("--nnodes=two",), "it must be a number, or MIN:MAX"),
-        (("--nnodes=3:2", "--rdzv_endpoint=localhost:1"), "the fewest come first"),
+        (("--nnodes=3:2", "--rdzv_endpoint=localhost:1"), "the minimum comes first"),
         (("--nnodes=2", "--rdzv_endpoint=localhost:x"), "it must be HOST:PORT"),
         (("--nnodes=2", "--rdzv_endpoint=localhost:1", "--on_oom=halve"), "is for one machine"),
         (

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from accbench.launchers.dask.mirror import Mirror
+from accbench.launchers.dask.folder_sync import FolderSync
 
 
 class Removes:
@@ -24,9 +24,9 @@ def test_a_checkpoint_removed_meanwhile_leaves_nothing(tmp_path):
     for name in ("manifest.json", "tensors.safetensors"):
         (checkpoint / name).write_text("whole")
     sender = Removes(checkpoint)
-    mirror = Mirror(sender, tmp_path, "/client/run", None)
-    mirror.update()
+    folder_sync = FolderSync(sender, tmp_path, "/client/run", None)
+    folder_sync.update()
     ((kind, path),) = sender.sent
     assert kind == "whole"
-    mirror.update(last=True)
+    folder_sync.update(last=True)
     assert sender.sent == [("whole", path), ("remove", path)]

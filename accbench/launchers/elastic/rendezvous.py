@@ -1,8 +1,8 @@
-"""Where the nodes of a run meet: one store, which the launcher of one of them holds.
+"""Rendezvous of a run's nodes: one store, which the launcher of the host node holds.
 
-torch's own store of a rendezvous lives in the agent of the node that hosts it, and the
-workers' in the agent of rank 0; here both are one, in the host's launcher, which outlives its
-workers, hears how the other nodes ended, and gathers what they wrote.
+torch keeps the rendezvous's store in the host node's agent, and the workers' store in the agent of
+rank 0. Here one store in the host's launcher serves both: the launcher outlives its workers,
+learns how the other nodes ended, and collects what they wrote.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from accbench.config import TaskConfig
 from accbench.errors import RequestError
 
 DEFAULT_PORT = 29400
-"""torchrun's."""
+"""The default of torchrun."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """`--rdzv_endpoint`, and which side of it this node is."""
+    """The address of `--rdzv_endpoint`, and whether this node hosts it."""
 
     host: str
     port: int
@@ -34,11 +34,11 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
 
-def endpoint_of(task: TaskConfig) -> Endpoint:
-    """Where to meet; node 0 is the host, or else the machine whose address it is.
+def parse_endpoint(task: TaskConfig) -> Endpoint:
+    """Parse `--rdzv_endpoint`; the host is node 0, or without `--node_rank` the machine it names.
 
     Raises:
-        RequestError: it is missing, or no HOST:PORT.
+        RequestError: it is missing, or is not HOST:PORT.
     """
     if task.rdzv_endpoint is None:
         raise RequestError(
@@ -55,12 +55,12 @@ def endpoint_of(task: TaskConfig) -> Endpoint:
 
 
 def _is_here(host: str) -> bool:
-    """Whether an address is of this machine: one can be bound where it is."""
+    """Return whether an address is this machine's, by binding a socket to it."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in candidates:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)
@@ -70,8 +70,8 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def nodes_of(task: TaskConfig) -> tuple[int, int]:
-    """`--nnodes` as the fewest and the most.
+def node_range(task: TaskConfig) -> tuple[int, int]:
+    """Parse `--nnodes` into the minimum and the maximum number of nodes.
 
     Raises:
         RequestError: it is neither a number nor MIN:MAX.
@@ -79,17 +79,17 @@ def nodes_of(task: TaskConfig) -> tuple[int, int]:
     parts = task.nnodes.split(":")
     if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
         raise RequestError(f"--nnodes {task.nnodes}: it must be a number, or MIN:MAX as 1:4")
-    fewest, most = int(parts[0]), int(parts[-1])
-    if fewest > most:
-        raise RequestError(f"--nnodes {task.nnodes}: the fewest come first, as in 1:4")
-    return fewest, most
+    min_nodes, max_nodes = int(parts[0]), int(parts[-1])
+    if min_nodes > max_nodes:
+        raise RequestError(f"--nnodes {task.nnodes}: the minimum comes first, as in 1:4")
+    return min_nodes, max_nodes
 
 
 def open_store(endpoint: Endpoint, task: TaskConfig) -> Store:
-    """The host's store, or a connection to it, within `--timeout_s`.
+    """Open the store on the host, or connect to it, within `--timeout_s`.
 
     Raises:
-        RequestError: nobody is there, or the port is taken.
+        RequestError: the host cannot be reached, or its port is taken.
     """
     timeout = timedelta(seconds=task.timeout_s)
     try:
@@ -106,13 +106,13 @@ def open_store(endpoint: Endpoint, task: TaskConfig) -> Store:
             ) from None
         raise RequestError(
             f"no node 0 at --rdzv_endpoint {endpoint} within --timeout_s {task.timeout_s:g}: start "
-            f"it, and see that this machine reaches it ({reason})"
+            f"it, and check that this machine can reach it ({reason})"
         ) from None
     return PrefixStore(f"accbench/{task.rdzv_id}", store)
 
 
-def reachable(endpoint: Endpoint) -> bool:
-    """Whether the host answers, within two seconds."""
+def is_reachable(endpoint: Endpoint) -> bool:
+    """Return whether the host accepts a connection within two seconds."""
     try:
         with socket.create_connection((endpoint.host, endpoint.port), timeout=2):
             return True
@@ -121,41 +121,43 @@ def reachable(endpoint: Endpoint) -> bool:
 
 
 def publish(store: Store, key: str, value: Any) -> None:
-    """Set a key to a value that JSON can hold."""
+    """Set a key to a value, encoded as JSON."""
     store.set(key, json.dumps(value))
 
 
-def published(store: Store, key: str) -> Any:
-    """A key's value, waited for as long as the store waits."""
+def get_published(store: Store, key: str) -> Any:
+    """Wait for a key for as long as the store's timeout, and return its value."""
     return json.loads(store.get(key))
 
 
-def published_soon(store: Store, keys: list[str], seconds: float) -> dict[str, Any]:
-    """Those of the keys that are there within so many seconds."""
-    until = time.monotonic() + seconds
-    while not store.check(keys) and time.monotonic() < until:
+def wait_for_published(store: Store, keys: list[str], seconds: float) -> dict[str, Any]:
+    """Wait for several keys for up to `seconds`, and return those that are set."""
+    deadline = time.monotonic() + seconds
+    while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return {key: published(store, key) for key in keys if store.check([key])}
+    return {key: get_published(store, key) for key in keys if store.check([key])}
 
 
-def next_run(endpoint: Endpoint, task: TaskConfig, last: str | None) -> tuple[Store, Any]:
-    """What node 0 runs next, and the store of it, within `--timeout_s`.
+def wait_for_next_run(endpoint: Endpoint, task: TaskConfig, last: str | None) -> tuple[Store, Any]:
+    """Wait for node 0's next run, up to `--timeout_s`, and return its store and description.
 
     Args:
-        last: the run that this node has taken part in, whose store may still be there.
+        endpoint: the rendezvous.
+        task: this node's task.
+        last: id of the run in which this node last took part, whose store may still exist.
 
     Raises:
-        RequestError: nothing is begun.
+        RequestError: node 0 began no other run.
     """
-    until = time.monotonic() + task.timeout_s
-    while time.monotonic() < until:
+    deadline = time.monotonic() + task.timeout_s
+    while time.monotonic() < deadline:
         store = open_store(endpoint, task)
         try:
-            told = published(store, "run")
-        except RuntimeError:  # the store of the run before, which went at that moment
+            run = get_published(store, "run")
+        except RuntimeError:  # the store of the previous run, which has just closed
             continue
-        if told["id"] != last:
-            return store, told
+        if run["id"] != last:
+            return store, run
         del store
         time.sleep(0.2)
     raise RequestError(
@@ -165,10 +167,10 @@ def next_run(endpoint: Endpoint, task: TaskConfig, last: str | None) -> tuple[St
 
 
 def local_address(endpoint: Endpoint) -> str:
-    """This machine's address, as the other nodes see it."""
+    """Return this machine's address, as the other nodes see it."""
     return endpoint.host if endpoint.is_host else network.address_towards(endpoint.host)
 
 
-def name_of_node(endpoint: Endpoint) -> str:
-    """This machine's name and its address there."""
+def node_name(endpoint: Endpoint) -> str:
+    """Return this machine's name and its address towards the endpoint."""
     return f"{socket.gethostname()} ({local_address(endpoint)})"

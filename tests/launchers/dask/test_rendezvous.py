@@ -1,4 +1,4 @@
-"""Where the ranks of a call meet."""
+"""Rendezvous of a call's ranks."""
 
 import socket
 import time
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from accbench.launchers.dask import meeting
-from accbench.launchers.dask.places import Place
+from accbench.launchers.dask import rendezvous
+from accbench.launchers.dask.rank_assignment import RankAssignment
 
 
 class Cancelled:
@@ -17,12 +17,12 @@ class Cancelled:
         self.store = [host, port]
         self.until = time.monotonic() + 1
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return {"store": self.store}
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         if time.monotonic() > self.until:
-            raise meeting.CallEndedError("cancelled, or its client has gone")
+            raise rendezvous.CallEndedError("cancelled, or its client has gone")
 
 
 def test_a_rank_that_comes_when_rank_0_has_left_does_not_wait():
@@ -30,8 +30,8 @@ def test_a_rank_that_comes_when_rank_0_has_left_does_not_wait():
     with socket.socket() as bound:  # and not listened on
         bound.bind(("127.0.0.1", 0))
         call = Cancelled(*bound.getsockname())
-        place = Place(1, "tcp://127.0.0.1:1", "127.0.0.1", 1, 2, 2)
+        place = RankAssignment(1, "tcp://127.0.0.1:1", "127.0.0.1", 1, 2, 2)
         began = time.monotonic()
-        with pytest.raises(meeting.CallEndedError), meeting.held(call, place):
+        with pytest.raises(rendezvous.CallEndedError), rendezvous.rendezvous_store(call, place):
             pytest.fail("nobody was there to meet")
     assert time.monotonic() - began < 60
