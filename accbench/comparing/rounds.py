@@ -20,7 +20,7 @@ from accbench.errors import RequestError, interrupted, refused
 from accbench.recording import records, terminal
 from accbench.report import comparison, publish
 from accbench.report import run as runs
-from accbench.report.comparison import FLOORS, REFERENCE, Plan, RowPlan
+from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
 
 # Below the reference's run, see accbench.comparing.reference.
 REFERENCE_TENSORS = "reference"
@@ -53,7 +53,9 @@ def main(argv: Sequence[str], prog: str) -> int:
 
                 return runner.follow(task, prog)
             folder = stack.enter_context(claim(plan, wanted))
-            plan = Plan.read(folder)  # with the order that was drawn, if not now then at first
+            plan = ComparisonPlan.read(
+                folder
+            )  # with the order that was drawn, if not now then at first
         except RequestError as error:
             return refused(prog, error)
         try:
@@ -62,7 +64,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             launcher.farewell(task)
 
 
-def _compare(plan: Plan, folder: Path, prog: str) -> int:
+def _compare(plan: ComparisonPlan, folder: Path, prog: str) -> int:
     console = terminal.person_console()
     console.print(introduction(plan, folder), markup=False)
     try:
@@ -90,7 +92,7 @@ def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def claim(plan: Plan, wanted: str | None) -> Iterator[Path]:
+def claim(plan: ComparisonPlan, wanted: str | None) -> Iterator[Path]:
     """The comparison's folder, held for the block: a new one, or one of the same plan.
 
     Raises:
@@ -114,9 +116,9 @@ def claim(plan: Plan, wanted: str | None) -> Iterator[Path]:
         yield folder
 
 
-def _check_content(plan: Plan, folder: Path) -> None:
+def _check_content(plan: ComparisonPlan, folder: Path) -> None:
     if (folder / comparison.PLAN_FILE).exists():
-        if not _goes_on(plan, Plan.read(folder)):
+        if not _goes_on(plan, ComparisonPlan.read(folder)):
             raise RequestError(
                 f"{folder} holds a comparison of other settings; choose another --output_dir"
             )
@@ -124,19 +126,19 @@ def _check_content(plan: Plan, folder: Path) -> None:
         raise RequestError(f"{folder} is not empty and holds no comparison")
 
 
-def _goes_on(plan: Plan, begun: Plan) -> bool:
+def _goes_on(plan: ComparisonPlan, begun: ComparisonPlan) -> bool:
     if plan.order_seed is None:
         plan = dataclasses.replace(plan, order_seed=begun.order_seed)
     return plan == begun
 
 
-def _with_order(plan: Plan) -> Plan:
+def _with_order(plan: ComparisonPlan) -> ComparisonPlan:
     if plan.order_seed is not None:
         return plan
     return dataclasses.replace(plan, order_seed=secrets.randbelow(10**6))
 
 
-def introduction(plan: Plan, folder: Path) -> str:
+def introduction(plan: ComparisonPlan, folder: Path) -> str:
     """What will be done, and which settings were chosen here."""
     task = next(row.task for row in plan.rows if row.task)
     what = f"{task.get('model')}, {task.get('image_size')} px"
@@ -156,7 +158,7 @@ def introduction(plan: Plan, folder: Path) -> str:
     return "\n".join([*lines, f"in {folder}"])
 
 
-def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
+def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
     """All runs, in their order: rounds in turn, then without input, then the numerics.
 
     What a later run is asked for can depend on what an earlier one has found.
@@ -189,7 +191,7 @@ def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str
 
 
 def _numerics_jobs(
-    plan: Plan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
+    plan: ComparisonPlan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
 ) -> Iterator[Job]:
     """The reference, plain ddp in both layouts, and then the rows, whatever the baseline is."""
     row, task = rows[0]
@@ -243,7 +245,7 @@ def cache_folder(folder: Path, row: RowPlan) -> Path:
     return folder / "caches" / row.folder
 
 
-def measure(plan: Plan, folder: Path, console: Console) -> None:
+def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     """Run what has not ended well yet; a row that fails is left out from there on."""
     num_jobs = sum(1 for _ in jobs(plan, folder))
     tensors = comparison.numerics_folder(folder, REFERENCE) / REFERENCE_TENSORS
@@ -266,7 +268,7 @@ def measure(plan: Plan, folder: Path, console: Console) -> None:
     shutil.rmtree(tensors, ignore_errors=True)  # large, and of no more use
 
 
-def _refuse_without_speed(done: runs.Run) -> None:
+def _refuse_without_speed(done: runs.RecordedRun) -> None:
     """Raises RequestError where a round's run had no step to be measured, as no other will."""
     if done.samples_per_s or done.end is None:
         return
@@ -277,7 +279,7 @@ def _refuse_without_speed(done: runs.Run) -> None:
     )
 
 
-def _is_done(job: Job, tensors: Path, plan: Plan, folder: Path) -> bool:
+def _is_done(job: Job, tensors: Path, plan: ComparisonPlan, folder: Path) -> bool:
     """Whether a run has ended well before, and what it left is still there if anyone needs it."""
     done = runs.read_if_there(job.folder).status == "ok"
     if not done or job.kind != "reference" or tensors.exists():
@@ -293,7 +295,7 @@ def _progress(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def _outcome(run: runs.Run) -> str:
+def _outcome(run: runs.RecordedRun) -> str:
     if run.status != "ok" or run.end is None:
         return f"{run.status}: {run.end.error if run.end else 'no end'}"
     if run.numerics:
@@ -307,7 +309,7 @@ def _outcome(run: runs.Run) -> str:
     )
 
 
-def run(job: Job, cache: Path) -> runs.Run:
+def run(job: Job, cache: Path) -> runs.RecordedRun:
     """Run a job in a process of its own; what it left is its record, also when it failed."""
     shutil.rmtree(job.folder, ignore_errors=True)
     if job.number == 1:
