@@ -16,7 +16,7 @@ from accbench import config, folders, launchers, plugins
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
-from accbench.errors import RequestError, interrupted, refused
+from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
 from accbench.report import comparison, publish
 from accbench.report import run as runs
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], prog: str) -> int:
                 folder
             )  # with the order that was drawn, if not now then at first
         except RequestError as error:
-            return refused(prog, error)
+            return print_refusal(prog, error)
         try:
             return _compare(plan, folder, prog)
         finally:
@@ -70,7 +70,7 @@ def _compare(plan: ComparisonPlan, folder: Path, prog: str) -> int:
     try:
         measure(plan, folder, console)
     except KeyboardInterrupt:
-        return interrupted(f"{prog}: interrupted; go on with --output_dir {folder}")
+        return print_interruption(f"{prog}: interrupted; go on with --output_dir {folder}")
     except (RequestError, OSError) as error:
         return _stopped(prog, error, folder)
     found = comparison.read(folder, allow_mixed=True)
@@ -102,11 +102,13 @@ def claim(plan: ComparisonPlan, wanted: str | None) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             folder = (
-                folders.new("compare").absolute() if wanted is None else Path(wanted).absolute()
+                folders.create_run_folder("compare").absolute()
+                if wanted is None
+                else Path(wanted).absolute()
             )
             _check_content(plan, folder)  # before anything is made there
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(folders.held(folder))
+            stack.enter_context(folders.lock(folder))
             _check_content(plan, folder)
             if not (folder / comparison.PLAN_FILE).exists():
                 _with_order(plan).write(folder)

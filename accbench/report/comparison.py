@@ -69,7 +69,7 @@ class ComparisonPlan:
         except OSError as error:
             raise RequestError(f"cannot read {file}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise RequestError(f"{file} is no comparison of this version of accbench") from None
+            raise RequestError(f"{file} is not a comparison of this version of accbench") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ def check_mixed(run_list: list[RecordedRun], allow_mixed: bool) -> tuple[str, ..
             lines.append(f"{key}: {', '.join(values)}")
     if lines and not allow_mixed:
         raise RequestError(
-            f"these runs do not belong side by side ({'; '.join(lines)}); "
-            "to see them so all the same: --allow_mixed"
+            f"these runs have different settings and cannot be compared ({'; '.join(lines)}); "
+            "to show them together anyway, pass --allow_mixed"
         )
     return tuple(lines)

@@ -268,7 +268,7 @@ def _join_counts(counts: dict[str, int]) -> str:
 
 
 def _channel_order(layout: str) -> str:
-    """Name the memory order of a convolution's input.
+    """Return the memory order of a convolution's input, in words.
 
     XLA's dimension labels, such as b01f_o01i->b01f, give it: b is the batch, f the channels.
     """

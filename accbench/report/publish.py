@@ -32,7 +32,9 @@ def report(paths: Sequence[Path], format: str, allow_mixed: bool = False) -> tup
     if rows and format == "html":
         comparisons.append(comparison_from_runs(runs_read, mixed))
     if comparisons and rows and format == "json":
-        raise RequestError("runs and comparisons in one JSON document: report them apart")
+        raise RequestError(
+            "one JSON document cannot hold both runs and comparisons; report them separately"
+        )
     texts = [render(comparisons, format)] if comparisons else []
     if rows and format != "html":
         texts.insert(0, table.render(rows, format, mixed))

@@ -226,7 +226,7 @@ def _cache_file(file: RecordFile, idx_path: Path) -> Path:
         states += [(s.st_size, s.st_mtime_ns) for s in (idx_path.stat(),)]
     of_path = hashlib.sha256(os.fsencode(file.path.resolve())).hexdigest()[:24]
     of_state = hashlib.sha256(repr((str(idx_path), states)).encode()).hexdigest()[:24]
-    return folders.of_user_cache("recordio") / f"{of_path}-{of_state}.i8"
+    return folders.user_cache_folder("recordio") / f"{of_path}-{of_state}.i8"
 
 
 def _keep(rows: list[np.ndarray], more: Iterator[np.ndarray], path: Path) -> Index:

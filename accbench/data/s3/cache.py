@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def default_folder() -> Path:
     """accbench/s3 in the user's cache folder."""
-    return folders.of_user_cache("s3")
+    return folders.user_cache_folder("s3")
 
 
 class BoundedCache:

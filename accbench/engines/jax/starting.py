@@ -21,7 +21,7 @@ def configure(device: str, flags: str) -> None:
     Args:
         flags: a person's own of XLA's.
     """
-    merged = xla_flags.merged(device, flags)
+    merged = xla_flags.merge(device, flags)
     if merged:  # XLA reads them once, when a device is first used
         os.environ["XLA_FLAGS"] = merged
     import jax
@@ -44,7 +44,7 @@ def keep_compiled(device: str, options: Any) -> str:
 
     if options.compile_cache == "off":
         return "off: --jax.compile_cache off"
-    folder = Path(options.cache_dir or folders.of_user_cache("jax"))
+    folder = Path(options.cache_dir or folders.user_cache_folder("jax"))
     folder = folder / f"{jax.__version__}-{device}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

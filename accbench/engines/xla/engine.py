@@ -85,7 +85,7 @@ class Engine(engines.Engine):
     def find_device(cls, requested: str) -> str:
         if requested != "auto":
             return requested
-        return devices.found()
+        return devices.detect()
 
     @classmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
@@ -118,7 +118,7 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
-        flags = xla_flags.merged(task.device, options.flags)
+        flags = xla_flags.merge(task.device, options.flags)
         if flags:  # XLA reads them once, when a device is first used
             os.environ["XLA_FLAGS"] = flags
         self.xla = importing.torch_xla()
@@ -183,7 +183,7 @@ class Engine(engines.Engine):
             return "off: --xla.compile_cache off"
         if wanted == "auto" and self.task.device == "cpu":
             return "off: XLA on the CPU saves compiled graphs but cannot load them"
-        folder = Path(self.options.cache_dir or folders.of_user_cache("xla"))
+        folder = Path(self.options.cache_dir or folders.user_cache_folder("xla"))
         folder = folder / f"{version('torch_xla')}-{self.task.device}"
         folder = folder / f"rank{self.topology.rank}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def held(call: Call, place: Place) -> Iterator[TCPStore]:
     """
     listening = None
     if place.rank == 0:
-        listening = network.listening_store(place.host, _HELD)
+        listening = network.create_listening_store(place.host, _HELD)
     if listening is not None:
         call.tell("store", [place.host, listening.port])
     host, port = _where(call)

@@ -63,7 +63,7 @@ class Launcher(launchers.Launcher):
     def farewell(self, task: TaskConfig) -> None:
         endpoint = meeting.endpoint_of(task)
         most = meeting.nodes_of(task)[1]
-        with terminal.errors_to(Path(os.devnull)):
+        with terminal.redirect_stderr(Path(os.devnull)):
             try:
                 store = meeting.open_store(endpoint, task)
             except RequestError:  # somebody has the port by now; the others end by their timeout
@@ -77,7 +77,7 @@ class Launcher(launchers.Launcher):
         endpoint = meeting.endpoint_of(task)
         if endpoint.is_host:
             return None
-        with terminal.errors_to(Path(os.devnull)):
+        with terminal.redirect_stderr(Path(os.devnull)):
             self._store, told = meeting.next_run(endpoint, task, self._joined_last)
         store, self._joined_last = self._store, told["id"]
         if told["id"] == "over":
@@ -90,7 +90,7 @@ class Launcher(launchers.Launcher):
             )
         self._number = store.add("nodes", 1)
         meeting.publish(store, f"node {self._number}", meeting.name_of_node(endpoint))
-        own = resolving.fill(task, task.device)
+        own = resolving.apply_defaults(task, task.device)
         folder = Path(told["task"]["output_dir"])
         found = collected.take_over(folder, told["task"])
         found = replace(
@@ -107,7 +107,7 @@ class Launcher(launchers.Launcher):
             problem = failures.reserve(watching.error_files(folder, task.nproc_per_node).values())
             if problem is not None:
                 return problem
-            with terminal.errors_to(folder / "launcher.log") as stderr:
+            with terminal.redirect_stderr(folder / "launcher.log") as stderr:
                 if endpoint.is_host:
                     self._store = meeting.open_store(endpoint, task)
                     self._begin(task, worker)

@@ -68,7 +68,7 @@ class Launcher(launchers.Launcher):
                 "one that trains"
             )
         # What depends on the machine is left open, for the job to find.
-        filled = resolving.fill(task, task.device)
+        filled = resolving.apply_defaults(task, task.device)
         return dataclasses.replace(filled, threads=task.threads, workers=task.workers)
 
     def script(self, task: TaskConfig, worker: list[str]) -> str:
