@@ -1,4 +1,4 @@
-"""`accbench run | compare | preflight | report | export | data | doctor`."""
+"""The command line: `accbench run | compare | preflight | report | export | data | doctor`."""
 
 import dataclasses
 import sys
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from accbench import config
-from accbench.errors import RequestError, interrupted, refused
+from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.standard_streams import quiet_when_closed
 
 PROG = "accbench"
@@ -17,7 +17,7 @@ PROG = "accbench"
 
 @quiet_when_closed
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `accbench`; returns the exit status."""
+    """Run the command `accbench`, and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: {PROG} COMMAND ...\n")
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 @quiet_when_closed
 def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = ()) -> int:
     """Train a model, one worker a device; the same as launch_single_task.py."""
-    from accbench.uncollected import uncollected
+    from accbench.uncollected import pause_gc
 
-    with uncollected():
+    with pause_gc():
         from accbench.launchers.run import run
 
     return run(argv, prog, worker)
@@ -72,10 +72,10 @@ def report(argv: Sequence[str]) -> int:
             raise RequestError("name at least one run's folder")
         text, problems = publish.report(flags.runs, flags.format, flags.allow_mixed)
     except RequestError as error:
-        return refused(prog, error)
+        return print_refusal(prog, error)
     print(text, end="")
     for problem in problems:  # the others are still reported
-        refused(prog, RequestError(problem))
+        print_refusal(prog, RequestError(problem))
     return 2 if problems else 0
 
 
@@ -115,20 +115,20 @@ class DigitsFlags:
 
 def data(argv: Sequence[str]) -> int:
     """Make data: `data mock [DIR]`, `data digits [DIR]`; `data convert FOLDER OUT.rec`."""
-    made: dict[str, Callable[[Sequence[str], str], None]] = {
+    makers: dict[str, Callable[[Sequence[str], str], None]] = {
         "mock": _mock, "digits": _digits, "convert": _convert,
     }  # fmt: skip
-    if not argv or argv[0] not in made:
-        what = f"what to make is missing; there are: {', '.join(made)}"
-        return refused(f"{PROG} data", RequestError(what))
+    if not argv or argv[0] not in makers:
+        problem = f"name what to make; there are: {', '.join(makers)}"
+        return print_refusal(f"{PROG} data", RequestError(problem))
     prog = f"{PROG} data {argv[0]}"
     try:
-        made[argv[0]](argv[1:], prog)
+        makers[argv[0]](argv[1:], prog)
     except RequestError as error:
-        return refused(prog, error)
+        return print_refusal(prog, error)
     except KeyboardInterrupt:
-        how = "goes on from here" if argv[0] == "mock" else "begins anew"
-        return interrupted(f"{prog}: interrupted; the same command {how}")
+        effect = "continues from here" if argv[0] == "mock" else "starts over"
+        return print_interruption(f"{prog}: interrupted; the same command {effect}")
     return 0
 
 
@@ -173,7 +173,7 @@ def doctor(argv: Sequence[str]) -> int:
     try:
         flags = config.parse_flags(DoctorFlags, argv, prog)
     except RequestError as error:
-        return refused(prog, error)
+        return print_refusal(prog, error)
     facts = examination.examine()
     if flags.self_test:
         from accbench.machine import self_test
@@ -209,7 +209,7 @@ def export(argv: Sequence[str]) -> int:
 
         line = exporting.export(**vars(flags))
     except RequestError as error:
-        return refused(prog, error)
+        return print_refusal(prog, error)
     print(line)
     return 0
 

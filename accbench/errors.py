@@ -2,19 +2,19 @@
 
 import sys
 
-# Set by a launcher, which then has made the run's folder and tells how the run
-# failed; the value is a file of blanks over which the worker writes its error, with
-# {rank} or {local_rank} in its name where all workers have one environment.
+# Set by a launcher that has made the run's folder and reports how the run failed. The value is
+# a file of blanks, over which the worker writes its error; its name contains {rank} or
+# {local_rank} where all workers share one environment.
 ERROR_FILE_VARIABLE = "ACCBENCH_ERROR_FILE"
-# Set beside it by a launcher that is its workers' parent: its process id.
+# Set as well by a launcher that is its workers' parent: the launcher's process id.
 LAUNCHER_PID_VARIABLE = "ACCBENCH_LAUNCHER_PID"
-# Where the workers of several nodes meet: HOST:PORT/KEY, of a store that the launcher holds; or
-# file:PATH, into which rank 0 writes where its own is.
+# Rendezvous of the workers of several nodes: HOST:PORT/KEY of a store that the launcher holds, or
+# file:PATH, into which rank 0 writes the address of its own store.
 MEETING_VARIABLE = "ACCBENCH_MEETING"
-# Bytes that the record had when the run was launched: with more, workers were started again.
+# Size of the record in bytes when the run was launched: if it has grown, workers were restarted.
 RECORDS_BEFORE_VARIABLE = "ACCBENCH_RECORDS_BEFORE"
 
-# What torch says of a view that memory does not allow, and torch.compile in its place.
+# Messages of torch, and of torch.compile, for a view that the memory layout does not allow.
 REFUSED_VIEWS = (
     "view size is not compatible with input tensor's size and stride",
     "Cannot view a tensor with shape",
@@ -22,19 +22,19 @@ REFUSED_VIEWS = (
 
 
 class RequestError(Exception):
-    """What was asked for cannot be done. Ends a command with exit status 2."""
+    """A request that cannot be met; it ends a command with exit status 2."""
 
 
 class NoMoreRunsError(RequestError):
-    """Node 0 has no more to do for those who take part."""
+    """Node 0 has no further runs for the other nodes."""
 
 
 class NotMetError(RequestError):
-    """The workers could not find each other; each of them that tells so knows its own part."""
+    """The workers could not find each other; each worker that raises it knows its own part."""
 
 
 class UnreadableSampleError(Exception):
-    """A sample cannot be read. Names its file or key, and where in it."""
+    """A sample cannot be read; the message names its file or key, and the position in it."""
 
 
 class BadSampleError(Exception):
@@ -54,15 +54,15 @@ STOPPED_STATUS = 75
 
 
 class StoppedError(Exception):
-    """The run ends because it was asked to, with a checkpoint to go on from."""
+    """The run ends because it was asked to, and has a checkpoint to resume from."""
 
 
 class ScriptExitError(Exception):
-    """A script of a user's ended by an exit status other than 0."""
+    """A user's script exited with a status other than 0."""
 
 
 class RunEnded(SystemExit):  # noqa: N818
-    """A script has taken the steps that it was to take. Python ends quietly by it, status 0."""
+    """A script has taken all its steps; Python ends quietly by this exit, with status 0."""
 
 
 class ReductionError(Exception):
@@ -80,36 +80,36 @@ _END_STATUS = {
 }
 
 
-# What torch's allocator for CPUs and XLA say, in exceptions of no class of their own.
+# Messages of torch's CPU allocator and of XLA, whose exceptions have no class of their own.
 _OUT_OF_MEMORY = ("can't allocate memory", "RESOURCE_EXHAUSTED", "Out of memory")
 
 
 def end_status(exception_name: str, message: str = "") -> str:
-    """`status` of the end record for a run that an exception of this class ended."""
+    """Return the end record's `status` for a run that an exception of this class ended."""
     if any(words in message for words in _OUT_OF_MEMORY):
         return "oom"
     return _END_STATUS.get(exception_name, "error")
 
 
-def interrupted(line: str) -> int:
-    """One line on a Ctrl-C that was caught; returns the exit status."""
+def print_interruption(line: str) -> int:
+    """Print one line on a Ctrl-C that was caught, and return the exit status."""
     print(line, file=sys.stderr)
-    # Where it came while Python ran code from a string (dataclasses are made so), CPython notes
-    # it as unhandled and at its very end kills itself by SIGINT, caught or not. Running another
-    # string takes the note away (run_eval_code_obj in CPython's pythonrun.c).
+    # If it came while Python ran code from a string, as dataclasses do, CPython marks it as
+    # unhandled and kills itself by SIGINT at exit, even if it was caught. Running another string
+    # clears the mark (run_eval_code_obj in CPython's pythonrun.c).
     exec("")
     return 130
 
 
-def refused(prog: str, error: RequestError) -> int:
-    """One line on a request that cannot be met; returns the exit status."""
+def print_refusal(prog: str, error: RequestError) -> int:
+    """Print one line on a request that cannot be met, and return the exit status."""
     print(f"{prog}: {error}", file=sys.stderr)
     return 2
 
 
 def remedy_of_overflow(amp_level: str | None, amp_dtype: str | None) -> str:
-    """What may help where a number was not finite, in the types of a run."""
+    """Return what may help where a number was not finite, for a run's dtypes."""
     if amp_level != "O1":
         return "lower --lr"
-    also = "--amp_dtype bfloat16 or " if amp_dtype == "float16" else ""
-    return f"lower --lr, or use {also}--amp_level O0"
+    or_bfloat16 = "--amp_dtype bfloat16 or " if amp_dtype == "float16" else ""
+    return f"lower --lr, or use {or_bfloat16}--amp_level O0"

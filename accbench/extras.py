@@ -1,4 +1,7 @@
-"""What to type where an optional package is missing; accbench itself is on no package index."""
+"""Commands that install a missing optional package.
+
+accbench itself is on no package index.
+"""
 
 import shlex
 import sys
@@ -7,7 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 _CLONE = Path(__file__).parents[1]
-# The last that torch 2.8 and torch_xla 2.8.1 have wheels for.
+# The last Python that torch 2.8 and torch_xla 2.8.1 have wheels for.
 _LAST_PYTHON = {"xla": (3, 13), "xla-cuda12": (3, 13)}
 
 
@@ -21,20 +24,20 @@ def install_command(extra: str) -> str:
         return _pip("-e", f"{_CLONE}[{extra}]")
     try:
         return _pip(*sorted(_requirements("accbench", extra) - _requirements("accbench")))
-    except metadata.PackageNotFoundError:  # its folder was copied to here
+    except metadata.PackageNotFoundError:  # its folder was copied here
         return f"install accbench from its repository, with the extra [{extra}]"
 
 
 def not_installed(package: str, extra: str) -> str:
-    """`PACKAGE, which is not installed` and how to install it, or why that cannot be.
+    """Return `PACKAGE, which is not installed`, and how to install it or why that is impossible.
 
     Where that changes torch, which other programs may use, this says so too.
     """
     last = _LAST_PYTHON.get(extra)
     if last is not None and sys.version_info[:2] > last:
-        here, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], last))
+        running, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], last))
         return (
-            f"{package}, which is not installed and has no release for Python {here}: make an "
+            f"{package}, which is not installed and has no release for Python {running}: make an "
             f"environment with Python {wanted}"
         )
     return f"{package}, which is not installed{_change_of_torch(extra)}: {install_command(extra)}"
@@ -44,24 +47,24 @@ def _change_of_torch(extra: str) -> str:
     from packaging.requirements import Requirement
 
     try:
-        here = metadata.version("torch")
-        asked = map(Requirement, _requirements("accbench", extra))
+        installed = metadata.version("torch")
+        requirements = map(Requirement, _requirements("accbench", extra))
     except metadata.PackageNotFoundError:
         return ""
-    for torch in (needed.specifier for needed in asked if needed.name == "torch"):
-        if not torch.contains(here, prereleases=True):
-            return f" (installing it changes torch {here} to {str(torch).lstrip('=')})"
+    for specifier in (needed.specifier for needed in requirements if needed.name == "torch"):
+        if not specifier.contains(installed, prereleases=True):
+            return f" (installing it changes torch {installed} to {str(specifier).lstrip('=')})"
     return ""
 
 
 def dependency_command(package: str, dependency: str) -> str:
-    """A shell command that installs `dependency` in the version that `package` asks for."""
-    asked = (line for line in _requirements(package) if line.startswith(dependency))
-    return _pip(next(asked, dependency))
+    """Return a shell command that installs `dependency` in the version `package` asks for."""
+    matches = (line for line in _requirements(package) if line.startswith(dependency))
+    return _pip(next(matches, dependency))
 
 
 def without_paths(text: str) -> str:
-    """`text` with commands of this module as they may be shown to others."""
+    """Replace the local paths in commands of this module, so that others may see `text`."""
     return text.replace(str(_CLONE), "CLONE").replace(shlex.quote(sys.executable), "python")
 
 
@@ -75,7 +78,7 @@ def _pip(*arguments: str) -> str:
 
 
 def _requirements(package: str, extra: str = "") -> set[str]:
-    """What an installed package needs on this machine, with one extra or without any."""
+    """Return what an installed package needs on this machine, with at most one extra."""
     from packaging.requirements import Requirement
 
     requirements = map(Requirement, metadata.requires(package) or ())

@@ -1,7 +1,7 @@
-"""Options written as text, in YAML, in JSON or behind `--engines`, to command-line flags.
+"""Convert options written as text, in YAML, JSON or behind `--engines`, to command-line flags.
 
-Which of them are numbers, and which mean on or off, is known from the option's declared type
-alone. YAML 1.1 would guess it from the spelling: `off` becomes False and `1e-4` a string.
+The option's declared type alone decides whether its text is a number, or means on or off. YAML
+1.1 would guess that from the spelling: `off` becomes False and `1e-4` a string.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ _YAML_NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 _GUESSED_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
 
-class _AsWritten(yaml.SafeLoader):
-    """yaml.safe_load, but what is neither null nor a collection stays the text that it is."""
+class _TextLoader(yaml.SafeLoader):
+    """A yaml.SafeLoader that leaves every scalar but null as the text that it is."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _GUESSED_TAGS]
@@ -31,14 +31,14 @@ class _AsWritten(yaml.SafeLoader):
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """The `flag: value` lines of a YAML or JSON file; values are text, null or nested.
+    """Read the `flag: value` lines of a YAML or JSON file; values are text, null or nested.
 
     Raises:
         RequestError: the file cannot be read, or holds something else.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        content = _json(text) or yaml.load(text, Loader=_AsWritten)
+        content = _parse_json(text) or yaml.load(text, Loader=_TextLoader)
     except OSError as error:
         raise RequestError(f"cannot read --config {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -49,8 +49,8 @@ def read(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _json(text: str) -> Any | None:
-    # A run's config.json: JSON spells characters beyond 16 bits in a way that is not YAML's.
+def _parse_json(text: str) -> Any | None:
+    # For a run's config.json: JSON escapes characters beyond 16 bits in a way that YAML lacks.
     try:
         return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
     except json.JSONDecodeError:
@@ -58,30 +58,30 @@ def _json(text: str) -> Any | None:
 
 
 def as_flags(values: Mapping[str, Any], flags_class: type) -> list[str]:
-    """`{"lr": 0.1, "ddp": {"channels_last": False}}` -> `--lr=0.1 --ddp.no-channels_last`.
+    """Convert `{"lr": 0.1, "ddp": {"channels_last": False}}` to `--lr=0.1 --ddp.no-channels_last`.
 
     None leaves a flag out, so that its default stands.
 
     Raises:
         RequestError: a value is neither on nor off where it must be one of them.
     """
-    types = _types(flags_class)
+    types = _declared_types(flags_class)
     flags: list[str] = []
-    for name, value in _flat(values):
+    for name, value in _flatten(values):
         if value is not None:
-            flags += _flag(name, value, types.get(name.replace("-", "_")))
+            flags += _format_flag(name, value, types.get(name.replace("-", "_")))
     return flags
 
 
-def _flag(name: str, value: Any, declared: Any) -> list[str]:
-    if declared in (bool, _OneWay):
+def _format_flag(name: str, value: Any, declared: Any) -> list[str]:
+    if declared in (bool, _SwitchOn):
         meaning = _BOOLEANS.get(str(value).lower())
         if meaning is None:
             raise RequestError(f"--{name} is either on or off, not {str(value)!r}")
         if meaning:
             return [f"--{name}"]
         group, dot, last = name.rpartition(".")
-        return [] if declared is _OneWay else [f"--{group}{dot}no-{last}"]
+        return [] if declared is _SwitchOn else [f"--{group}{dot}no-{last}"]
     if get_origin(declared) is Literal and {"on", "off"} <= {*get_args(declared)}:
         meaning = _BOOLEANS.get(str(value).lower())
         value = value if meaning is None else "on" if meaning else "off"
@@ -90,32 +90,32 @@ def _flag(name: str, value: Any, declared: Any) -> list[str]:
     return [f"--{name}={value}"]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat += _flat(value, f"{prefix}{key}.")
+            flat += _flatten(value, f"{prefix}{key}.")
         else:
             flat.append((f"{prefix}{key}", value))
     return flat
 
 
-class _OneWay:
+class _SwitchOn:
     """The type of a flag that can only be given or left out."""
 
 
-def _types(flags_class: type, prefix: str = "") -> dict[str, Any]:
-    """Flag, with its group's name before a dot -> its declared type."""
+def _declared_types(flags_class: type, prefix: str = "") -> dict[str, Any]:
+    """Return the declared type of each flag, named with its group's name before a dot."""
     types: dict[str, Any] = {}
     for name, declared in get_type_hints(flags_class, include_extras=True).items():
         if get_origin(declared) is Annotated:
             declared, *markers = get_args(declared)
             if tyro.conf.FlagCreatePairsOff in markers:
-                declared = _OneWay
+                declared = _SwitchOn
         if isinstance(declared, type) and dataclasses.is_dataclass(declared):
-            types |= _types(declared, f"{prefix}{name}.")
+            types |= _declared_types(declared, f"{prefix}{name}.")
         elif declared is bool:
-            types |= {f"{prefix}{name}": bool, f"{prefix}no_{name}": _OneWay}
+            types |= {f"{prefix}{name}": bool, f"{prefix}no_{name}": _SwitchOn}
         else:
             types[f"{prefix}{name}"] = declared
     return types

@@ -1,4 +1,4 @@
-"""Folders that one process has to itself."""
+"""Run folders, cache folders, and locks that keep a folder to one process."""
 
 import contextlib
 import errno
@@ -17,11 +17,11 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _open_locks: set[int] = set()
 
 
-def new(name: str) -> Path:
-    """Make runs/<time>-NAME, with a number behind it where another process was first.
+def create_run_folder(name: str) -> Path:
+    """Create runs/<time>-NAME, with a number appended if another process created that first.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     first = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     for number in itertools.count(1):
@@ -33,25 +33,25 @@ def new(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other processes out until the block or this process ends, also if it is killed.
+def lock(folder: Path) -> Iterator[None]:
+    """Lock a folder until the block or this process ends, also if it is killed.
 
     Raises:
         RequestError: another process has the folder.
         OSError: it cannot be written.
     """
-    _let_go_in_copies()
+    _release_in_forks()
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     _open_locks.add(descriptor)
     try:
-        _lock(descriptor, folder)
+        _acquire(descriptor, folder)
         yield
     finally:
         _open_locks.discard(descriptor)
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _acquire(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -63,14 +63,14 @@ def _lock(descriptor: int, folder: Path) -> None:
             raise
 
 
-def _let_go() -> None:
-    # The lock lives as long as any process has the file open that took it. Programs that
-    # are started close it, copies of this process have to.
+def _release_all() -> None:
+    # The lock lives as long as any process has the locked file open. A started program closes the
+    # file (O_CLOEXEC); a fork of this process has to close it here.
     for descriptor in _open_locks:
         os.close(descriptor)
     _open_locks.clear()
 
 
 @functools.cache
-def _let_go_in_copies() -> None:
-    os.register_at_fork(after_in_child=_let_go)  # once, and not on import
+def _release_in_forks() -> None:
+    os.register_at_fork(after_in_child=_release_all)  # once, and not on import

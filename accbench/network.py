@@ -1,4 +1,4 @@
-"""This machine's own addresses and network interfaces, and where its processes meet."""
+"""This machine's addresses and network interfaces, and stores for rendezvous."""
 
 import contextlib
 import importlib
@@ -13,48 +13,54 @@ LOOPBACK = "127.0.0.1"
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to another; nothing is sent to learn it.
+    """Return this machine's address on the route to another; nothing is sent to learn it.
 
     Raises:
-        OSError: there is no way, or no such host.
+        OSError: there is no route, or no such host.
     """
-    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)  # any port will do
-    family, kind, protocol, _, address = found[0]
+    candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)  # any port will do
+    family, kind, protocol, _, address = candidates[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface with this address; None if there is none."""
+    """Return the network interface with this address; None if there is none."""
     addresses = {host}
     with contextlib.suppress(OSError):
-        addresses |= {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        addresses |= {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     if any(address.startswith("127.") for address in addresses):
         addresses.add(LOOPBACK)  # all of 127.0.0.0/8 is the loopback's
-    interfaces = importlib.import_module("psutil").net_if_addrs()  # its types are not told
-    for name, its_own in interfaces.items():
-        if any(own.address in addresses for own in its_own):
+    interfaces = importlib.import_module("psutil").net_if_addrs()  # it ships no types
+    for name, interface_addresses in interfaces.items():
+        if any(candidate.address in addresses for candidate in interface_addresses):
             return str(name)
     return None
 
 
 def address_of(interface: str) -> str | None:
-    """The address that a network interface has, by IPv4 where it has one; None if there is none."""
-    own = importlib.import_module("psutil").net_if_addrs().get(interface, ())
+    """Return a network interface's address, by IPv4 where it has one.
+
+    None if it has none.
+    """
+    candidates = importlib.import_module("psutil").net_if_addrs().get(interface, ())
     for family in (socket.AF_INET, socket.AF_INET6):
-        for found in own:
-            if found.family == family:
-                return str(found.address)
+        for candidate in candidates:
+            if candidate.family == family:
+                return str(candidate.address)
     return None
 
 
-def listening_store(host: str, timeout: timedelta, told: str | None = None) -> "TCPStore":
-    """torch's store at a free port of an address; by itself it listens at all of them.
+def create_listening_store(
+    host: str, timeout: timedelta, advertised_host: str | None = None
+) -> "TCPStore":
+    """Create torch's store at a free port of one address; by itself it listens at all of them.
 
     Args:
-        host: to listen at; empty for all addresses.
-        told: as others know it; `host` if None.
+        host: address to listen at; empty for all addresses.
+        timeout: how long the store's clients wait for a key.
+        advertised_host: host name or address that others connect to; `host` if None.
 
     Raises:
         OSError: this machine has no such address, or no free port there.
@@ -62,8 +68,8 @@ def listening_store(host: str, timeout: timedelta, told: str | None = None) -> "
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.create_server((host, 0), family=family, backlog=1024)
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
     return TCPStore(
-        told or host, bound.getsockname()[1], is_master=True, wait_for_workers=False,
-        master_listen_fd=bound.detach(), timeout=timeout,
+        advertised_host or host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=listener.detach(), timeout=timeout,
     )  # fmt: skip

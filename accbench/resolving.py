@@ -1,4 +1,4 @@
-"""A task as flags ask for it, and what this machine makes of it."""
+"""Resolve a task: fill in what its flags leave open, for this machine."""
 
 import dataclasses
 import shlex
@@ -8,7 +8,7 @@ from typing import Any
 from accbench import cgroups, config, extras, models, plugins
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
-from accbench.recording import board
+from accbench.recording import tensorboard_writer
 
 
 def resolve(task: TaskConfig) -> TaskConfig:
@@ -18,8 +18,8 @@ def resolve(task: TaskConfig) -> TaskConfig:
         RequestError: the task cannot run here; the message says why and what to do.
     """
     engine = plugins.load("engines", task.engine)
-    task = fill(task, engine.find_device(task.device))
-    if task.tensorboard == "on" and not board.installed():
+    task = apply_defaults(task, engine.find_device(task.device))
+    if task.tensorboard == "on" and not tensorboard_writer.is_installed():
         raise RequestError(
             "--tensorboard on needs TensorBoard, which is not installed: "
             + extras.install_command("tensorboard")
@@ -33,46 +33,49 @@ def resolve(task: TaskConfig) -> TaskConfig:
 
 
 def check_data(task: TaskConfig) -> None:
-    """Look whether the task's data is there.
+    """Check that the task's data exists.
 
     Raises:
-        RequestError: it is not.
+        RequestError: it does not.
     """
     source_name, location = config.data_name(task.data)
     plugins.load("data", source_name).check(location)
 
 
 def check_kind(task: TaskConfig) -> None:
-    """Look whether the task's data is what its model takes.
+    """Check that the task's data is of the kind that its model takes.
 
     Raises:
         RequestError: it is not, or there is no such model.
     """
     spec = models.of_task(task)
     source_name, _ = config.data_name(task.data)
-    gives = plugins.load("data", source_name).gives
-    takes = getattr(spec, "takes", models.IMAGES)
-    if gives is None or takes == gives:
+    source_kind = plugins.load("data", source_name).gives
+    model_kind = getattr(spec, "takes", models.IMAGES)
+    if source_kind is None or model_kind == source_kind:
         return
-    fitting = [n for n, s in plugins.classes("data").items() if s.gives in (takes, None)]
+    matching_sources = [
+        n for n, s in plugins.classes("data").items() if s.gives in (model_kind, None)
+    ]
     raise RequestError(
-        f"--model {task.model} takes {takes}, and --data {source_name} gives {gives}; "
-        f"there is --data {' or '.join(fitting)}"
+        f"--model {task.model} takes {model_kind}, and --data {source_name} gives {source_kind}; "
+        f"use --data {' or '.join(matching_sources)}"
     )
 
 
-def fill(task: TaskConfig, device: Any) -> TaskConfig:
-    """The task on this device, with what was not given, its flags checked against each other.
+def apply_defaults(task: TaskConfig, device: Any) -> TaskConfig:
+    """Return the task for this device with defaults applied and its flags checked for conflicts.
 
     Args:
+        task: the task as its flags give it.
         device: cpu, cuda or tpu.
 
     Raises:
-        RequestError: flags contradict each other, or name something that there is not.
+        RequestError: flags contradict each other, or name something that does not exist.
     """
-    several = task.nnodes != TaskConfig.nnodes
+    has_several_nodes = task.nnodes != TaskConfig.nnodes
     if task.launcher in ("local", "elastic"):  # one thing, with a rendezvous where it needs one
-        task = dataclasses.replace(task, launcher="elastic" if several else "local")
+        task = dataclasses.replace(task, launcher="elastic" if has_several_nodes else "local")
     problem = plugins.load("launchers", task.launcher).problem(task)
     if problem is not None:
         raise RequestError(problem)
@@ -85,7 +88,7 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
         threads=task.threads or cores_per_worker,
     )
     if task.script is not None:
-        return _of_script(task)
+        return _resolve_script(task)
     plugins.load("data", config.data_name(task.data)[0])
     check_kind(task)
     task = dataclasses.replace(
@@ -109,8 +112,12 @@ def fill(task: TaskConfig, device: Any) -> TaskConfig:
     return task
 
 
-def _of_script(task: TaskConfig) -> TaskConfig:
-    """Raises RequestError where there is no such script."""
+def _resolve_script(task: TaskConfig) -> TaskConfig:
+    """Return the task of a script, with an absolute path and without checkpoints.
+
+    Raises:
+        RequestError: there is no such script, or its arguments cannot be split.
+    """
     assert task.script is not None
     path = Path(task.script)
     if not path.is_file():

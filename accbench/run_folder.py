@@ -1,4 +1,4 @@
-"""A run's folder: made, held while the run goes on, and with the task in it."""
+"""A run's folder: created, locked while the run goes on, and holding the task."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from accbench.errors import RequestError
 
 @contextlib.contextmanager
 def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
-    """Make the run's folder, hold it for the block, and write the task into it.
+    """Create the run's folder, lock it for the block, and write the task into it.
 
     Raises:
         RequestError: the folder cannot be written, holds another run's records, or another
@@ -22,16 +22,16 @@ def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
     with contextlib.ExitStack() as stack:
         try:
             if task.output_dir is None:
-                what = Path(task.script).stem if task.script else task.model.split(":")[-1]
-                folder = folders.new(f"{task.engine}-{what}")
+                label = Path(task.script).stem if task.script else task.model.split(":")[-1]
+                folder = folders.create_run_folder(f"{task.engine}-{label}")
             else:
                 folder = Path(task.output_dir)
                 folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(folders.held(folder))
-            if (folder / RECORDS_FILE).exists() and not _goes_on(task, folder):
+            stack.enter_context(folders.lock(folder))
+            if (folder / RECORDS_FILE).exists() and not _resumes_here(task, folder):
                 raise RequestError(
-                    f"{folder} already holds a run; choose another --output_dir, or go on with it "
-                    "by --resume auto"
+                    f"{folder} already holds a run; choose another --output_dir, or resume it "
+                    "with --resume auto"
                 )
             (folder / "logs").mkdir(exist_ok=True)
             task = dataclasses.replace(task, output_dir=str(folder.absolute()))
@@ -45,16 +45,16 @@ def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
         yield task
 
 
-def _goes_on(task: TaskConfig, folder: Path) -> bool:
-    """Whether `--resume` means what is in this folder."""
+def _resumes_here(task: TaskConfig, folder: Path) -> bool:
+    """Return whether `--resume` refers to the run in this folder."""
     if task.resume is None or task.resume == "auto":
         return task.resume is not None
-    meant = Path(task.resume).resolve()
-    return folder.resolve() in (meant, *meant.parents)
+    resumed = Path(task.resume).resolve()
+    return folder.resolve() in (resumed, *resumed.parents)
 
 
 def write(task: TaskConfig) -> None:
-    """Write the task into its run's folder, which `--config` reads.
+    """Write the task into its run's folder, where `--config` can read it.
 
     Raises:
         OSError: it cannot be written.

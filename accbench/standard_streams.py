@@ -1,4 +1,4 @@
-"""Standard output and error as a command may find them: of few characters, or closed early."""
+"""Standard output and error whose encoding lacks characters, or that are closed early."""
 
 import contextlib
 import functools
@@ -14,16 +14,20 @@ from typing import ParamSpec
 P = ParamSpec("P")
 
 
-def take_any_text() -> None:
-    """Write what the stream's encoding lacks as an escape; a folder's name may have it."""
+def escape_unencodable() -> None:
+    """Escape characters that a stream's encoding lacks; a folder's name may contain some."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
-def without_fake_tensors_log() -> Iterator[None]:
-    """What torch raises as it traces a model is told once, by whoever gets it, and not twice."""
+def silence_fake_tensor_log() -> Iterator[None]:
+    """Silence torch's log of exceptions in fake tensors for the block.
+
+    The caller reports the exception that torch raises while it traces a model; the log would repeat
+    it.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -32,19 +36,22 @@ def without_fake_tensors_log() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-def drop_output() -> None:
-    """Let what is still written to standard output vanish, as nobody reads it any more."""
+def discard_output() -> None:
+    """Discard all further standard output, as its reader has gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
 
 
 def quiet_when_closed(command: Callable[P, int]) -> Callable[P, int]:
-    """The command, which ends as `ls` does where its reader has left: `accbench ... | head`."""
+    """Wrap a command so that it ends quietly, as `ls` does, when its reader has gone.
+
+    For instance in `accbench ... | head`.
+    """
 
     @functools.wraps(command)
     def quiet(*args: P.args, **kwargs: P.kwargs) -> int:
-        take_any_text()
+        escape_unencodable()
         try:
             try:
                 return command(*args, **kwargs)
@@ -52,15 +59,15 @@ def quiet_when_closed(command: Callable[P, int]) -> Callable[P, int]:
                 if sys.stdout is not None:
                     sys.stdout.flush()  # here, or Python complains when it ends
         except BrokenPipeError:
-            if not _reader_has_left():  # another pipe than the one to the reader
+            if not _reader_has_gone():  # another pipe than the one to the reader
                 raise
-            drop_output()
+            discard_output()
             return 128 + signal.SIGPIPE
 
     return quiet
 
 
-def _reader_has_left() -> bool:
+def _reader_has_gone() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

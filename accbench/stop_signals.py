@@ -1,4 +1,7 @@
-"""SIGTERM and Ctrl-C: the first is a wish to save and end, one more is an order to end at once."""
+"""Stop signals such as SIGTERM and Ctrl-C.
+
+The first is a wish to save and end, one more is an order to end at once.
+"""
 
 import contextlib
 import ctypes
@@ -13,19 +16,19 @@ from types import FrameType
 # systemd, `timeout` and Slurm reach a process directly and through its parent: signals
 # closer together than this are one wish.
 SAME_WISH_S = 1.0
-# Of signals sent one after the other the kernel may give the first to another thread, which then
-# has to be run before this process knows of it.
-_ON_ITS_WAY_S = 0.3
+# The kernel may deliver the first of two signals to another thread, and the process learns of it
+# only when that thread runs: hence this wait.
+_DELIVERY_S = 0.3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def die_with_parent(parent: int | None) -> None:
-    """Have the kernel end this process if its parent is killed; Linux alone can.
+    """Have the kernel kill this process when its parent is killed; Linux alone can.
 
-    It is the calling thread that asks, and takes it back or ends with it.
+    The setting belongs to the calling thread, which may reset it, and ends with that thread.
 
     Args:
-        parent: its process id where it is known; one that is gone already ends this process too.
+        parent: its process id where it is known; if it has already ended, this process ends too.
     """
     _set_parent_death_signal(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -33,21 +36,21 @@ def die_with_parent(parent: int | None) -> None:
 
 
 def outlive_parent() -> None:
-    """Take `die_with_parent` back."""
+    """Reset `die_with_parent`."""
     _set_parent_death_signal(0)
 
 
 @contextlib.contextmanager
-def wakes() -> Iterator[int]:
-    """A file descriptor that every handled signal puts a byte into, its number, at once.
+def signal_wakeup_fd() -> Iterator[int]:
+    """Yield a file descriptor that gets each handled signal's number as a byte, at once.
 
-    Python's own handlers wait until the main thread has returned from what it computes in C. At
-    the block's end it is read to its end, and the reader closes it.
+    Python's own handlers wait until the main thread returns from C code. When the block ends, the
+    descriptor reaches its end of file, and its reader closes it.
     """
     global _at_fork_is_set
     if not _at_fork_is_set:
-        # What a DataLoader's process is sent is none of this one's business.
-        os.register_at_fork(after_in_child=_forget_wakes)
+        # A signal to a DataLoader's process must not wake this one.
+        os.register_at_fork(after_in_child=_reset_wakeup_fd)
         _at_fork_is_set = True
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -62,7 +65,7 @@ def wakes() -> Iterator[int]:
 _at_fork_is_set = False
 
 
-def _forget_wakes() -> None:
+def _reset_wakeup_fd() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
@@ -74,12 +77,12 @@ def _set_parent_death_signal(number: int) -> None:
 
 
 class StopSignals:
-    """Notes the signals that come while its block runs; what to do is its owner's to ask.
+    """A recorder of the stop signals that come while its block runs; its owner asks and acts.
 
     A signal that the process ignores, as `nohup` has it ignore a hangup, stays ignored. A hangup
     after a wish is no order, nor is a Ctrl-C after that: what the wish came from, a terminal or a
-    notebook's cell, has gone.
-    Outside the main thread, where Python gives no signals, it notes none.
+    notebook's cell, has gone. Outside the main thread, where Python delivers no signals, it records
+    none.
     """
 
     def __init__(self) -> None:
@@ -99,7 +102,7 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def take(self) -> None:
-        """Handle the signals, whatever has taken them since the block began."""
+        """Install the handlers, whatever has replaced them since the block began."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._before.items():
                 ignored = handler is signal.SIG_IGN
@@ -112,7 +115,7 @@ class StopSignals:
             return
         if number == signal.SIGINT and self.wish is not None:
             if not self._has_hung_up:
-                time.sleep(_ON_ITS_WAY_S)  # a hangup's own handler runs in here
+                time.sleep(_DELIVERY_S)  # a hangup's own handler runs in here
             if self._has_hung_up:
                 return
         if number == signal.SIGQUIT or (self.wish is not None and passed_s > SAME_WISH_S):
@@ -122,4 +125,4 @@ class StopSignals:
             self.wish, self._wished_at = signal.Signals(number), time.monotonic()
 
     def ordered(self) -> None:
-        """Called at an order, from the handler."""
+        """Handle an order; called from the signal handler. Subclasses override it."""

@@ -1,4 +1,4 @@
-"""Imports without Python's collector of cycles."""
+"""Imports without Python's garbage collector of cycles."""
 
 import contextlib
 import gc
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Import large packages in here, in a process that is ours to its end.
+def pause_gc() -> Iterator[None]:
+    """Pause the collector while large packages are imported, in a process that is ours to its end.
 
-    They make some hundred thousand objects that stay, all of which the collector goes through
-    time and again while there are ever more of them: a fifth of the time that torch takes, and
-    again whenever it goes through everything in the midst of training. Afterwards it leaves
-    out what is there by then.
+    They make some hundred thousand objects that stay, and the collector scans all of them again
+    and again as their number grows: a fifth of the time that torch's import takes, and again
+    whenever it scans everything during training. Afterwards it leaves out all objects that exist
+    by then.
     """
-    if not gc.isenabled():  # somebody's decision, or within another
+    if not gc.isenabled():  # someone disabled it, or this is nested
         yield
         return
     gc.disable()

@@ -32,7 +32,7 @@ TINY_FLAGS = ("--epochs=1", "--lr_warmup_epochs=0", "--tensorboard=off")
 
 def train(
     folder: Path, data: Path, engine: str, workers: int, amp: str, seed: int, more: tuple[str, ...]
-) -> runs.Run:
+) -> runs.RecordedRun:
     """Make one run, unless it is there already; write its seconds into FOLDER/seconds."""
     if runs.read_if_there(folder).status != "ok":
         began = time.monotonic()

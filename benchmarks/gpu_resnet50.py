@@ -153,7 +153,7 @@ def measure(run: Run, out: Path, timeout_s: float) -> dict[str, Any]:
     windows = [record for record in found if isinstance(record, records.WindowRecord)]
     if run.losses:
         return {**row, "loss_by_step": [window.loss for window in windows]}
-    told = summary.of_records(run.name, found)
+    told = summary.summarize_records(run.name, found)
     steady = [window for window in windows if not window.warmup]
     num_steps = sum(window.num_steps for window in steady)
     host_ms = 1e3 * sum(window.dispatch_s for window in steady) / num_steps

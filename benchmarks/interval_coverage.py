@@ -88,7 +88,7 @@ def of_t(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def share_of(words: tuple[str, ...], found: tuple[np.ndarray, ...]) -> float:
     """Return the part of the trials of which compare says one of `words`."""
     told = Counter(
-        verdict.of_interval(speedup, (low, high), MIN_EFFECT)
+        verdict.judge_interval(speedup, (low, high), MIN_EFFECT)
         for speedup, low, high in zip(*map(np.exp, found), strict=True)
     )
     return sum(told[word] for word in words) / len(found[0])

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.report import run as runs  # noqa: E402
-from accbench.report.scaling import BUCKET_BYTES, Cluster, Link, Step, scaled  # noqa: E402
+from accbench.report.scaling import BUCKET_BYTES, Cluster, Link, TrainingStep, scale_step  # noqa: E402
 from accbench.report.statistics import mean_with_interval  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
 
@@ -101,8 +101,8 @@ def reduction_s() -> float:
 def predicted_s(alone_s: float, reducing_s: float) -> float:
     """Two workers' step. Cores that compute cannot reduce meanwhile, so nothing hides."""
     link = Link(GRADIENT_BYTES / reducing_s, 0.0, 0.0)
-    here = Cluster(2, link, link, ring_start_s=0.0, ways=("ring",))
-    return scaled(Step(alone_s, GRADIENT_BYTES, overlaps=False), here, 2).step_s
+    here = Cluster(2, link, link, ring_start_s=0.0, algorithms=("ring",))
+    return scale_step(TrainingStep(alone_s, GRADIENT_BYTES, overlaps=False), here, 2).step_s
 
 
 def with_interval(ratios: list[float]) -> str:

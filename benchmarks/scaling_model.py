@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.report.scaling import (  # noqa: E402
+    ALGORITHMS,
     BUCKET_BYTES,
-    WAYS,
     Cluster,
     Link,
-    Step,
+    TrainingStep,
     least_compute_s,
-    scaled,
+    scale_step,
 )
 
 # What NCCL reaches of a link's rate on H100: 370 of NVLink's 450 GB/s (NVIDIA/nccl-tests issue 212)
@@ -49,7 +49,7 @@ class Published:
 
     what: str
     cluster: Cluster
-    step: Step
+    step: TrainingStep
     few: int
     many: int
     efficiency: float
@@ -57,12 +57,12 @@ class Published:
 
 
 # Reduced in each server, then by Gloo between them.
-P100 = Cluster(8, nvlink(80), network(50), ways=("hierarchical",))
+P100 = Cluster(8, nvlink(80), network(50), algorithms=("hierarchical",))
 V100 = Cluster(8, nvlink(150), network(100))
 A100 = Cluster(8, nvlink(300), network(1600))
 H100 = Cluster(8, nvlink(450), network(3200))
 # NCCL had no trees in 2017. Its servers' inner links are not told; the network is slower than any.
-PASCAL_25 = Cluster(4, pcie(12), network(25), ways=("ring",))
+PASCAL_25 = Cluster(4, pcie(12), network(25), algorithms=("ring",))
 
 RESNET50, RESNET50_BYTES = "ResNet-50", 4 * 25.6e6
 VGG_BYTES = 4 * 138.4e6
@@ -74,20 +74,20 @@ MPT_BYTES = 1.5 * 2 * 1.316e9
 
 def resnet(what: str, cluster: Cluster, batch: int, few: float, many: float, num: int) -> Published:
     """Samples/s of one device and of `num`."""
-    step = Step(batch / few, RESNET50_BYTES)
+    step = TrainingStep(batch / few, RESNET50_BYTES)
     return Published(f"{RESNET50}, {what}", cluster, step, 1, num, many / num / few)
 
 
 def bert(what: str, batch: int, few: float, many: float, num: int, of: float = 1) -> Published:
     """Likewise; its script reduces 250 million gradients at once, which is all of them."""
-    step = Step(batch / few, of * BERT_BYTES, overlaps=False)
+    step = TrainingStep(batch / few, of * BERT_BYTES, overlaps=False)
     return Published(f"BERT-base, {what}", V100, step, 1, num, many / num / few)
 
 
 def mpt(what: str, cluster: Cluster, sequences: int, few: tuple[int, float], many: tuple[int, float]
         ) -> Published:  # fmt: skip
     """(Devices, tokens/s a device) twice."""
-    step = Step(sequences * 2048 / few[1], MPT_BYTES)
+    step = TrainingStep(sequences * 2048 / few[1], MPT_BYTES)
     return Published(f"MPT-1B, {what}", cluster, step, few[0], many[0], many[1] / few[1])
 
 
@@ -96,18 +96,27 @@ PUBLISHED = (
     resnet("V100, AMP [1]", V100, 256, 1200, 8322, 8),
     resnet("A100, TF32 [1]", A100, 256, 938, 7248, 8),
     resnet("A100, AMP [1]", A100, 256, 2470, 16621, 8),
-    Published("VGG-16, P100, FP32 [2]", P100, Step(64 / 154, VGG_BYTES), 1, 8, 1081 / 8 / 154),
+    Published(
+        "VGG-16, P100, FP32 [2]", P100, TrainingStep(64 / 154, VGG_BYTES), 1, 8, 1081 / 8 / 154
+    ),
     resnet("V100, FP32 [3]", V100, 128, 367.29, 2887.65, 8),
     resnet("V100, FP32 [3]", V100, 128, 367.29, 10917.09, 32),
     resnet("V100, AMP [3]", V100, 256, 802.9, 6154.66, 8),
     resnet("V100, AMP [3]", V100, 256, 802.9, 22551.16, 32),
     # Its backward pass takes 120 ms.
-    Published("ResNet-50, P100, FP32 [4]", P100, Step(0.18, RESNET50_BYTES), 8, 256, 0.90),
+    Published("ResNet-50, P100, FP32 [4]", P100, TrainingStep(0.18, RESNET50_BYTES), 8, 256, 0.90),
     # Of one device: [2].
     Published(
-        "Inception V3, Pascal, FP32 [5]", PASCAL_25, Step(64 / 142, 4 * 23.8e6), 1, 512, 0.90
+        "Inception V3, Pascal, FP32 [5]",
+        PASCAL_25,
+        TrainingStep(64 / 142, 4 * 23.8e6),
+        1,
+        512,
+        0.90,
     ),
-    Published("VGG-16, Pascal, FP32 [5]", PASCAL_25, Step(64 / 154, VGG_BYTES), 1, 512, 0.68),
+    Published(
+        "VGG-16, Pascal, FP32 [5]", PASCAL_25, TrainingStep(64 / 154, VGG_BYTES), 1, 512, 0.68
+    ),
     bert("V100, FP32, batch 32 [6]", 32, 119.6, 921.32, 8),
     bert("V100, FP32, batch 32 [6]", 32, 119.6, 1499.4, 16),
     bert("V100, FP32, batch 32 [6]", 32, 119.6, 2885.81, 32),
@@ -160,8 +169,8 @@ WORKLOADS = (
 GRADIENTS = {"float32": 4, "16-bit": 2}
 
 
-def step_of(work: Workload, units: float, gradients: str) -> Step:
-    return Step(
+def step_of(work: Workload, units: float, gradients: str) -> TrainingStep:
+    return TrainingStep(
         units / work.per_s,
         GRADIENTS[gradients] * work.parameters,
         bucket_bytes=work.bucket_bytes,
@@ -178,7 +187,7 @@ def against_published() -> str:
     rows = []
     for found in PUBLISHED:
         # Few devices may reduce already: their step is slower than that of one by itself.
-        few, many = (scaled(found.step, found.cluster, n) for n in (found.few, found.many))
+        few, many = (scale_step(found.step, found.cluster, n) for n in (found.few, found.many))
         predicted = few.step_s / many.step_s
         rows.append([
             found.what, f"{found.few}", f"{found.many}", f"{found.efficiency:.1%}",
@@ -193,17 +202,17 @@ def against_published() -> str:
 def all_reduces() -> str:
     rows = [
         [f"{num}", f"{size / 2**20:,.0f} MiB"]
-        + [f"{way(size, H100, num) * 1e3:.2f}" for way in WAYS.values()]
+        + [f"{way(size, H100, num) * 1e3:.2f}" for way in ALGORITHMS.values()]
         for num in NUM_DEVICES for size in (25 * 2**20, 1000 * 2**20)
     ]  # fmt: skip
-    return table(("H100s", "bytes", *(f"{way}, ms" for way in WAYS)), rows, 0)
+    return table(("H100s", "bytes", *(f"{way}, ms" for way in ALGORITHMS)), rows, 0)
 
 
 def _cells(work: Workload, gradients: str, units_at: dict[int, float]) -> Iterator[str]:
     """Efficiency at each number of devices and network; marked where reducing bounds the step."""
     for num, units in units_at.items():
         for cluster in list(NETWORKS.values())[: 1 if num <= H100.devices_per_node else None]:
-            found = scaled(step_of(work, units, gradients), cluster, num)
+            found = scale_step(step_of(work, units, gradients), cluster, num)
             yield f"{found.efficiency:.1%}" + (" *" if found.bound_by_reduction else "")
 
 
@@ -261,7 +270,7 @@ def from_how_many() -> str:
 def _first_bound(work: Workload, gradients: str, cluster: Cluster, is_together: bool) -> str:
     for num in (2**power for power in range(1, 13)):
         step = step_of(work, work.global_units / num if is_together else work.units, gradients)
-        if scaled(step, cluster, num).bound_by_reduction:
+        if scale_step(step, cluster, num).bound_by_reduction:
             return f"{num:,}"
     return "over 4,096"
 

@@ -187,9 +187,9 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 def prepare() -> None:
     """Import what commands and their workers do."""
-    from accbench.uncollected import uncollected
+    from accbench.uncollected import pause_gc
 
-    with uncollected():
+    with pause_gc():
         for module in _IMPORTED:
             importlib.import_module(module)
 

@@ -47,7 +47,7 @@ def test_threads_and_loading_processes_are_as_many_as_there_is_time_for(
     groups, of_process, files, cores
 ):
     groups(of_process, **files)
-    task = resolving.fill(config.parse(["--nproc_per_node=2", "--data=synthetic"]), "cpu")
+    task = resolving.apply_defaults(config.parse(["--nproc_per_node=2", "--data=synthetic"]), "cpu")
     assert task.threads == max(1, cores // 2)
     assert task.workers == min(8, task.threads)
     assert doctor.examine()["cores"] == cores

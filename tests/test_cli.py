@@ -75,9 +75,9 @@ def test_a_run_goes_on_without_its_reader(tmp_path):
 def test_interruption_within_generated_code_is_told_by_the_status():
     """CPython would kill itself at its end, though the Ctrl-C was caught."""
     code = (
-        "import sys\nfrom accbench.errors import interrupted\n"
+        "import sys\nfrom accbench.errors import print_interruption\n"
         "try:\n    exec('raise KeyboardInterrupt')\n"
-        "except KeyboardInterrupt:\n    sys.exit(interrupted('interrupted'))"
+        "except KeyboardInterrupt:\n    sys.exit(print_interruption('interrupted'))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "interrupted\n")

@@ -85,7 +85,7 @@ def test_interrupted_cell_is_saved(kernel, tmp_path):
 
     def finishes_alone() -> bool:
         try:
-            with folders.held(run_dir):
+            with folders.lock(run_dir):
                 return False
         except RequestError:
             return True

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from accbench.uncollected import uncollected
+from accbench.uncollected import pause_gc
 
 
 class Node:
@@ -21,9 +21,9 @@ def _nothing_stays_frozen():
 
 
 def test_what_is_there_by_then_is_left_out_and_what_comes_is_not():
-    with uncollected():
+    with pause_gc():
         assert not gc.isenabled()
-        with uncollected():
+        with pause_gc():
             pass
         assert not gc.isenabled()
         stays = weakref.ref(Node())
@@ -36,7 +36,7 @@ def test_what_is_there_by_then_is_left_out_and_what_comes_is_not():
 
 def test_who_has_turned_the_collector_off_keeps_it_off():
     gc.disable()
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), pause_gc():
         raise ImportError
     assert not gc.isenabled()
     assert gc.get_freeze_count() == 0

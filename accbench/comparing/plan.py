@@ -11,7 +11,7 @@ import tyro
 from accbench import config, launchers, plugins
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
-from accbench.report.comparison import Plan, RowPlan
+from accbench.report.comparison import ComparisonPlan, RowPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ _FEWEST_STEPS = 20
 _WINDOWS = ("warmup_steps", "log_interval")
 
 
-def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
+def parse(argv: Sequence[str], prog: str) -> tuple[ComparisonPlan, str | None]:
     """A plan from the command line, and the folder that was asked for.
 
     Raises:
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[Plan, str | None]:
     base = rows[names.index(baseline)]
     if base.task is None:
         raise RequestError(f"the baseline cannot run: {base.reason}")
-    plan = Plan(
+    plan = ComparisonPlan(
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps, input_round=flags.input_round and not flags.script,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,

@@ -2,9 +2,9 @@
 
 import signal
 
-from accbench.uncollected import uncollected
+from accbench.uncollected import pause_gc
 
-with uncollected():
+with pause_gc():
     import accbench.comparing.numerics
     import accbench.comparing.run
     import accbench.launchers.local  # noqa: F401

@@ -16,11 +16,11 @@ from accbench import config, folders, launchers, plugins
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
-from accbench.errors import RequestError, interrupted, refused
+from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
 from accbench.report import comparison, publish
 from accbench.report import run as runs
-from accbench.report.comparison import FLOORS, REFERENCE, Plan, RowPlan
+from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
 
 # Below the reference's run, see accbench.comparing.reference.
 REFERENCE_TENSORS = "reference"
@@ -53,22 +53,24 @@ def main(argv: Sequence[str], prog: str) -> int:
 
                 return runner.follow(task, prog)
             folder = stack.enter_context(claim(plan, wanted))
-            plan = Plan.read(folder)  # with the order that was drawn, if not now then at first
+            plan = ComparisonPlan.read(
+                folder
+            )  # with the order that was drawn, if not now then at first
         except RequestError as error:
-            return refused(prog, error)
+            return print_refusal(prog, error)
         try:
             return _compare(plan, folder, prog)
         finally:
             launcher.farewell(task)
 
 
-def _compare(plan: Plan, folder: Path, prog: str) -> int:
+def _compare(plan: ComparisonPlan, folder: Path, prog: str) -> int:
     console = terminal.person_console()
     console.print(introduction(plan, folder), markup=False)
     try:
         measure(plan, folder, console)
     except KeyboardInterrupt:
-        return interrupted(f"{prog}: interrupted; go on with --output_dir {folder}")
+        return print_interruption(f"{prog}: interrupted; go on with --output_dir {folder}")
     except (RequestError, OSError) as error:
         return _stopped(prog, error, folder)
     found = comparison.read(folder, allow_mixed=True)
@@ -90,7 +92,7 @@ def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def claim(plan: Plan, wanted: str | None) -> Iterator[Path]:
+def claim(plan: ComparisonPlan, wanted: str | None) -> Iterator[Path]:
     """The comparison's folder, held for the block: a new one, or one of the same plan.
 
     Raises:
@@ -100,11 +102,13 @@ def claim(plan: Plan, wanted: str | None) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             folder = (
-                folders.new("compare").absolute() if wanted is None else Path(wanted).absolute()
+                folders.create_run_folder("compare").absolute()
+                if wanted is None
+                else Path(wanted).absolute()
             )
             _check_content(plan, folder)  # before anything is made there
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(folders.held(folder))
+            stack.enter_context(folders.lock(folder))
             _check_content(plan, folder)
             if not (folder / comparison.PLAN_FILE).exists():
                 _with_order(plan).write(folder)
@@ -116,9 +120,9 @@ def claim(plan: Plan, wanted: str | None) -> Iterator[Path]:
         yield folder
 
 
-def _check_content(plan: Plan, folder: Path) -> None:
+def _check_content(plan: ComparisonPlan, folder: Path) -> None:
     if (folder / comparison.PLAN_FILE).exists():
-        if not _goes_on(plan, Plan.read(folder)):
+        if not _goes_on(plan, ComparisonPlan.read(folder)):
             raise RequestError(
                 f"{folder} holds a comparison of other settings; choose another --output_dir"
             )
@@ -126,19 +130,19 @@ def _check_content(plan: Plan, folder: Path) -> None:
         raise RequestError(f"{folder} is not empty and holds no comparison")
 
 
-def _goes_on(plan: Plan, begun: Plan) -> bool:
+def _goes_on(plan: ComparisonPlan, begun: ComparisonPlan) -> bool:
     if plan.order_seed is None:
         plan = dataclasses.replace(plan, order_seed=begun.order_seed)
     return plan == begun
 
 
-def _with_order(plan: Plan) -> Plan:
+def _with_order(plan: ComparisonPlan) -> ComparisonPlan:
     if plan.order_seed is not None:
         return plan
     return dataclasses.replace(plan, order_seed=secrets.randbelow(10**6))
 
 
-def introduction(plan: Plan, folder: Path) -> str:
+def introduction(plan: ComparisonPlan, folder: Path) -> str:
     """What will be done, and which settings were chosen here."""
     task = next(row.task for row in plan.rows if row.task)
     what = f"{task.get('model')}, {task.get('image_size')} px"
@@ -158,7 +162,7 @@ def introduction(plan: Plan, folder: Path) -> str:
     return "\n".join([*lines, f"in {folder}"])
 
 
-def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
+def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
     """All runs, in their order: rounds in turn, then without input, then the numerics.
 
     What a later run is asked for can depend on what an earlier one has found.
@@ -191,7 +195,7 @@ def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str
 
 
 def _numerics_jobs(
-    plan: Plan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
+    plan: ComparisonPlan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
 ) -> Iterator[Job]:
     """The reference, plain ddp in both layouts, and then the rows, whatever the baseline is."""
     row, task = rows[0]
@@ -245,7 +249,7 @@ def cache_folder(folder: Path, row: RowPlan) -> Path:
     return folder / "caches" / row.folder
 
 
-def measure(plan: Plan, folder: Path, console: Console) -> None:
+def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     """Run what has not ended well yet; a row that fails is left out from there on."""
     num_jobs = sum(1 for _ in jobs(plan, folder))
     tensors = comparison.numerics_folder(folder, REFERENCE) / REFERENCE_TENSORS
@@ -268,7 +272,7 @@ def measure(plan: Plan, folder: Path, console: Console) -> None:
     shutil.rmtree(tensors, ignore_errors=True)  # large, and of no more use
 
 
-def _refuse_without_speed(done: runs.Run) -> None:
+def _refuse_without_speed(done: runs.RecordedRun) -> None:
     """Raises RequestError where a round's run had no step to be measured, as no other will."""
     if done.samples_per_s or done.end is None:
         return
@@ -279,7 +283,7 @@ def _refuse_without_speed(done: runs.Run) -> None:
     )
 
 
-def _is_done(job: Job, tensors: Path, plan: Plan, folder: Path) -> bool:
+def _is_done(job: Job, tensors: Path, plan: ComparisonPlan, folder: Path) -> bool:
     """Whether a run has ended well before, and what it left is still there if anyone needs it."""
     done = runs.read_if_there(job.folder).status == "ok"
     if not done or job.kind != "reference" or tensors.exists():
@@ -295,7 +299,7 @@ def _progress(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def _outcome(run: runs.Run) -> str:
+def _outcome(run: runs.RecordedRun) -> str:
     if run.status != "ok" or run.end is None:
         return f"{run.status}: {run.end.error if run.end else 'no end'}"
     if run.numerics:
@@ -309,7 +313,7 @@ def _outcome(run: runs.Run) -> str:
     )
 
 
-def run(job: Job, cache: Path) -> runs.Run:
+def run(job: Job, cache: Path) -> runs.RecordedRun:
     """Run a job in a process of its own; what it left is its record, also when it failed."""
     shutil.rmtree(job.folder, ignore_errors=True)
     if job.number == 1:

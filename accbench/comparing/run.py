@@ -19,7 +19,7 @@ from typing import Literal
 
 from accbench import config, standard_streams
 from accbench.recording import records
-from accbench.recording.device_watch import Watch
+from accbench.recording.device_watch import DeviceWatch
 
 Kind = Literal["run", "reference", "floor", "check"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
@@ -119,8 +119,8 @@ def _launch(
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    standard_streams.take_any_text()
-    watch = None if num_devices is None else Watch(num_devices)
+    standard_streams.escape_unencodable()
+    watch = None if num_devices is None else DeviceWatch(num_devices)
     flags = [*flags, f"--output_dir={folder}"]
     status = (
         run.run(flags, "accbench run", attached=True)

@@ -42,7 +42,7 @@ def watch_first_call(net: nn.Module, give_in: Callable[[], None]) -> None:
     def first(*args: Any, **kwargs: Any) -> Any:
         random, buffers = torch.get_rng_state(), [(b, b.detach().clone()) for b in net.buffers()]
         try:
-            with standard_streams.without_fake_tensors_log():
+            with standard_streams.silence_fake_tensor_log():
                 outputs = (before or net._call_impl)(*args, **kwargs)
         except RuntimeError as error:
             if not any(words in str(error) for words in REFUSED_VIEWS):

@@ -27,7 +27,7 @@ def run(argv: Sequence[str], trace: Callable[[TaskConfig, Path], None]) -> int:
     """
     folder, flags = Path(argv[0]), argv[1:]
     try:
-        task = resolving.fill(config.parse(flags, "accbench preflight"), "cuda")
+        task = resolving.apply_defaults(config.parse(flags, "accbench preflight"), "cuda")
         resolving.check_data(task)
         trace(task, folder)
     except RequestError as error:

@@ -41,7 +41,7 @@ class Launcher(launchers.Launcher):
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         # The launcher holds the store where workers meet, so no port is guessed.
-        store = network.listening_store(network.LOOPBACK, timedelta(seconds=task.timeout_s))
+        store = network.create_listening_store(network.LOOPBACK, timedelta(seconds=task.timeout_s))
         arguments = (*worker, f"--config={task.run_dir / config.CONFIG_FILE}")
         ranks = range(task.nproc_per_node)
         # Not in the run's folder, whose disk may be full: the errors go here as well.

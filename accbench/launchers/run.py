@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from accbench import config, launchers, plugins, run_folder
 from accbench.config import TaskConfig
-from accbench.errors import STOPPED_STATUS, NoMoreRunsError, RequestError, refused
+from accbench.errors import STOPPED_STATUS, NoMoreRunsError, RequestError, print_refusal
 from accbench.report import run as runs
 from accbench.training import resume
 
@@ -35,7 +35,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
             task = stack.enter_context(run_folder.claim_output_dir(task))
             task = resume.claimed(task, _say)
         except RequestError as error:
-            return refused(prog, error)
+            return print_refusal(prog, error)
         # The workers' imports take seconds, in which nothing else is printed.
         _say(f"starting {task.nproc_per_node} x {task.engine}, logs in {task.run_dir / 'logs'}")
         num_restarts = 0
@@ -58,7 +58,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
             try:
                 task = resume.restarted(task, _say)
             except RequestError as error:
-                return refused(prog, error)
+                return print_refusal(prog, error)
             _say(notice)
         return launchers.conclude(task.run_dir, failure)
 
@@ -81,7 +81,7 @@ def follow(task: TaskConfig, prog: str) -> int:
         except NoMoreRunsError:
             return 0
         except RequestError as error:
-            return refused(prog, error)
+            return print_refusal(prog, error)
         assert joined is not None
         if _take_part(launcher, joined) in (STOPPED_STATUS, 130):
             return 130

@@ -1,6 +1,6 @@
-"""What is on this machine, what can train on it, and why the rest cannot: `accbench doctor`.
+"""What is on this machine, which engines can train on it, and why others cannot: `accbench doctor`.
 
-Nothing private is in the answer: no host name, user, path or environment.
+The answer holds nothing private: no host name, user, path or environment.
 """
 
 import dataclasses
@@ -32,17 +32,17 @@ _LIBRARIES = {"cudnn": "nvidia-cudnn-cu12", "nccl": "nvidia-nccl-cu12"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Usable:
+class EngineSupport:
     """Whether an engine can train on a device here."""
 
     engine: str
     device: str
     reason: str | None
-    """Why not, and what to do; None if it can."""
+    """Why the engine cannot, and what to do; None if it can."""
 
 
 def examine() -> dict[str, Any]:
-    """Everything that is known without starting a device: name -> plain values."""
+    """Collect everything that is known without starting a device: name -> plain values."""
     driver = nvidia.driver()
     library = nvidia.find_plugin()
     toolkit = nvidia.toolkit(library)
@@ -64,31 +64,31 @@ def examine() -> dict[str, Any]:
         "plugin": None if library is None else nvidia.plugin_version() or "named by hand",
         **{name: _version(package) for name, package in _LIBRARIES.items()},
         "ptxas": None if toolkit is None else _ptxas_version(toolkit),
-        "engines": [dataclasses.asdict(usable) for usable in usable_engines()],
+        "engines": [dataclasses.asdict(usable) for usable in check_engines()],
     }
 
 
-def usable_engines() -> list[Usable]:
-    """Every engine on every kind of device, alone."""
-    found = []
+def check_engines() -> list[EngineSupport]:
+    """Check every engine on every kind of device, with one worker."""
+    checked = []
     for name, engine in plugins.classes("engines").items():
         for device in _DEVICES:
             reason = engine.unavailable_reason(TaskConfig(engine=name, device=device))
             if reason is None and device == "tpu" and engine.find_device("auto") != "tpu":
                 reason = "there is no TPU here"
-            found.append(Usable(name, device, reason))
-    return found
+            checked.append(EngineSupport(name, device, reason))
+    return checked
 
 
 def render(facts: dict[str, Any], format: str) -> str:
-    """The examination as a table or JSON, ending in a newline."""
+    """Render the facts as a table or JSON, ending in a newline."""
     if format == "json":
-        shown = {name: _public(value) for name, value in facts.items()}
-        return json.dumps(shown, indent=1) + "\n"
-    things = Table(box=box.SIMPLE_HEAD, show_header=False)
+        public_facts = {name: _public(value) for name, value in facts.items()}
+        return json.dumps(public_facts, indent=1) + "\n"
+    facts_table = Table(box=box.SIMPLE_HEAD, show_header=False)
     for name, value in _lines(facts):
-        things.add_row(name, escape(value))
-    tables = [things, _engine_table(facts["engines"])]
+        facts_table.add_row(name, escape(value))
+    tables = [facts_table, _engine_table(facts["engines"])]
     if "self_test" in facts:
         tables.append(_self_test_table(facts["self_test"]))
     console = Console(file=io.StringIO(), width=110, force_terminal=False)
@@ -151,7 +151,7 @@ def _lacking(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _public(value: Any) -> Any:
-    """A fact without the folders that commands in it name."""
+    """Return a fact without the folders that commands in it name."""
     if isinstance(value, str):
         return extras.without_paths(value)
     if isinstance(value, dict):
@@ -190,20 +190,24 @@ def _torch_cuda() -> str | None:
 
 
 def _driver_version() -> str | None:
-    told = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", told.read_text()) if told.exists() else None
-    return found[1] if found else None
+    version_file = Path("/proc/driver/nvidia/version")
+    match = (
+        re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", version_file.read_text())
+        if version_file.exists()
+        else None
+    )
+    return match[1] if match else None
 
 
 def _ptxas_version(toolkit: Path) -> str | None:
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             [str(toolkit / "bin/ptxas"), "--version"], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r"V([\d.]+)", done.stdout)
-    return found[1] if found else None
+    match = re.search(r"V([\d.]+)", finished.stdout)
+    return match[1] if match else None
 
 
 def _memory_bytes() -> int:

@@ -1,7 +1,7 @@
 """A reduction and three training steps for every engine and device that can train here.
 
-Each is an ordinary run in a process of its own, so that the test goes the way
-that training goes: two workers begin by averaging known values.
+Each is an ordinary run in a process of its own, so that the test takes the same path as training:
+two workers begin by averaging known values.
 """
 
 import json
@@ -27,7 +27,7 @@ _FLAGS = (
 
 
 def net(num_classes: int) -> Any:
-    """A convolution, BatchNorm and a linear layer."""
+    """Build a network of a convolution, BatchNorm and a linear layer."""
     from torch import nn
 
     return nn.Sequential(
@@ -37,16 +37,16 @@ def net(num_classes: int) -> Any:
 
 
 def run(timeout_s: float = 300.0) -> list[dict[str, Any]]:
-    """Test all, alone and, where there are two devices, with two workers."""
+    """Test every usable engine and device with one worker and with two."""
     results = []
-    for usable in doctor.usable_engines():
+    for usable in doctor.check_engines():
         if usable.reason is None:
             for workers in (1, 2):
-                results.append(_test(usable.engine, usable.device, workers, timeout_s))
+                results.append(_test_engine(usable.engine, usable.device, workers, timeout_s))
     return results
 
 
-def _test(engine: str, device: str, workers: int, timeout_s: float) -> dict[str, Any]:
+def _test_engine(engine: str, device: str, workers: int, timeout_s: float) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -55,8 +55,12 @@ def _test(engine: str, device: str, workers: int, timeout_s: float) -> dict[str,
             f"--device={device}", f"--nproc_per_node={workers}", f"--output_dir={run_dir}",
         ]  # fmt: skip
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-            error = _problem(run_dir, device, workers) if done.returncode == 0 else _last(done)
+            finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+            error = (
+                _find_problem(run_dir, device, workers)
+                if finished.returncode == 0
+                else _last_error_line(finished)
+            )
         except subprocess.TimeoutExpired:
             error = f"took more than {timeout_s:.0f} s"
         error = None if error is None else error.replace(folder, "DIR")
@@ -65,20 +69,20 @@ def _test(engine: str, device: str, workers: int, timeout_s: float) -> dict[str,
             "wall_s": wall_s}  # fmt: skip
 
 
-def _last(done: "subprocess.CompletedProcess[str]") -> str:
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
+def _last_error_line(finished: "subprocess.CompletedProcess[str]") -> str:
+    lines = finished.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit status {finished.returncode}"
 
 
-def _problem(run_dir: Path, device: str, workers: int) -> str | None:
-    """What is wrong with a run that ended well."""
+def _find_problem(run_dir: Path, device: str, workers: int) -> str | None:
+    """Return what is wrong with a run that exited with status 0; None if nothing is."""
     try:
-        found = records.read(run_dir / config.RECORDS_FILE)
+        run_records = records.read(run_dir / config.RECORDS_FILE)
     except (RequestError, json.JSONDecodeError) as error:
         return str(error)
-    run_record, end = found[0], found[-1]
+    run_record, end = run_records[0], run_records[-1]
     if not isinstance(run_record, records.RunRecord) or not isinstance(end, records.EndRecord):
-        return "the record is not whole"
+        return "the record is incomplete"
     if (run_record.device_type, run_record.world_size) != (device, workers):
         return f"it ran on {run_record.world_size} x {run_record.device_type}"
     if end.num_steps != _STEPS or end.skipped_steps:

@@ -38,7 +38,7 @@ def _count(spec: Any, num_classes: int, has_real_weights: bool) -> float | None:
     model = spec.build(num_classes) if has_real_weights else None
     batch = spec.synthetic_batch(_NUM_SAMPLES, num_classes, torch.Generator())
     with (
-        standard_streams.without_fake_tensors_log(),
+        standard_streams.silence_fake_tensor_log(),
         warnings.catch_warnings(),
         FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=has_real_weights),
         sdpa_kernel(SDPBackend.MATH),  # the products themselves

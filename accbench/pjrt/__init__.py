@@ -1,1 +1,1 @@
-"""NVIDIA GPUs for torch_xla, which ships no CUDA of its own any more."""
+"""NVIDIA GPUs for torch_xla, which no longer ships CUDA itself."""

@@ -1,4 +1,4 @@
-"""The device plug-in `CUDA` of torch_xla: NVIDIA GPUs through the PJRT plugin that JAX ships.
+"""torch_xla's device plug-in `CUDA`: NVIDIA GPUs through the PJRT plugin that JAX ships.
 
 torch_xla finds it through the entry point `CUDA` in the group `torch_xla.plugins`,
 so that with accbench installed any torch_xla program runs with PJRT_DEVICE=CUDA.
@@ -17,14 +17,14 @@ from torch_xla.experimental import plugins
 from accbench.pjrt import nvidia
 
 ENTRY_POINT_GROUP = "torch_xla.plugins"
-# Where the processes' XLA clients meet; torch_xla's own name, and its fallback port.
+# Port of the coordinator of the processes' XLA clients; torch_xla's own name and fallback.
 COORDINATOR_PORT_VARIABLE = "XLA_COORDINATOR_PORT"
 _FALLBACK_PORT = 8547
 _LARGEST_PORT = 65535
 
 
 def plugin() -> plugins.DevicePlugin:
-    """The plug-in to register: another package's, where there is one, else this one."""
+    """Return the plug-in to register: another package's if there is one, else this one."""
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name="CUDA"):
         if entry_point.module != __name__:
             return entry_point.load()()
@@ -32,16 +32,16 @@ def plugin() -> plugins.DevicePlugin:
 
 
 def is_another_installed() -> bool:
-    """Whether another package brings torch_xla to CUDA here."""
-    found = entry_points(group=ENTRY_POINT_GROUP, name="CUDA")
-    return any(entry_point.module != __name__ for entry_point in found)
+    """Return whether another package brings torch_xla to CUDA here."""
+    plugins_named_cuda = entry_points(group=ENTRY_POINT_GROUP, name="CUDA")
+    return any(entry_point.module != __name__ for entry_point in plugins_named_cuda)
 
 
 class CudaPlugin(plugins.DevicePlugin):
-    """One GPU a process: that of its local rank."""
+    """A device plug-in that gives each process one GPU: that of its local rank."""
 
     def library_path(self) -> str:
-        """The plugin's library.
+        """Return the path of the plugin's library.
 
         Raises:
             RuntimeError: there is no GPU, or no such library; one line.
@@ -56,14 +56,17 @@ class CudaPlugin(plugins.DevicePlugin):
         return str(library)
 
     def physical_chip_count(self) -> int:
-        """Processes that `xmp.spawn` starts: GPU_NUM_DEVICES, or the GPUs that the driver shows."""
+        """Return how many processes `xmp.spawn` starts.
+
+        GPU_NUM_DEVICES gives it, or else the number of GPUs that the driver shows.
+        """
         return int(os.environ.get("GPU_NUM_DEVICES", 0)) or max(1, len(nvidia.driver().gpus))
 
     def configure_single_process(self) -> None:
-        """Nothing: one process without a rank is rank 0 of 1."""
+        """Do nothing: one process without a rank is rank 0 of 1."""
 
     def requires_xla_coordinator(self) -> bool:
-        """Whether processes must meet: true for more than one.
+        """Return whether the processes need a coordinator: true for more than one.
 
         torch_xla asks this first and then reads the environment, so it is completed here.
 
@@ -75,7 +78,10 @@ class CudaPlugin(plugins.DevicePlugin):
         return _world_size() > 1
 
     def client_create_options(self) -> dict[str, str | bool | int | list[int] | float]:
-        """Options of XLA's GPU client (xla/pjrt/c/pjrt_c_api_gpu_internal.cc names them)."""
+        """Return the options of XLA's GPU client.
+
+        Their names are those of xla/pjrt/c/pjrt_c_api_gpu_internal.cc.
+        """
         local_rank = _local_rank()
         return {
             "platform_name": "cuda",
@@ -93,7 +99,7 @@ class CudaPlugin(plugins.DevicePlugin):
 
 
 def unavailable_reason() -> str | None:
-    """Why CUDA cannot be used here, one line with the remedy; None if it can."""
+    """Return why CUDA cannot be used here, one line with the remedy; None if it can."""
     problem = nvidia.driver().problem
     if problem is not None:
         return f"torch_xla cannot use CUDA: {problem}; use PJRT_DEVICE=CPU"
@@ -102,7 +108,8 @@ def unavailable_reason() -> str | None:
         command = nvidia.install_command()
         return f"torch_xla cannot use CUDA: no PJRT plugin is installed; {command}"
     if not library.exists():
-        return f"torch_xla cannot use CUDA: {nvidia.PLUGIN_VARIABLE} names no file: {library}"
+        problem = f"{nvidia.PLUGIN_VARIABLE} names a file that does not exist: {library}"
+        return f"torch_xla cannot use CUDA: {problem}"
     return None
 
 
@@ -116,7 +123,10 @@ def _complete_environment(library: str) -> None:
 
 
 def coordinator_port() -> int:
-    """The port next to the rendezvous' port, so that two jobs on a machine do not meet."""
+    """Return the port next to the rendezvous port.
+
+    Two jobs on a machine thus have two coordinators.
+    """
     rendezvous = os.environ.get("MASTER_PORT")
     if rendezvous is None:
         return _FALLBACK_PORT

@@ -1,4 +1,4 @@
-"""Which kind of device this machine has for XLA."""
+"""The kind of device that this machine has for XLA."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import torch
 from accbench.pjrt import nvidia
 
 
-def found() -> str:
-    """cuda, tpu or cpu; nothing is started to learn it."""
-    if torch.cuda.is_available() or nvidia.present():
+def detect() -> str:
+    """Detect cuda, tpu or cpu without starting a device."""
+    if torch.cuda.is_available() or nvidia.has_gpu():
         return "cuda"
     return "tpu" if Path("/dev/accel0").exists() else "cpu"

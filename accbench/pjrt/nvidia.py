@@ -1,4 +1,4 @@
-"""What this machine and its installed packages have for NVIDIA GPUs, asked without any framework.
+"""NVIDIA GPUs, driver and CUDA packages of this machine, found without any framework.
 
 The driver is asked through its own library, so nothing here needs torch, torch_xla or jax.
 """
@@ -21,7 +21,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class NvidiaGpu:
     """A GPU as the driver describes it."""
 
     name: str
@@ -32,23 +32,23 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """What the driver's library answered; `CUDA_VISIBLE_DEVICES` acts on it."""
+    """The answers of the driver's library; `CUDA_VISIBLE_DEVICES` acts on them."""
 
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[NvidiaGpu, ...] = ()
     cuda_version: str | None = None
-    """The newest CUDA that the driver speaks, such as 12.8."""
+    """The newest CUDA that the driver supports, such as 12.8."""
     problem: str | None = None
     """Why there is no GPU to use, one line; None if there is one."""
 
 
 def install_command() -> str:
-    """A shell command that installs the PJRT plugin for CUDA and its compiler."""
+    """Return a shell command that installs the PJRT plugin for CUDA and its compiler."""
     return extras.install_command("xla-cuda12")
 
 
 @cache
 def driver() -> Driver:
-    """Ask the driver once a process. No context is made on any GPU."""
+    """Query the driver once a process. No context is made on any GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -75,7 +75,7 @@ def _error_name(cuda: ctypes.CDLL, status: int) -> str:
     return name.value.decode()
 
 
-def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
+def _describe(cuda: ctypes.CDLL, index: int) -> NvidiaGpu:
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name, memory_bytes = ctypes.create_string_buffer(256), ctypes.c_size_t()
     cuda.cuDeviceGet(ctypes.byref(device), index)
@@ -83,24 +83,24 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
     cuda.cuDeviceTotalMem_v2(ctypes.byref(memory_bytes), device)
     cuda.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
-    return Gpu(name.value.decode(), memory_bytes.value, f"{major.value}.{minor.value}")
+    return NvidiaGpu(name.value.decode(), memory_bytes.value, f"{major.value}.{minor.value}")
 
 
-def present() -> bool:
-    """Whether there is a GPU that nobody hid, be it usable or not."""
+def has_gpu() -> bool:
+    """Return whether there is a GPU that nobody hid, be it usable or not."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or bool(driver().gpus)
 
 
 def find_plugin() -> Path | None:
-    """The PJRT plugin for CUDA: `ACCBENCH_CUDA_PLUGIN`, or that of an installed JAX package.
+    """Find the PJRT plugin for CUDA: `ACCBENCH_CUDA_PLUGIN`, or that of an installed JAX package.
 
     jax itself is neither needed nor imported: the package is a folder with a library.
     """
-    named = os.environ.get(PLUGIN_VARIABLE)
-    if named:
-        return Path(named)
+    chosen = os.environ.get(PLUGIN_VARIABLE)
+    if chosen:
+        return Path(chosen)
     for package in ("xla_cuda12", "xla_cuda13"):
         for folder in _package_folders(f"jax_plugins.{package}"):
             library = folder / "xla_cuda_plugin.so"
@@ -110,7 +110,7 @@ def find_plugin() -> Path | None:
 
 
 def plugin_version() -> str | None:
-    """The installed plugin's package and version, such as `jax-cuda12-pjrt 0.6.2`."""
+    """Return the installed plugin's package and version, such as `jax-cuda12-pjrt 0.6.2`."""
     for package in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
         try:
             return f"{package} {version(package)}"
@@ -127,7 +127,7 @@ def _package_folders(name: str) -> list[Path]:
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
 
 
-def _roots(plugin: Path | None) -> Iterator[Path]:
+def _toolkit_folders(plugin: Path | None) -> Iterator[Path]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable])
@@ -140,8 +140,11 @@ def _roots(plugin: Path | None) -> Iterator[Path]:
 
 
 def toolkit(plugin: Path | None) -> Path | None:
-    """A folder with bin/ptxas and libdevice, which XLA compiles GPU code with; None if none."""
-    for root in _roots(plugin):
+    """Find a folder with bin/ptxas and libdevice, which XLA compiles GPU code with.
+
+    None if there is none.
+    """
+    for root in _toolkit_folders(plugin):
         if (root / "bin/ptxas").exists() and (root / _LIBDEVICE).exists():
             return root
     return None
@@ -154,7 +157,7 @@ def preload_compiler(plugin: Path) -> None:
     """
     packages = [*_package_folders("nvidia"), plugin.parent.parent.parent / "nvidia"]
     for folder in packages:
-        for place in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13"):
-            if (folder / place).exists():
-                ctypes.CDLL(str(folder / place))
+        for library in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13"):
+            if (folder / library).exists():
+                ctypes.CDLL(str(folder / library))
                 return

@@ -8,11 +8,11 @@ def main() -> int:
     import importlib
 
     from accbench.stop_signals import die_with_parent
-    from accbench.uncollected import uncollected
+    from accbench.uncollected import pause_gc
 
     parent, module = int(sys.argv[1]), sys.argv[2]
     die_with_parent(parent)
-    with uncollected():
+    with pause_gc():
         main = importlib.import_module(module).main
     return int(main(sys.argv[3:]))
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from accbench import config, extras, plugins, resolving
 from accbench.config import TaskConfig
-from accbench.errors import RequestError, interrupted, refused
+from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.pjrt import nvidia
 from accbench.preflight import (
     batch_search,
@@ -80,9 +80,9 @@ def main(argv: Sequence[str], prog: str) -> int:
             result = preflight(flags, folder)
         print(pages.render(result, flags.format), end="")
     except RequestError as error:
-        return refused(prog, error)
+        return print_refusal(prog, error)
     except KeyboardInterrupt:
-        return interrupted(f"{prog}: interrupted")
+        return print_interruption(f"{prog}: interrupted")
     return 0 if result["memory"]["fits"] else 1
 
 
@@ -129,7 +129,7 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
     """
     target = gpu.load(flags.gpu)
     tracer = _checked_tracer(flags.engine)
-    task = resolving.fill(config.task_of(flags), "cuda")
+    task = resolving.apply_defaults(config.task_of(flags), "cuda")
     resolving.check_data(task)
     if task.amp_level == "O1" and task.amp_dtype not in target.dense_tflops:
         raise RequestError(

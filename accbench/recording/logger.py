@@ -6,11 +6,11 @@ from typing import Any
 
 from accbench import config
 from accbench.recording import records
-from accbench.recording.board import Board
+from accbench.recording.tensorboard_writer import TensorBoardWriter
 
 
 class RunLogger:
-    """Appends to `RUN/records.jsonl`; does nothing on ranks other than 0.
+    """Logger that appends to `RUN/records.jsonl`; it does nothing on ranks other than 0.
 
     >>> logger = RunLogger("runs/mine")
     >>> logger.log_params({"dropout": 0.1})
@@ -18,8 +18,8 @@ class RunLogger:
     """
 
     def __init__(self, run_dir: str | Path, rank: int = 0) -> None:
-        self.board: Board | None = None
-        """Where records go as well."""
+        self.tensorboard: TensorBoardWriter | None = None
+        """A second receiver of every record."""
         self.path = Path(run_dir) / config.RECORDS_FILE
         self.active = rank == 0
         if self.active:
@@ -29,8 +29,8 @@ class RunLogger:
         """Append one record."""
         if self.active:
             records.append(self.path, record)
-            if self.board is not None:
-                self.board.write(record)
+            if self.tensorboard is not None:
+                self.tensorboard.write(record)
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Note settings: name -> anything that JSON holds."""

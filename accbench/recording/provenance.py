@@ -1,4 +1,4 @@
-"""What a number needs so that someone can repeat it: versions, commit, device."""
+"""What is needed to repeat a measurement: versions, commit, device."""
 
 import os
 import platform
@@ -8,31 +8,36 @@ from pathlib import Path
 
 _PACKAGES = ("accbench", "torch", "torchvision", "torch_xla", "numpy", "pillow")
 
-# Environment variables that change how fast a run is, by how their names begin.
-_TELLING = (
+# Prefixes of environment variables that change how fast a run is.
+_SPEED_PREFIXES = (
     "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_",
     "NCCL_", "OMP_", "PJRT_DEVICE", "PYTORCH_", "TORCHINDUCTOR_", "XLA_",
 )  # fmt: skip
 
 
 def environment() -> dict[str, str]:
-    """Environment variables of this process that may change its speed."""
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)}
+    """Return the environment variables of this process that may change its speed."""
+    return {
+        name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SPEED_PREFIXES)
+    }
 
 
 def versions() -> dict[str, str]:
-    """Version by name: Python, and the packages that are installed of those that matter."""
-    found = {"python": platform.python_version()}
+    """Return version by name: Python, and the installed ones of the packages that matter."""
+    version_of = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            version_of[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return version_of
 
 
 def commit() -> str | None:
-    """accbench's commit, `-dirty` behind it where files differ; None outside a checkout."""
+    """Return accbench's commit, with `-dirty` appended where files differ.
+
+    None outside a checkout.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # installed, perhaps inside someone else's checkout
         return None
@@ -47,7 +52,7 @@ def commit() -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor's name as the kernel gives it."""
+    """Return the processor's name as the kernel gives it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

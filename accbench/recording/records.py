@@ -1,7 +1,6 @@
 """A run's records: one JSON object a line in `records.jsonl`.
 
-Raw counts and seconds only. Rates, ratios and verdicts are derived from them in
-`accbench.report`.
+They hold raw counts and seconds only. `accbench.report` derives rates, ratios and verdicts.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ SCHEMA_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What ran, on what. The first line."""
+    """The first line of a run: its task, engine, devices and software."""
 
     kind: ClassVar[str] = "run"
     task: dict[str, Any]
@@ -42,21 +41,21 @@ class RunRecord:
     started_at: str
     """ISO 8601, UTC."""
     compiler: str | None = None
-    """What the engine is meant to compile with: inductor, xla; None if it is eager."""
+    """The engine's compiler: inductor or xla; None if the engine is eager."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Rank 0's environment variables that may change its speed."""
     hosts: list[str] | None = None
     """Machines by rank; rank 0's is `hostname`."""
     num_classes: int | None = None
-    """Of the data, and so the width of the model's last layer."""
+    """Classes of the data, and so the width of the model's last layer."""
     unit: str = "samples"
-    """What the model counts, in the plural: images, tokens."""
+    """The unit that the model counts, in the plural: images, tokens."""
     units_per_sample: int = 1
     schema_version: int = SCHEMA_VERSION
 
     @property
     def counted(self) -> tuple[str, int]:
-        """What speed is told in, and how many of them a sample has; images are samples."""
+        """The unit that speed is told in, and units a sample; images count as samples."""
         if self.unit == "images":
             return "samples", 1
         return self.unit, self.units_per_sample
@@ -64,7 +63,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class WindowRecord:
-    """Steps between two points at which the host waited for the device."""
+    """The steps between two points at which the host waited for the device."""
 
     kind: ClassVar[str] = "window"
     epoch: int
@@ -72,18 +71,19 @@ class WindowRecord:
     """Counted from 0 over the run."""
     num_steps: int
     num_samples: int
-    """Of all ranks."""
+    """Samples of all ranks."""
     wall_s: float
-    """On rank 0's clock, from the end of the window before."""
+    """Seconds on rank 0's clock, from the end of the window before."""
     data_wait_s: float
     """Seconds in which the loop waited for a batch; mean over ranks."""
     dispatch_s: float
-    """Seconds in which the host traced or ran steps, mean over ranks; in what is left of
-    the wall after this and the data wait, the host waited for the device."""
+    """Seconds in which the host traced or ran steps, mean over ranks.
+
+    In the rest of the wall time, without this and the data wait, the host waited for the device."""
     loss: float | None
     """Mean over ranks at the window's last step; None where it was not finite."""
     peak_memory_bytes: int
-    """Since the start, the largest of any rank, by the allocator in use."""
+    """The largest of any rank since the start, by the allocator in use."""
     num_compiles: int
     """Graphs that this rank compiled in the window."""
     warmup: bool
@@ -102,19 +102,19 @@ class EvalRecord:
     epoch: int
     loss: float | None
     top1: float | None
-    """Fraction in 0..1; None where the model has no such thing."""
+    """Fraction in 0..1; None where the model has no classes to rank."""
     top5: float | None
     num_samples: int
-    """What the scores are means over: samples, or tokens of a language model."""
+    """The number that the scores are means over: samples, or tokens of a language model."""
     averaged: bool = False
-    """Of the moving average of the weights, and not of the weights themselves."""
+    """Whether the moving average of the weights was evaluated instead of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EndRecord:
-    """How it ended. A run without this line was killed together with its launcher.
+    """The end of a run. A run without this line was killed together with its launcher.
 
-    What is None is not known, because the worker that knew is gone.
+    A field is None where the worker that knew it is gone.
     """
 
     kind: ClassVar[str] = "end"
@@ -131,13 +131,13 @@ class EndRecord:
     flops_per_sample: float | None = None
     """Floating point operations of products in a sample's forward and backward pass."""
     shape_changes: list[str] | None = None
-    """Inputs of a step that came in another shape, where one did."""
+    """Inputs of a step whose shape changed, where one did."""
     num_graphs: float | None = None
     """Compiled graphs that a training step after the warm-up executes; 0 where eager."""
     num_fallbacks: int | None = None
     """Operations in training steps that left the compiler."""
     left_compiler: list[str] | None = None
-    """Which of them, and where in the model, as far as that was found out."""
+    """Those operations, and where in the model they are, as far as known."""
     skipped_steps: int | None = None
     """Optimizer steps left out because a float16 gradient overflowed."""
     num_steps: int = 0
@@ -154,9 +154,9 @@ class CheckpointRecord:
 
     kind: ClassVar[str] = "checkpoint"
     step: int
-    """Optimizer steps that it holds."""
+    """Optimizer steps done at the checkpoint."""
     epoch: int
-    """The epoch to go on with."""
+    """The epoch to resume with."""
     path: str
     num_bytes: int
     stall_s: float
@@ -167,22 +167,22 @@ class CheckpointRecord:
 
 @dataclasses.dataclass(frozen=True)
 class ResumeRecord:
-    """A process that goes on from a checkpoint. What was done after that is void."""
+    """A process that resumes from a checkpoint. What was done after that step is void."""
 
     kind: ClassVar[str] = "resume"
     step: int
     """Optimizer steps done."""
     epoch: int
-    """The epoch that it goes on with."""
+    """The epoch that the process resumes with."""
     checkpoint: str | None
-    """Its folder; None where there was none yet, and training begins anew."""
+    """Its folder; None where there was none yet, and training starts from the beginning."""
     rolled_back: bool = False
-    """Whether the same process went back to it, as the loss was not finite."""
+    """Whether the same process returned to it, because the loss was not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamsRecord:
-    """What a user's script noted with `log_params`."""
+    """Settings that a user's script noted with `log_params`."""
 
     kind: ClassVar[str] = "params"
     params: dict[str, Any]
@@ -190,7 +190,7 @@ class ParamsRecord:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsRecord:
-    """What a user's script noted with `log_metrics`."""
+    """Numbers that a user's script noted with `log_metrics`."""
 
     kind: ClassVar[str] = "metrics"
     metrics: dict[str, float | None]
@@ -199,43 +199,46 @@ class MetricsRecord:
 
 @dataclasses.dataclass(frozen=True)
 class NumericsRecord:
-    """A part of a numerics pass: what was compared with the reference, and how far off it is."""
+    """One part of a numerics pass: what was compared with the reference, and its distances."""
 
     kind: ClassVar[str] = "numerics"
     phase: str
-    """start, step (from the reference's state), evaluation, overflow, free, free end, own
-    dropout, not loadable; reference, which has a loss alone; script, whose pass has fewer parts.
-    Of plain ddp also noise, and noise of evaluation, free, free end: the same from weights that
-    are off by some roundings."""
+    """The part of the pass.
+
+    start, step (from the reference's state), evaluation, overflow, free, free end, own dropout,
+    not loadable; reference, which has a loss alone; script, whose pass has fewer parts. Plain ddp
+    also has noise, and noise of evaluation, free, free end: the same from weights that are off by
+    some roundings."""
     step: int
     """Steps done."""
     distances: dict[str, float]
-    """Quantity -> distance from the reference, the furthest of any rank, as
+    """Quantity -> distance from the reference, the largest of any rank.
+
     `accbench.comparing.distances` measures it."""
     loss: float | None = None
     """Mean over ranks; None where there is none or it was not finite."""
     ranks_apart: int = 0
-    """Parameters that are not the same on all ranks, to the last bit."""
+    """Parameters that are not bitwise equal on all ranks."""
     note: str | None = None
-    """What numbers do not say."""
+    """What the numbers do not say."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRecord:
-    """What was seen of the machine from outside while a run went on."""
+    """What was observed of the machine from outside while a run went on."""
 
     kind: ClassVar[str] = "device"
     wall_s: float
     other_cpu_share: float | None = None
-    """Part of this machine's processor time that went to other processes, 0..1."""
+    """Share of this machine's processor time that went to other processes, 0..1."""
     throttled_share: float | None = None
-    """Part of the looks at the devices that found a clock held down by heat or power."""
+    """Share of the samples in which heat or power held a clock down, 0..1."""
     other_device_processes: int | None = None
     """Processes on the devices before the run began."""
     sm_clock_mhz: float | None = None
-    """Median over the looks, of the slowest device."""
+    """Median over the samples, of the slowest device."""
     power_w: float | None = None
-    """Median of the last half of the looks, all devices together."""
+    """Median over the last half of the samples, all devices together."""
 
 
 Record = (
@@ -254,12 +257,12 @@ _CLASSES: dict[str, Any] = {c.kind: c for c in Record.__args__}
 
 
 def finite_or_none(value: float) -> float | None:
-    """`value`, or None for NaN and infinities, which JSON does not have."""
+    """Return `value`, or None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
-def _void(record: Record, resumed: ResumeRecord) -> bool:
-    """Whether a record is of something that a resumed run does again."""
+def _is_repeated(record: Record, resumed: ResumeRecord) -> bool:
+    """Return whether a resumed run repeats what this record is about."""
     if isinstance(record, WindowRecord):
         return record.first_step + record.num_steps > resumed.step
     if isinstance(record, EvalRecord):
@@ -270,13 +273,13 @@ def _void(record: Record, resumed: ResumeRecord) -> bool:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add one line; it is with the operating system when this returns.
+    """Append one line; it is with the operating system when this returns.
 
     A line that a killed writer left unfinished is closed first, so that it
     spoils nothing but itself.
 
     Raises:
-        RequestError: it cannot be written, the disk being full for one.
+        RequestError: the line cannot be written, for example because the disk is full.
     """
     line = json.dumps({"kind": record.kind, **dataclasses.asdict(record)}, allow_nan=False)
     try:
@@ -292,44 +295,50 @@ def append(path: Path, record: Record) -> None:
 
 
 def append_failure(path: Path, status: str, error: str) -> None:
-    """End a run's record whose workers could not: with what its windows tell.
+    """Append the end record that failed workers could not write.
+
+    Its steps and samples are those of the recorded windows.
 
     Raises:
-        RequestError: it cannot be written.
+        RequestError: the record cannot be written.
     """
     try:
-        found = read(path)
+        earlier = read(path)
     except RequestError:  # it failed before the first record
-        found = []
-    windows = [record for record in found if isinstance(record, WindowRecord)]
+        earlier = []
+    windows = [record for record in earlier if isinstance(record, WindowRecord)]
     num_steps = sum(window.num_steps for window in windows)
     num_samples = sum(window.num_samples for window in windows)
     append(path, EndRecord(status, error, num_steps=num_steps, num_samples=num_samples))
 
 
 def is_interrupted(path: Path) -> bool:
-    """Whether a run's record ends with being asked to stop."""
+    """Return whether a run's record ends with being asked to stop."""
     try:
-        found = read(path)
+        run_records = read(path)
     except RequestError:
         return False
-    return bool(found) and isinstance(found[-1], EndRecord) and found[-1].status == "interrupted"
+    return (
+        bool(run_records)
+        and isinstance(run_records[-1], EndRecord)
+        and run_records[-1].status == "interrupted"
+    )
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file that count, in order.
+    """Read all valid records of a file, in order.
 
-    A line cut off by a kill is passed over. Fields of a newer schema are too. Where a run was
-    resumed, what it did before and then did again is left out.
+    A line cut off by a kill is skipped, and so are fields of a newer schema. Where a run was
+    resumed, records of what it did before and then repeated are left out.
 
     Raises:
-        RequestError: no such file, or it does not hold accbench's records.
+        RequestError: there is no such file, or it does not hold accbench's records.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}") from None
-    found: list[Record] = []
+    valid: list[Record] = []
     for line in lines:
         try:
             values = json.loads(line)
@@ -344,8 +353,8 @@ def read(path: Path) -> list[Record]:
         except TypeError:
             continue
         if isinstance(record, ResumeRecord):
-            found = [other for other in found if not _void(other, record)]
-        found.append(record)
-    if not found:
+            valid = [earlier for earlier in valid if not _is_repeated(earlier, record)]
+        valid.append(record)
+    if not valid:
         raise RequestError(f"{path} holds no record of a run")
-    return found
+    return valid

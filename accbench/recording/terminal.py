@@ -1,4 +1,4 @@
-"""What a person sees of a run: rank 0's lines, a progress bar on a terminal, a log file a rank."""
+"""A run's output: rank 0's log lines, a progress bar on a terminal, and a log file a rank."""
 
 import contextlib
 import logging
@@ -28,23 +28,26 @@ log = logging.getLogger("accbench")
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+    """Return the file that a rank's output goes to."""
     return run_dir / "logs" / f"rank{rank}.log"
 
 
 def person_console() -> Console:
-    """Standard output for a person; a terminal's bars are not for a notebook, which keeps them."""
-    in_notebook = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels
+    """Return the console for standard output.
+
+    In a notebook it is not a terminal, as a notebook would keep every state of a progress bar.
+    """
+    in_notebook = "JPY_PARENT_PID" in os.environ  # Jupyter sets it for its kernels
     return Console(highlight=False, soft_wrap=True, force_terminal=False if in_notebook else None)
 
 
 @contextlib.contextmanager
 def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
-    """Send a worker's output where it belongs, until the block ends.
+    """Redirect a worker's output until the block ends.
 
-    Rank 0 writes its log lines to its file and to the terminal, whose console is
-    given. Of all other ranks everything goes to their files, also what compiled
-    code writes to file descriptors 1 and 2.
+    Rank 0 writes its log lines to its file and to the terminal, and the block gets its console. All
+    output of other ranks goes to their files, also what compiled code writes to file descriptors 1
+    and 2; their block gets None.
 
     Raises:
         RequestError: the file cannot be written.
@@ -55,13 +58,13 @@ def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            to_file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+            to_file = _LogFileHandler(path, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise RequestError(f"cannot write {path}: {error.strerror}") from None
         to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         _attach(to_file, stack)
         if rank != 0:
-            stack.enter_context(descriptors_to(path))
+            stack.enter_context(redirect_descriptors(path))
             yield None
             return
         console = person_console()
@@ -69,8 +72,8 @@ def worker_output(run_dir: Path, rank: int) -> Iterator[Console | None]:
         yield console
 
 
-class _LogFile(logging.FileHandler):
-    """Passes over lines that a full disk does not take; the records tell of that."""
+class _LogFileHandler(logging.FileHandler):
+    """A log file that skips lines which a full disk does not take; the records tell of that."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         pass
@@ -80,12 +83,12 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-class _Output(logging.StreamHandler):
-    """Passes over that nobody reads any more: the run's files have it all."""
+class _OutputHandler(logging.StreamHandler):
+    """Log lines on standard output, dropped once its reader is gone: the log file has them all."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if isinstance(sys.exc_info()[1], BrokenPipeError):
-            standard_streams.drop_output()
+            standard_streams.discard_output()
         else:
             super().handleError(record)
 
@@ -98,53 +101,57 @@ def _attach(handler: logging.Handler, stack: contextlib.ExitStack) -> None:
 
 def _console_handler(console: Console) -> logging.Handler:
     if not console.is_terminal:
-        handler = _Output(sys.stdout)
+        handler = _OutputHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         return handler
-    # Through the console, so that lines and the bar do not write over each other.
+    # It writes through the console, so that lines and the bar do not overwrite each other.
     return RichHandler(console=console, show_time=False, show_level=False, show_path=False)
 
 
 @contextlib.contextmanager
-def descriptors_to(path: Path, numbers: tuple[int, ...] = (1, 2)) -> Iterator[list[int]]:
-    """Append to `path` what anything, compiled code too, writes to these; gives the originals."""
+def redirect_descriptors(path: Path, numbers: tuple[int, ...] = (1, 2)) -> Iterator[list[int]]:
+    """Append all writes to these file descriptors, compiled code's too, to `path`.
+
+    Yields duplicates of the original descriptors.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(number) for number in numbers]
+    originals = [os.dup(number) for number in numbers]
     with path.open("ab") as file:
         for number in numbers:
             os.dup2(file.fileno(), number)
     try:
-        yield kept
+        yield originals
     finally:
         with contextlib.suppress(OSError):  # the file's disk may be full
             sys.stdout.flush()
             sys.stderr.flush()
-        for number, original in zip(numbers, kept, strict=True):
+        for number, original in zip(numbers, originals, strict=True):
             os.dup2(original, number)
             os.close(original)
 
 
 @contextlib.contextmanager
-def errors_to(path: Path) -> Iterator[int]:
-    """Likewise of descriptor 2 alone; gives the one it was before.
+def redirect_stderr(path: Path) -> Iterator[int]:
+    """Append all writes to standard error to `path`; yields a duplicate of the original descriptor.
 
     torch's sockets warn there, from C++, of each connection whose other end has no name.
     """
-    with descriptors_to(path, (2,)) as (kept,):
-        yield kept
+    with redirect_descriptors(path, (2,)) as (original,):
+        yield original
 
 
-# Of a step; then at twice the time, and so on.
-FIRST_TOLD_S = 15.0
+# Seconds after which a step is reported as long; then at twice the time, and so on.
+LONG_STEP_S = 15.0
 
 
 class TrainingDisplay:
-    """Log lines for windows and evaluations; a bar over all steps where there is a terminal.
+    """Log lines for windows and evaluations, and on a terminal a progress bar over all steps.
 
     Args:
-        num_steps: of the whole run; None where nobody knows.
-        counted: as `RunRecord.counted`.
+        console: rank 0's console; None on other ranks.
+        num_steps: steps of the whole run; None where they are not known.
+        counted: the unit of speed and units a sample, as `RunRecord.counted`.
     """
 
     def __init__(
@@ -157,7 +164,7 @@ class TrainingDisplay:
         )  # fmt: skip
         self._bar = self._progress.add_task("training", total=num_steps, speed="")
         self.num_steps = num_steps
-        self._is_seen = console is not None
+        self._has_console = console is not None
         self._step_done = threading.Event()
         self.unit, self.units_per_sample = counted
 
@@ -169,18 +176,20 @@ class TrainingDisplay:
         self._progress.stop()
 
     def step(self, num_steps: int) -> None:
-        """Move the bar."""
+        """Move the bar to `num_steps` steps done."""
         self._progress.update(self._bar, completed=num_steps)
         self._step_done.set()
 
     @contextlib.contextmanager
-    def telling_of_long_steps(self, compiler: str | None) -> Iterator[None]:
-        """Say so while a step in the block takes long, which is when something is compiled."""
-        if compiler is None or not self._is_seen:
+    def report_long_steps(self, compiler: str | None) -> Iterator[None]:
+        """Report while a step in the block takes long, as steps do that compile."""
+        if compiler is None or not self._has_console:
             yield
             return
         ended = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(compiler, ended), daemon=True)
+        thread = threading.Thread(
+            target=self._report_while_long, args=(compiler, ended), daemon=True
+        )
         thread.start()
         try:
             yield
@@ -189,29 +198,29 @@ class TrainingDisplay:
             self._step_done.set()
             thread.join()
 
-    def _watch(self, compiler: str, ended: threading.Event) -> None:
-        tell_after_s, began = FIRST_TOLD_S, time.monotonic()
+    def _report_while_long(self, compiler: str, ended: threading.Event) -> None:
+        tell_after_s, began = LONG_STEP_S, time.monotonic()
         while not ended.is_set():
-            if self._step_done.wait(min(1.0, FIRST_TOLD_S)):
+            if self._step_done.wait(min(1.0, LONG_STEP_S)):
                 self._step_done.clear()
-                tell_after_s, began = FIRST_TOLD_S, time.monotonic()
+                tell_after_s, began = LONG_STEP_S, time.monotonic()
                 continue
             so_far_s = time.monotonic() - began
-            if so_far_s < FIRST_TOLD_S:
+            if so_far_s < LONG_STEP_S:
                 continue
-            what = f"{compiler} has been compiling, or the step runs, for {so_far_s:.0f} s"
-            self._progress.update(self._bar, speed=what)
+            status = f"{compiler} has been compiling, or the step runs, for {so_far_s:.0f} s"
+            self._progress.update(self._bar, speed=status)
             if so_far_s >= tell_after_s and self._progress.disable:
                 tell_after_s *= 2
-                log.info(f"{what}; large models take minutes")
+                log.info(f"{status}; large models take minutes")
 
     def window(self, record: WindowRecord, batch_size: int) -> None:
-        """A line for a window."""
+        """Log a line for a window."""
         done = record.first_step + record.num_steps
         step_s = record.wall_s / record.num_steps
         of_all = "" if self.num_steps is None else f"/{self.num_steps}"
         units_per_s = record.num_samples * self.units_per_sample / record.wall_s
-        speed = f"loss {_number(record.loss)}  {units_per_s:.1f} {self.unit}/s"
+        speed = f"loss {_loss_text(record.loss)}  {units_per_s:.1f} {self.unit}/s"
         self._progress.update(self._bar, speed=speed)
         log.info(
             f"epoch {record.epoch}  step {done}{of_all}  batch {batch_size}  {speed}"
@@ -220,17 +229,18 @@ class TrainingDisplay:
         )
 
     def evaluation(self, record: EvalRecord) -> None:
-        """A line for an evaluation."""
+        """Log a line for an evaluation."""
         log.info(
             f"epoch {record.epoch}  evaluated {record.num_samples} {self.unit}  "
             f"{'averaged weights  ' if record.averaged else ''}"
-            f"loss {_number(record.loss)}  top-1 {_part(record.top1)}  top-5 {_part(record.top5)}"
+            f"loss {_loss_text(record.loss)}  "
+            f"top-1 {_percent(record.top1)}  top-5 {_percent(record.top5)}"
         )
 
 
-def _number(value: float | None) -> str:
+def _loss_text(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def _part(value: float | None) -> str:
+def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"

@@ -1,4 +1,4 @@
-"""Records in, pages out: pure functions.
+"""Turn records into pages, by pure functions.
 
 `figures(PATH, ...)` is for notebooks: matplotlib figures of a comparison or of runs.
 """
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def figures(*paths: str | Path) -> list[Any]:
-    """Matplotlib figures of one comparison's folder, or of several runs' folders.
+    """Return matplotlib figures of one comparison's folder, or of several runs' folders.
 
     Raises:
-        RequestError: there are no records, or the runs do not belong side by side.
+        RequestError: there are no records, or the runs cannot be compared.
     """
     from accbench.report import plots
 
-    return plots.of_paths(paths)
+    return plots.figures_from_paths(paths)

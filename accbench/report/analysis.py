@@ -5,7 +5,7 @@ from typing import Any
 
 from accbench.report import comparison as comparisons
 from accbench.report import cost, numerics, statistics, verdict
-from accbench.report.comparison import Comparison, Row
+from accbench.report.comparison import Comparison, ComparisonRow
 from accbench.report.cost import Cost
 from accbench.report.numerics import Numerics
 
@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class RowResult:
-    """One row of a report. None: not known."""
+    """The figures and the verdict of one row. None: not known."""
 
     name: str
     engine: str | None
@@ -22,17 +22,17 @@ class RowResult:
     verdict: str
     """baseline, faster, slower, no difference shown, not valid or failed."""
     reasons: tuple[str, ...]
-    """Why not valid, or why it failed."""
+    """Why the row is not valid, or why it failed."""
     rounds_ok: int
     samples_per_s: float | None
-    """Median over the rounds."""
+    """The median over the rounds."""
     samples_per_s_rounds: tuple[float | None, ...]
     speedup: float | None
     """Geometric mean of the ratios to the baseline, round by round."""
     speedup_ci95: tuple[float, float] | None
     """None with a single round."""
     speedup_over_best: float | None
-    """Likewise over the fastest row that is not compiled by XLA."""
+    """The same over the fastest row that is not compiled by XLA."""
     speedup_over_best_ci95: tuple[float, float] | None
     data_wait_share: float | None
     dispatch_share: float | None
@@ -40,14 +40,14 @@ class RowResult:
     num_graphs: float | None
     synthetic_samples_per_s: float | None
     input_share: float | None
-    """Part of the time that goes away with synthetic data, 0..1."""
+    """Share of the time that synthetic data saves, 0..1."""
     cost: Cost
     numerics: Numerics
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """A comparison, judged."""
+class ComparisonResult:
+    """A judged comparison."""
 
     name: str
     headline: str
@@ -59,24 +59,24 @@ class Result:
     repeats: int
     price_per_hour: float | None
     order_seed: int | None
-    """Of the rows' order within the rounds."""
+    """Seed of the rows' order within the rounds."""
     mixed: tuple[str, ...]
     rows: tuple[RowResult, ...]
     counted: tuple[str, int] = ("samples", 1)
-    """What tables and charts tell speeds in, and how many of them a sample has."""
+    """The unit that tables and charts tell speeds in, and units a sample."""
     schema_version: int = SCHEMA_VERSION
 
 
-def judge(comparison: Comparison) -> Result:
+def judge(comparison: Comparison) -> ComparisonResult:
     """Compute all that reports show."""
     best = _best(comparison)
-    rows = tuple(_row(comparison, row, best) for row in comparison.rows)
+    rows = tuple(_row_result(comparison, row, best) for row in comparison.rows)
     header = next((run.header for row in comparison.rows for run in row.rounds if run.header), None)
     setting: dict[str, Any] = {}
     if header is not None:
         setting = next(run.setting() for row in comparison.rows for run in row.rounds if run.header)
     plan = comparison.plan
-    result = Result(
+    result = ComparisonResult(
         name=comparison.name, headline="", setting=setting, baseline=plan.baseline,
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
         price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
@@ -85,8 +85,8 @@ def judge(comparison: Comparison) -> Result:
     return dataclasses.replace(result, headline=headline(result))
 
 
-def ratios(row: Row, other: Row) -> list[float]:
-    """Speed of `row` over that of `other`, of the rounds in which both ended well."""
+def ratios(row: ComparisonRow, other: ComparisonRow) -> list[float]:
+    """Return the ratios of two rows' speeds, over the rounds in which both ended well."""
     pairs = zip(row.rounds, other.rounds, strict=False)
     return [
         a.samples_per_s / b.samples_per_s
@@ -95,8 +95,8 @@ def ratios(row: Row, other: Row) -> list[float]:
     ]
 
 
-def _best(comparison: Comparison) -> Row | None:
-    def compiler(row: Row) -> str | None:
+def _best(comparison: Comparison) -> ComparisonRow | None:
+    def compiler(row: ComparisonRow) -> str | None:
         return next((run.header.compiler for run in row.good if run.header), None)
 
     speeds = {
@@ -110,14 +110,16 @@ def _best(comparison: Comparison) -> Row | None:
     return next(row for row in comparison.rows if row.name == fastest)
 
 
-def _row(comparison: Comparison, row: Row, best: Row | None) -> RowResult:
+def _row_result(
+    comparison: Comparison, row: ComparisonRow, best: ComparisonRow | None
+) -> RowResult:
     baseline = comparison.baseline
-    found = ratios(row, baseline)
-    speedup, interval = _speedup(found)
-    over_best = ratios(row, best) if best is not None and best is not row else []
-    best_speedup, best_interval = _speedup(over_best)
+    speed_ratios = ratios(row, baseline)
+    speedup, interval = _speedup(speed_ratios)
+    ratios_to_best = ratios(row, best) if best is not None and best is not row else []
+    best_speedup, best_interval = _speedup(ratios_to_best)
     checked = numerics.judge(comparison, row)
-    word, reasons = _verdict(comparison, row, found, checked)
+    verdict_word, reasons = _verdict(comparison, row, speed_ratios, checked)
     header = next((run.header for run in row.rounds if run.header), None)
     speed, synthetic = row.median("samples_per_s"), row.synthetic.samples_per_s
     ends = [run.end for run in row.good if run.end]
@@ -125,7 +127,7 @@ def _row(comparison: Comparison, row: Row, best: Row | None) -> RowResult:
         name=row.name,
         engine=header.engine if header else None,
         compiler=header.compiler if header else None,
-        verdict=word, reasons=tuple(reasons), rounds_ok=len(row.good),
+        verdict=verdict_word, reasons=tuple(reasons), rounds_ok=len(row.good),
         samples_per_s=speed,
         samples_per_s_rounds=tuple(
             run.samples_per_s if run.status == "ok" else None for run in row.rounds
@@ -138,7 +140,7 @@ def _row(comparison: Comparison, row: Row, best: Row | None) -> RowResult:
         num_graphs=ends[-1].num_graphs if ends else None,
         synthetic_samples_per_s=synthetic,
         input_share=max(0.0, 1 - speed / synthetic) if speed and synthetic else None,
-        cost=cost.of_row(row, baseline, comparison.plan.price_per_hour),
+        cost=cost.compute_cost(row, baseline, comparison.plan.price_per_hour),
         numerics=checked,
     )  # fmt: skip
 
@@ -151,7 +153,7 @@ def _speedup(ratios: list[float]) -> tuple[float | None, tuple[float, float] | N
 
 
 def _verdict(
-    comparison: Comparison, row: Row, found: list[float], checked: Numerics
+    comparison: Comparison, row: ComparisonRow, speed_ratios: list[float], checked: Numerics
 ) -> tuple[str, list[str]]:
     if row.failure is not None:
         nan = any(run.status == "nan" for run in row.rounds)
@@ -159,26 +161,26 @@ def _verdict(
     reasons = verdict.reasons_against(comparison, row, checked)
     if row is comparison.baseline:
         return (verdict.NOT_VALID if reasons else verdict.BASELINE), reasons
-    if len(found) < 2:
+    if len(speed_ratios) < 2:
         reasons.append("fewer than two rounds in which it and the baseline ended well")
         return verdict.NOT_VALID, reasons
-    speedup, interval = statistics.mean_with_interval(found)
+    speedup, interval = statistics.mean_with_interval(speed_ratios)
     wide = verdict.too_wide(speedup, interval, comparison.plan.min_effect)
     if wide:
         reasons.append(wide)
     if reasons:
         return verdict.NOT_VALID, reasons
-    return verdict.of_interval(speedup, interval, comparison.plan.min_effect), []
+    return verdict.judge_interval(speedup, interval, comparison.plan.min_effect), []
 
 
-def headline(result: Result) -> str:
-    """The verdict in a sentence for every row but the baseline."""
+def headline(result: ComparisonResult) -> str:
+    """Join the sentences of all rows but the baseline."""
     sentences = [sentence(row, result) for row in result.rows if row.name != result.baseline]
     return " ".join(sentences)
 
 
-def sentence(row: RowResult, result: Result) -> str:
-    """A row's verdict for a person."""
+def sentence(row: RowResult, result: ComparisonResult) -> str:
+    """Phrase a row's verdict for a person."""
     if row.verdict == verdict.FAILED:
         return f"{row.name} did not run."
     if row.verdict == verdict.NOT_VALID or row.speedup is None or row.speedup_ci95 is None:
@@ -203,8 +205,11 @@ def _break_even_words(row: RowResult) -> str:
     return f", and has paid back its start after {row.cost.break_even_steps:,} steps"
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """Plain values, as `comparison.schema.json` describes; the cost's fields lie in the row."""
+def as_json(result: ComparisonResult) -> dict[str, Any]:
+    """Return plain values as `comparison.schema.json` describes.
+
+    The cost's fields lie in the row.
+    """
     values = dataclasses.asdict(result)
     del values["counted"]  # its speeds are of samples, and the setting has their size
     for row in values["rows"]:

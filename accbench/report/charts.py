@@ -1,19 +1,19 @@
-"""The charts of the page, from a comparison."""
+"""The charts of a comparison's page."""
 
 import itertools
 
 from accbench.recording.records import EvalRecord
 from accbench.report import comparison_table, svg
-from accbench.report.analysis import Result
-from accbench.report.comparison import Comparison, Row, counted
-from accbench.report.run import Run
+from accbench.report.analysis import ComparisonResult
+from accbench.report.comparison import Comparison, ComparisonRow, counted
+from accbench.report.run import RecordedRun
 from accbench.report.svg import Point, Series
 
 _NUM_COLORS = 6
 
 
-def speedups(result: Result) -> str:
-    """Every row but the baseline."""
+def speedups(result: ComparisonResult) -> str:
+    """Chart the speedup of every row but the baseline."""
     rows = [
         (f"{row.name}  {comparison_table.speedup(row)}", _color(number), row.speedup,
          *(row.speedup_ci95 or (row.speedup, row.speedup)))
@@ -24,7 +24,7 @@ def speedups(result: Result) -> str:
 
 
 def throughput(comparison: Comparison) -> str:
-    """Windows after the warm-up, a line a round."""
+    """Chart the speed of the windows after the warm-up, one line a round."""
     unit, units_per_sample = counted(comparison)
     series = [
         Series(row.name, _color(number), throughput_points(run, units_per_sample), "faint")
@@ -34,8 +34,11 @@ def throughput(comparison: Comparison) -> str:
     return svg.lines(series, "steps", f"{unit}/s")
 
 
-def throughput_points(run: Run, units_per_sample: int) -> tuple[Point, ...]:
-    """(step, units a second) of a run's steady windows; the step is the window's last."""
+def throughput_points(run: RecordedRun, units_per_sample: int) -> tuple[Point, ...]:
+    """Return (step, units a second) of a run's steady windows.
+
+    The step is the window's last.
+    """
     return tuple(
         (w.first_step + w.num_steps, w.num_samples * units_per_sample / w.wall_s)
         for w in run.steady
@@ -44,7 +47,7 @@ def throughput_points(run: Run, units_per_sample: int) -> tuple[Point, ...]:
 
 
 def breakdown(comparison: Comparison) -> str:
-    """Milliseconds a step."""
+    """Chart how the milliseconds of a step are spent."""
     rows = []
     for number, row in enumerate(comparison.rows):
         parts = breakdown_ms(row)
@@ -53,8 +56,8 @@ def breakdown(comparison: Comparison) -> str:
     return svg.bars(rows, ("data wait", "host", "device wait"), "ms a step")
 
 
-def breakdown_ms(row: Row) -> tuple[float, float, float] | None:
-    """(data wait, host, device wait) a step in ms; medians over the rounds."""
+def breakdown_ms(row: ComparisonRow) -> tuple[float, float, float] | None:
+    """Return (data wait, host, device wait) a step in ms; medians over the rounds."""
     steps_per_s = row.median("steps_per_s")
     data, host = row.median("data_wait_share"), row.median("dispatch_share")
     if not steps_per_s or data is None or host is None:
@@ -63,13 +66,13 @@ def breakdown_ms(row: Row) -> tuple[float, float, float] | None:
     return step_ms * data, step_ms * host, step_ms * max(0.0, 1 - data - host)
 
 
-def break_even(comparison: Comparison, result: Result) -> str:
-    """Seconds since the start over steps, to a little behind the last crossing."""
+def break_even(comparison: Comparison, result: ComparisonResult) -> str:
+    """Chart seconds since the start over steps, to a little behind the last crossing."""
     crossings = [row.cost.break_even_steps or 0 for row in result.rows]
     last = max(200, int(1.4 * max(crossings, default=0)))
     series, marks = [], []
     for number, row in enumerate(comparison.rows):
-        line = _straight(row, last)
+        line = _elapsed_line(row, last)
         if line is None:
             continue
         series.append(Series(row.name, _color(number), line))
@@ -80,7 +83,7 @@ def break_even(comparison: Comparison, result: Result) -> str:
     return svg.lines(series, "steps", "seconds", marks=marks)
 
 
-def _straight(row: Row, last: int) -> tuple[Point, Point] | None:
+def _elapsed_line(row: ComparisonRow, last: int) -> tuple[Point, Point] | None:
     end = row.rounds[0].end if row.rounds else None
     steps_per_s = row.median("steps_per_s")
     if end is None or end.time_to_first_step_s is None or not steps_per_s:
@@ -90,13 +93,13 @@ def _straight(row: Row, last: int) -> tuple[Point, Point] | None:
 
 
 def losses(comparison: Comparison) -> tuple[str, str]:
-    """(explanation, charts): losses on top of each other, and their difference."""
+    """Return (explanation, charts): the loss curves together, and their differences."""
     reference = loss_points(comparison.reference)
     passes = [
         (number, row, loss_points(row.numerics)) for number, row in enumerate(comparison.rows)
     ]
     text = "The numerics pass's free run: the same weights and batches for all; dashed, float64."
-    against = "float64"
+    reference_name = "float64"
     if not reference:
         passes = [
             (number, row, loss_points(row.good[0]) if row.good else ())
@@ -104,45 +107,52 @@ def losses(comparison: Comparison) -> tuple[str, str]:
         ]
         reference = next((points for _, row, points in passes if row is comparison.baseline), ())
         text = "At the end of every window of the first round."
-        against = comparison.plan.baseline
+        reference_name = comparison.plan.baseline
     series = [Series(row.name, _color(number), points) for number, row, points in passes if points]
-    if against == "float64":
+    if reference_name == "float64":
         series.append(Series("float64", _NUM_COLORS - 1, reference, "dashed"))
-    at = dict(reference)
+    reference_loss_at = dict(reference)
     differences = [
-        Series(one.label, one.color, tuple((x, y - at[x]) for x, y in one.points if x in at))
-        for one in series
-        if one.points != reference
+        Series(
+            line.label,
+            line.color,
+            tuple((x, y - reference_loss_at[x]) for x, y in line.points if x in reference_loss_at),
+        )
+        for line in series
+        if line.points != reference
     ]
     chart = svg.lines(series, "steps", "loss", height=240, from_zero=False)
-    below = svg.lines(
-        differences, "steps", f"loss - {against}", height=240, from_zero=False
-    ) if any(one.points for one in differences) else ""  # fmt: skip
-    if not below:
+    difference_chart = svg.lines(
+        differences, "steps", f"loss - {reference_name}", height=240, from_zero=False
+    ) if any(line.points for line in differences) else ""  # fmt: skip
+    if not difference_chart:
         return text, chart
-    return text, f'<div class="pair"><div>{chart}</div><div>{below}</div></div>'
+    return text, f'<div class="pair"><div>{chart}</div><div>{difference_chart}</div></div>'
 
 
-def loss_points(run: Run) -> tuple[Point, ...]:
-    """(step, loss) of a numerics pass, or of a run's windows."""
+def loss_points(run: RecordedRun) -> tuple[Point, ...]:
+    """Return (step, loss) of a numerics pass, or of a run's windows."""
     if run.numerics:
         phases = ("free", "reference")  # of an engine, and of float64
-        of_phase = [r for r in run.numerics if r.phase in phases and r.loss is not None]
-        return tuple((float(r.step), r.loss) for r in of_phase if r.loss is not None)
+        phase_records = [r for r in run.numerics if r.phase in phases and r.loss is not None]
+        return tuple((float(r.step), r.loss) for r in phase_records if r.loss is not None)
     return tuple(
         (float(w.first_step + w.num_steps), w.loss) for w in run.windows if w.loss is not None
     )
 
 
-def evaluated(comparison: Comparison) -> bool:
-    """Whether any run was evaluated."""
+def has_evaluations(comparison: Comparison) -> bool:
+    """Return whether any run was evaluated."""
     return any(run.evaluations for row in comparison.rows for run in row.rounds)
 
 
 def accuracy(comparison: Comparison) -> tuple[str, str]:
-    """(what it shows, chart): top-1 in per cent over epochs, or else the loss; a line a round."""
-    found = [e for row in comparison.rows for run in row.rounds for e in run.evaluations]
-    of_loss = all(e.top1 is None for e in found)
+    """Return (what it shows, chart): top-1 in per cent over epochs, or else the loss.
+
+    There is one line a round.
+    """
+    evaluations = [e for row in comparison.rows for run in row.rounds for e in run.evaluations]
+    uses_loss = all(e.top1 is None for e in evaluations)
     series = [
         Series(name, _color(number), points)
         for number, (averaged, row) in enumerate(itertools.product((False, True), comparison.rows))
@@ -152,23 +162,23 @@ def accuracy(comparison: Comparison) -> tuple[str, str]:
             points := tuple(
                 point
                 for e in run.evaluations
-                if e.averaged == averaged and (point := _score(e, of_loss)) is not None
+                if e.averaged == averaged and (point := _score(e, uses_loss)) is not None
             )
         )
     ]
-    what = "loss" if of_loss else "top-1 in per cent"
-    return what, svg.lines(series, "epochs", what, height=240, from_zero=False)
+    metric = "loss" if uses_loss else "top-1 in per cent"
+    return metric, svg.lines(series, "epochs", metric, height=240, from_zero=False)
 
 
-def _score(record: EvalRecord, of_loss: bool) -> Point | None:
-    value = record.loss if of_loss else record.top1
+def _score(record: EvalRecord, uses_loss: bool) -> Point | None:
+    value = record.loss if uses_loss else record.top1
     if value is None:
         return None
-    return float(record.epoch + 1), value if of_loss else 100 * value
+    return float(record.epoch + 1), value if uses_loss else 100 * value
 
 
-def memory(result: Result) -> str:
-    """MiB a row."""
+def memory(result: ComparisonResult) -> str:
+    """Chart each row's peak memory in MiB."""
     rows = [
         (row.name, _color(number), (row.peak_memory_bytes / 2**20,))
         for number, row in enumerate(result.rows)
@@ -177,8 +187,8 @@ def memory(result: Result) -> str:
     return svg.bars(rows, ("peak",), "MiB")
 
 
-def input_cost(result: Result) -> str:
-    """Speed with real and with synthetic data."""
+def input_cost(result: ComparisonResult) -> str:
+    """Chart the speed with real and with synthetic data."""
     unit, units_per_sample = result.counted
     rows = [
         (f"{row.name}, {kind}", _color(number), (speed * units_per_sample,))

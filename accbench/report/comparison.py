@@ -1,4 +1,4 @@
-"""A comparison as it lies on disk: a plan, and a run's folder for every (round, row)."""
+"""A comparison on disk: a plan, and a run's folder for every (round, row)."""
 
 import dataclasses
 import json
@@ -8,18 +8,18 @@ from typing import Any
 
 from accbench.errors import RequestError
 from accbench.report import run as runs
-from accbench.report.run import Run
+from accbench.report.run import RecordedRun
 
 PLAN_FILE = "comparison.json"
 SCHEMA_VERSION = 2
 REFERENCE = "float64-reference"
-# Passes of plain ddp, from which the noise is known: as it is, and in the other memory layout.
+# Passes of plain ddp that give the noise: in its default memory layout, and in the other one.
 FLOORS = ("plain-ddp", "plain-ddp-other-layout")
 
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-    """An engine, or a variant of one, and the run that measures it."""
+    """One row of a comparison: an engine or a variant of one, and the run that measures it."""
 
     name: str
     """As the person wrote it: `ddp:channels_last=false`."""
@@ -27,12 +27,12 @@ class RowPlan:
     task: dict[str, Any] | None
     """Flag -> value; None where the engine cannot run here."""
     reason: str | None = None
-    """Why it cannot."""
+    """Why the engine cannot run here."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a comparison measures, and by what it judges."""
+class ComparisonPlan:
+    """What a comparison measures, and the settings that it is judged by."""
 
     rows: tuple[RowPlan, ...]
     baseline: str
@@ -44,51 +44,52 @@ class Plan:
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings that `compare` chose because nobody gave them."""
     order_seed: int | None = None
-    """Of the rows' order within the rounds, see `accbench.comparing.order`; None: not drawn
-    yet, or a comparison of before, whose rounds all had the order of the rows."""
+    """Seed of the rows' order within the rounds, see `accbench.comparing.order`.
+
+    None: not drawn yet, or a comparison of an older version, whose rounds kept the rows' order."""
     schema_version: int = SCHEMA_VERSION
 
     def write(self, folder: Path) -> None:
-        """Into `folder`."""
+        """Write the plan into `folder`."""
         text = json.dumps(dataclasses.asdict(self), indent=1)
         (folder / PLAN_FILE).write_text(text + "\n")
 
     @staticmethod
-    def read(folder: Path) -> "Plan":
-        """From `folder`.
+    def read(folder: Path) -> "ComparisonPlan":
+        """Read the plan from `folder`.
 
         Raises:
-            RequestError: there is no plan, or it is no plan.
+            RequestError: there is no plan, or the file is not one.
         """
         file = folder / PLAN_FILE
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             rows = tuple(RowPlan(**row) for row in values.pop("rows"))
-            return Plan(rows=rows, **values)
+            return ComparisonPlan(rows=rows, **values)
         except OSError as error:
             raise RequestError(f"cannot read {file}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise RequestError(f"{file} is no comparison of this version of accbench") from None
+            raise RequestError(f"{file} is not a comparison of this version of accbench") from None
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """All runs of one row."""
 
     name: str
-    rounds: tuple[Run, ...]
-    synthetic: Run = dataclasses.field(default_factory=lambda: Run("synthetic"))
-    numerics: Run = dataclasses.field(default_factory=lambda: Run("numerics"))
+    rounds: tuple[RecordedRun, ...]
+    synthetic: RecordedRun = dataclasses.field(default_factory=lambda: RecordedRun("synthetic"))
+    numerics: RecordedRun = dataclasses.field(default_factory=lambda: RecordedRun("numerics"))
     reason: str | None = None
 
     @property
-    def good(self) -> tuple[Run, ...]:
-        """Rounds that ended well and have a speed."""
+    def good(self) -> tuple[RecordedRun, ...]:
+        """The rounds that ended well and have a speed."""
         return tuple(run for run in self.rounds if run.status == "ok" and run.samples_per_s)
 
     @property
     def failure(self) -> str | None:
-        """Why the row has no speed, if it has none."""
+        """The reason why the row has no speed; None if it has one."""
         if self.good:
             return None
         if self.reason:
@@ -101,7 +102,7 @@ class Row:
         return "it did not run to its end"
 
     def median(self, name: str) -> float | None:
-        """Median over the good rounds of a property of `Run`."""
+        """Return the median over the good rounds of a property of `Run`."""
         values = [getattr(run, name) for run in self.good]
         known = [value for value in values if value is not None]
         return statistics.median(known) if known else None
@@ -109,52 +110,52 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A plan and what came of it."""
+    """A plan and its runs' results."""
 
     name: str
-    plan: Plan
-    rows: tuple[Row, ...]
-    reference: Run = dataclasses.field(default_factory=lambda: Run(REFERENCE))
-    floors: tuple[Run, ...] = ()
+    plan: ComparisonPlan
+    rows: tuple[ComparisonRow, ...]
+    reference: RecordedRun = dataclasses.field(default_factory=lambda: RecordedRun(REFERENCE))
+    floors: tuple[RecordedRun, ...] = ()
     """Numerics passes of plain ddp."""
     mixed: tuple[str, ...] = ()
-    """Settings in which the runs differ, a line each; empty where all is alike."""
+    """The settings in which the runs differ, one line each; empty where all are the same."""
 
     @property
-    def baseline(self) -> Row:
-        """The row that the others are held against."""
+    def baseline(self) -> ComparisonRow:
+        """The row that the others are compared with."""
         return next(row for row in self.rows if row.name == self.plan.baseline)
 
 
-def counted(found: Comparison) -> tuple[str, int]:
-    """What the speeds of its reports are told in, and how many of them a sample has."""
-    return runs.counted(run for row in found.rows for run in row.rounds)
+def counted(comparison: Comparison) -> tuple[str, int]:
+    """Return the unit that its reports tell speeds in, and units a sample."""
+    return runs.counted(run for row in comparison.rows for run in row.rounds)
 
 
 def round_folder(folder: Path, number: int, row: RowPlan) -> Path:
-    """Where a round's run lies; rounds count from 1."""
+    """Return the folder of a round's run; rounds count from 1."""
     return folder / "rounds" / f"{number:02}" / row.folder
 
 
 def synthetic_folder(folder: Path, row: RowPlan) -> Path:
-    """Where the run without input lies."""
+    """Return the folder of the run on synthetic data."""
     return folder / "synthetic" / row.folder
 
 
 def numerics_folder(folder: Path, name: str) -> Path:
-    """Where a numerics pass lies, of a row's folder name or of a reference."""
+    """Return the folder of a numerics pass, by a row's folder name or a reference's."""
     return folder / "numerics" / name
 
 
 def read(folder: Path, allow_mixed: bool = False) -> Comparison:
-    """A comparison and all its runs.
+    """Read a comparison and all its runs.
 
     Raises:
-        RequestError: there is no comparison, or its runs do not belong side by side.
+        RequestError: there is no comparison, or its runs cannot be compared.
     """
-    plan = Plan.read(folder)
+    plan = ComparisonPlan.read(folder)
     rows = tuple(
-        Row(
+        ComparisonRow(
             name=row.name,
             rounds=tuple(
                 runs.read_if_there(round_folder(folder, number, row))
@@ -175,13 +176,13 @@ def read(folder: Path, allow_mixed: bool = False) -> Comparison:
     )  # fmt: skip
 
 
-def check_mixed(found: list[Run], allow_mixed: bool) -> tuple[str, ...]:
-    """In which settings runs differ, a line each.
+def check_mixed(run_list: list[RecordedRun], allow_mixed: bool) -> tuple[str, ...]:
+    """Return the settings in which the runs differ, one line each.
 
     Raises:
-        RequestError: they differ, and that was not asked for.
+        RequestError: they differ and `allow_mixed` is off.
     """
-    settings = [run.setting() for run in found if run.header is not None]
+    settings = [run.setting() for run in run_list if run.header is not None]
     lines = []
     for key in dict.fromkeys(key for setting in settings for key in setting):
         values = sorted({str(setting.get(key)) for setting in settings})
@@ -189,7 +190,7 @@ def check_mixed(found: list[Run], allow_mixed: bool) -> tuple[str, ...]:
             lines.append(f"{key}: {', '.join(values)}")
     if lines and not allow_mixed:
         raise RequestError(
-            f"these runs do not belong side by side ({'; '.join(lines)}); "
-            "to see them so all the same: --allow_mixed"
+            f"these runs have different settings and cannot be compared ({'; '.join(lines)}); "
+            "to show them together anyway, pass --allow_mixed"
         )
     return tuple(lines)

@@ -9,18 +9,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from accbench.report import markdown, numerics, verdict
-from accbench.report.analysis import Result, RowResult
+from accbench.report.analysis import ComparisonResult, RowResult
 
 _NOT_KNOWN = "-"
 
 
 def number(value: float | None, pattern: str) -> str:
-    """`value` formatted, or a dash."""
+    """Format `value`, or a dash where it is not known."""
     return _NOT_KNOWN if value is None else pattern.format(value)
 
 
 def speedup(row: RowResult) -> str:
-    """With its interval; a single round has none."""
+    """Format the speedup with its interval; a single round has none."""
     if row.verdict == verdict.BASELINE:
         return "1"
     if row.speedup is None or row.speedup_ci95 is None:
@@ -29,13 +29,13 @@ def speedup(row: RowResult) -> str:
 
 
 def first_step(row: RowResult) -> str:
-    """Cold and warm."""
+    """Format the seconds to the first step, cold and warm."""
     cold, warm = row.cost.first_step_cold_s, row.cost.first_step_warm_s
     return f"{number(cold, '{:.1f}')} / {number(warm, '{:.1f}')}"
 
 
 def break_even(row: RowResult) -> str:
-    """In steps, of a cold start."""
+    """Format the steps that pay back a cold start."""
     if row.verdict in (verdict.BASELINE, verdict.FAILED):
         return _NOT_KNOWN
     return (
@@ -46,17 +46,17 @@ def break_even(row: RowResult) -> str:
 
 
 def peak_mib(row: RowResult) -> str:
-    """In MiB."""
+    """Format the peak of memory in MiB."""
     return number(row.peak_memory_bytes and row.peak_memory_bytes / 2**20, "{:,.0f}")
 
 
-def speed(row: RowResult, result: Result) -> float | None:
-    """In what the result counts, a second."""
+def speed(row: RowResult, result: ComparisonResult) -> float | None:
+    """Return units a second, in the result's unit."""
     return row.samples_per_s and row.samples_per_s * result.counted[1]
 
 
-def columns(result: Result) -> dict[str, Callable[[RowResult], str]]:
-    """Title -> cell."""
+def columns(result: ComparisonResult) -> dict[str, Callable[[RowResult], str]]:
+    """Return the columns: title -> cell of a row."""
     return {
         "engine": lambda row: row.name,
         f"{result.counted[0]}/s": lambda row: number(speed(row, result), "{:,.1f}"),
@@ -81,8 +81,8 @@ _SHARPER = (
 LEFT = ("engine", "verdict", "numerics")
 
 
-def notes(result: Result) -> list[str]:
-    """What a reader of the table must know; a line each."""
+def notes(result: ComparisonResult) -> list[str]:
+    """Return what a reader of the table must know, one line each."""
     setting = ", ".join(
         f"{key} {value}" for key, value in result.setting.items() if value is not None
     )
@@ -99,7 +99,7 @@ def notes(result: Result) -> list[str]:
         lines += [f"{row.name}: {row.verdict}: {reason}" for reason in row.reasons]
         if row.numerics.reason:
             lines.append(f"{row.name}: numerics {row.numerics.verdict}: {row.numerics.reason}")
-        tested = numerics.words(row.numerics)
+        tested = numerics.describe_coverage(row.numerics)
         if tested:
             lines.append(f"{row.name}: numerics: {tested}")
         lines += _extras(row, result)
@@ -108,44 +108,44 @@ def notes(result: Result) -> list[str]:
     return lines
 
 
-def _extras(row: RowResult, result: Result) -> list[str]:
-    said = []
+def _extras(row: RowResult, result: ComparisonResult) -> list[str]:
+    facts = []
     cost = row.cost
     if row.input_share is not None:
-        said.append(f"input takes {row.input_share:.0%} of the time")
+        facts.append(f"input takes {row.input_share:.0%} of the time")
     if cost.compile_cold_s:
         warm = number(cost.compile_warm_s, "{:.1f}")
-        said.append(f"compiles {cost.compile_cold_s:.1f} s cold, {warm} s warm")
+        facts.append(f"compiles {cost.compile_cold_s:.1f} s cold, {warm} s warm")
     if cost.break_even_epochs is not None and row.verdict != verdict.BASELINE:
-        said.append(
+        facts.append(
             f"pays back after {cost.break_even_samples:,} samples, "
             f"{cost.break_even_epochs:,.1f} epochs"
         )
     if cost.price_per_epoch is not None:
-        said.append(
+        facts.append(
             f"an epoch costs {cost.price_per_epoch:.3g} at {result.price_per_hour:g} an hour"
         )
     if cost.sm_clock_mhz is not None:
-        said.append(f"SM clock {cost.sm_clock_mhz:,.0f} MHz")
+        facts.append(f"SM clock {cost.sm_clock_mhz:,.0f} MHz")
     if cost.throttled_share is not None:
-        said.append(f"throttled {cost.throttled_share:.0%} of the time")
+        facts.append(f"throttled {cost.throttled_share:.0%} of the time")
     if cost.power_w is not None and cost.joules_per_1000_samples is not None:
-        said.append(
+        facts.append(
             f"{cost.power_w:,.0f} W, {cost.joules_per_1000_samples:,.0f} J a thousand samples"
         )
-    return [f"{row.name}: {'; '.join(said)}"] if said else []
+    return [f"{row.name}: {'; '.join(facts)}"] if facts else []
 
 
-def as_markdown(result: Result) -> str:
-    """For an issue or a README; ends in a newline."""
+def as_markdown(result: ComparisonResult) -> str:
+    """Render as Markdown for an issue or a README; ends in a newline."""
     titles = columns(result)
     cells = [[cell(row) for cell in titles.values()] for row in result.rows]
     body = markdown.table(list(titles), LEFT, cells)
     return f"**{markdown.plain(result.headline)}**\n\n{body}\n\n{markdown.bullets(notes(result))}\n"
 
 
-def terminal(result: Result, width: int = 164) -> str:
-    """Ends in a newline."""
+def terminal(result: ComparisonResult, width: int = 164) -> str:
+    """Render for a terminal; ends in a newline."""
     table = Table(box=box.SIMPLE_HEAD)
     titles = columns(result)
     for title in titles:

@@ -3,14 +3,15 @@
 import dataclasses
 import statistics
 
-from accbench.report.comparison import Row
+from accbench.report.comparison import ComparisonRow
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds before the speed, with caches cold (first round) and warm (the median of the rest).
+    """The seconds that an engine needs before it is faster.
 
-    None: not known, or not defined.
+    Cold: caches as in the first round. Warm: the median of the other rounds. None: not known, or
+    not defined.
     """
 
     first_step_cold_s: float | None = None
@@ -21,20 +22,20 @@ class Cost:
     """Steps after which a cold start is paid back; None: never, or not known."""
     break_even_steps_warm: int | None = None
     break_even_samples: int | None = None
-    """Of a cold start."""
+    """The same in samples, after a cold start."""
     break_even_epochs: float | None = None
-    """Of a cold start."""
+    """The same in epochs, after a cold start."""
     samples_per_epoch: int | None = None
     price_per_epoch: float | None = None
     joules_per_1000_samples: float | None = None
-    """This and what follows: of NVIDIA devices alone, median of the rounds."""
+    """This and the fields below: NVIDIA devices alone, median of the rounds."""
     power_w: float | None = None
     sm_clock_mhz: float | None = None
     throttled_share: float | None = None
 
 
-def of_row(row: Row, baseline: Row, price_per_hour: float | None) -> Cost:
-    """The cost of a row, beside the baseline's."""
+def compute_cost(row: ComparisonRow, baseline: ComparisonRow, price_per_hour: float | None) -> Cost:
+    """Compute the cost of a row relative to the baseline's."""
     cold, warm = _starts(row)
     base_cold, base_warm = _starts(baseline)
     steps = _break_even(row, baseline, cold[0], base_cold[0])
@@ -62,8 +63,8 @@ def of_row(row: Row, baseline: Row, price_per_hour: float | None) -> Cost:
 Start = tuple[float | None, float | None]
 
 
-def _starts(row: Row) -> tuple[Start, Start]:
-    """(time to first step, compile seconds) of the cold round, and the median of the warm."""
+def _starts(row: ComparisonRow) -> tuple[Start, Start]:
+    """Return (time to first step, compile seconds): cold, and the median of the warm rounds."""
     cold: Start = (None, None)
     warm: list[Start] = []
     for number, run in enumerate(row.rounds):
@@ -83,21 +84,30 @@ def _median(values: list[float | None]) -> float | None:
 
 
 def _break_even(
-    row: Row, baseline: Row, start_s: float | None, baseline_start_s: float | None
+    row: ComparisonRow,
+    baseline: ComparisonRow,
+    start_s: float | None,
+    baseline_start_s: float | None,
 ) -> int | None:
-    own, other = row.median("steps_per_s"), baseline.median("steps_per_s")
-    if row is baseline or not own or not other or start_s is None or baseline_start_s is None:
+    steps_per_s, baseline_steps_per_s = row.median("steps_per_s"), baseline.median("steps_per_s")
+    if (
+        row is baseline
+        or not steps_per_s
+        or not baseline_steps_per_s
+        or start_s is None
+        or baseline_start_s is None
+    ):
         return None
-    saved_s = 1 / other - 1 / own  # a step
+    saved_s = 1 / baseline_steps_per_s - 1 / steps_per_s  # a step
     if saved_s <= 0:
         return None
     return max(0, -int(-(start_s - baseline_start_s) // saved_s))
 
 
-def _samples_a_step(row: Row) -> int | None:
+def _samples_a_step(row: ComparisonRow) -> int | None:
     header = next((run.header for run in row.good if run.header), None)
     return header.world_size * header.batch_size if header else None
 
 
-def _samples_per_epoch(row: Row) -> int | None:
+def _samples_per_epoch(row: ComparisonRow) -> int | None:
     return next((run.end.samples_per_epoch for run in row.good if run.end), None)

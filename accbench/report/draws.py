@@ -1,50 +1,50 @@
-"""How much rounding does to each step, from plain ddp's steps with weights a little off."""
+"""How much rounding alone changes each step: plain ddp's steps from slightly perturbed weights."""
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from accbench.report.run import Run
-from accbench.report.statistics import in_most
+from accbench.report.run import RecordedRun
+from accbench.report.statistics import lower_quartile
 
-# A distance is a difference where it is so many times the largest of a step's draws, which are
+# A distance counts as a difference from this many times the largest of a step's draws. A draw is
 # off by four roundings of float32 (accbench.comparing.roundings), a right program by about one.
 _TIMES = 2
 
 
-class Draws:
-    """Limits by the draws alone, 0 where there are none, as in older passes.
+class RoundingDraws:
+    """Limits from perturbed draws alone; 0 where there are none, as in passes of older versions.
 
-    A limit is not so and so many times a draw of one rounding: a value beside a ReLU's zero, and
-    BatchNorm of a few values, make one rounding a jump and the next nothing.
+    A limit is not a multiple of a single rounding's draw: a value beside a ReLU's zero, and
+    BatchNorm of a few values, turn one rounding into a jump and the next into nothing.
     """
 
-    def __init__(self, floors: Iterable[Run]) -> None:
+    def __init__(self, floors: Iterable[RecordedRun]) -> None:
         of_steps: dict[int, list[dict[str, float]]] = {}
         for floor in floors:
             for record in floor.numerics:
                 if record.phase == "noise":
                     of_steps.setdefault(record.step - 1, []).append(record.distances)
         self.of_steps = of_steps
-        """Step, from 0 -> the distances of each draw."""
+        """Step, counted from 0 -> the distances of each of its draws."""
 
     def largest(self, step: int, name: str) -> float:
-        """Of the draws of one step."""
+        """Return the largest distance of one step's draws."""
         return max((abs(d.get(name, 0.0)) for d in self.of_steps.get(step, ())), default=0.0)
 
     def limit(self, step: int, name: str) -> float:
-        """From where a distance in float32 is a difference in a step."""
+        """Return the smallest distance in float32 that counts as a difference in one step."""
         limit = _TIMES * self.largest(step, name)
         if " of " not in name or not self.of_steps:
             return limit
-        # A jump of one tensor that is seen in a tenth of the steps may come in any.
-        by_size = sorted(self.largest(other, name) for other in self.of_steps)
+        # A jump of one tensor that a tenth of the steps show may come in any step.
+        by_size = sorted(self.largest(other_step, name) for other_step in self.of_steps)
         return max(limit, by_size[-1 - len(by_size) // 10])
 
     def size(self, step: int, name: str) -> float:
-        """Likewise of a size, which is off either way.
+        """Return the limit in one step of a gradient's size, which may be off either way.
 
-        That of all gradients together has no jumps: the root mean square of the draws is four
+        The size of all gradients together has no jumps: the root mean square of the draws is four
         times that of a right program.
         """
         if name != "scale":
@@ -52,18 +52,22 @@ class Draws:
         return root_mean_square([d[name] for d in self.of_steps.get(step, ())])
 
     def limit_of_all(self, name: str) -> float:
-        """Likewise in three of four steps."""
+        """Return the limit that must hold in three of four steps."""
         if not self.of_steps:
             return 0.0
         if name == "scale":
-            return in_most(self.size(step, name) for step in self.of_steps)
-        return _TIMES * self.in_most(name)
+            return lower_quartile(self.size(step, name) for step in self.of_steps)
+        return _TIMES * self.lower_quartile(name)
 
-    def in_most(self, name: str) -> float:
-        """What the largest draw has in three of four steps; 0 where there are none."""
-        return in_most(self.largest(step, name) for step in self.of_steps) if self.of_steps else 0.0
+    def lower_quartile(self, name: str) -> float:
+        """Return the lower quartile over the steps of the largest draw; 0 without draws."""
+        return (
+            lower_quartile(self.largest(step, name) for step in self.of_steps)
+            if self.of_steps
+            else 0.0
+        )
 
 
 def root_mean_square(values: Sequence[float]) -> float:
-    """0 of none."""
+    """Return the root mean square; 0 for no values."""
     return math.sqrt(statistics.fmean(value**2 for value in values)) if values else 0.0

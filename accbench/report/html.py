@@ -1,5 +1,7 @@
-"""One page without network: the verdict on top, then what it rests on. Everything that
-comes from outside is escaped."""
+"""A comparison as one HTML page without network: the verdict first, then its evidence.
+
+Everything that comes from outside is escaped.
+"""
 
 import json
 from collections.abc import Sequence
@@ -7,17 +9,17 @@ from html import escape
 from pathlib import Path
 
 from accbench.report import analysis, charts, comparison_table, verdict
-from accbench.report.analysis import Result, RowResult
+from accbench.report.analysis import ComparisonResult, RowResult
 from accbench.report.comparison import Comparison
-from accbench.report.run import Run
+from accbench.report.run import RecordedRun
 
 _CSS = Path(__file__).with_name("page.css")
 
 
-def page(found: Sequence[Comparison]) -> str:
-    """All comparisons on one page."""
-    bodies = "".join(_body(one, analysis.judge(one)) for one in found)
-    title = escape(", ".join(one.name for one in found))
+def page(comparisons: Sequence[Comparison]) -> str:
+    """Render all comparisons on one page."""
+    bodies = "".join(_body(comparison, analysis.judge(comparison)) for comparison in comparisons)
+    title = escape(", ".join(comparison.name for comparison in comparisons))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -26,9 +28,9 @@ def page(found: Sequence[Comparison]) -> str:
     )
 
 
-def _body(comparison: Comparison, result: Result) -> str:
+def _body(comparison: Comparison, result: ComparisonResult) -> str:
     rows = [row for row in result.rows if row.name != result.baseline]
-    verdicts = "".join(f'<p class="verdict">{_marked(row, result)}</p>' for row in rows)
+    verdicts = "".join(f'<p class="verdict">{_sentence_html(row, result)}</p>' for row in rows)
     setting = " · ".join(
         f"{key} {value}" for key, value in result.setting.items() if value is not None
     )
@@ -59,15 +61,15 @@ def _body(comparison: Comparison, result: Result) -> str:
 
 
 def _evaluation(comparison: Comparison) -> list[str]:
-    if not charts.evaluated(comparison):
+    if not charts.has_evaluations(comparison):
         return []
     what, chart = charts.accuracy(comparison)
     text = f"{what.split()[0].capitalize()} over the whole validation set, after an epoch."
     return [_card("Evaluation", text, chart)]
 
 
-def _marked(row: RowResult, result: Result) -> str:
-    """The row's sentence, with the verdict's words coloured."""
+def _sentence_html(row: RowResult, result: ComparisonResult) -> str:
+    """Return the row's sentence, with the verdict's words coloured."""
     text = escape(analysis.sentence(row, result))
     words = {verdict.NO_DIFFERENCE: "no difference was shown", verdict.NOT_VALID: "no valid result",
              verdict.FAILED: "did not run"}.get(row.verdict, row.verdict)  # fmt: skip
@@ -75,14 +77,14 @@ def _marked(row: RowResult, result: Result) -> str:
 
 
 def _card(title: str, text: str, body: str, wide: bool = False) -> str:
-    below = f"<p>{escape(text)}</p>" if text else ""
+    paragraph = f"<p>{escape(text)}</p>" if text else ""
     return (
-        f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{below}'
+        f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{paragraph}'
         f"{body}</section>"
     )
 
 
-def _table(result: Result) -> str:
+def _table(result: ComparisonResult) -> str:
     left = comparison_table.LEFT
 
     def cell(tag: str, title: str, text: str) -> str:
@@ -108,13 +110,13 @@ def _environment(comparison: Comparison) -> str:
         if run is None or run.header is None:
             continue
         parts.append(
-            f"<details><summary>{escape(row.name)}</summary>{_facts(run)}"
+            f"<details><summary>{escape(row.name)}</summary>{_facts_html(run)}"
             f"<pre>{escape(json.dumps(run.header.task, indent=1))}</pre></details>"
         )
     return "".join(parts) or '<p class="none">no run began to train</p>'
 
 
-def _facts(run: Run) -> str:
+def _facts_html(run: RecordedRun) -> str:
     assert run.header is not None
     header = run.header
     facts = {

@@ -1,4 +1,4 @@
-"""Do the losses of the timed rounds part from the baseline's? Free training, many steps.
+"""Judge whether the losses of the timed rounds diverge from the baseline's in free training.
 
 Right engines do not train alike to the bit: rounding grows from step to step, until two runs
 differ like runs of two seeds at most. Each round has a seed of its own, the same for all
@@ -8,39 +8,45 @@ how much of that is left between two rows that started alike.
 
 import numpy as np
 
-from accbench.report.comparison import Row
-from accbench.report.run import Run
+from accbench.report.comparison import ComparisonRow
+from accbench.report.run import RecordedRun
 from accbench.report.statistics import t_quantile
 
-# Of a right engine's differences; with the other test fewer than one right engine in 1,000
-# is taken for a wrong one, simulated (benchmarks/loss_trials.py).
+# Confidence of the first test. With the others, fewer than one right engine in 1,000 is taken for a
+# wrong one, by simulation (benchmarks/research/loss_trials.py).
 CONFIDENCE = 0.9995
-# What is smaller, in spreads of the seeds, is called no difference however sure it is:
-# another compiler rounds in other places.
+# A smaller difference, in spreads of the seeds, does not count however sure it is: another
+# compiler rounds in other places.
 SMALLEST = 0.5
-# In how many spreads the baseline must have learned something for the second test.
+# The second test applies where the loss of the baseline fell by this many spreads.
 LEARNED = 4.0
-# Times its own size and spread that the baseline's loss is missed by in every round, for a third
-# test: what is that far off is wrong, however it scatters and however little was learned.
+# The third test: a row that misses the baseline's loss in every round by this many times the loss
+# and its spread is wrong, however it scatters and however little was learned.
 FAR = 10.0
 
 
-def judge(baseline: Row, row: Row) -> str | None:
-    """What parts them, for a person; None where nothing was shown, or nothing can be."""
-    found = _paired(baseline, row)
-    if found is None:
+def judge(baseline: ComparisonRow, row: ComparisonRow) -> str | None:
+    """Describe how the losses diverge; None where no divergence was shown, or none can be."""
+    pairs = _paired(baseline, row)
+    if pairs is None:
         return None
-    own, other, steps = found
-    if not part(own, other):
+    row_losses, baseline_losses, steps = pairs
+    if not losses_diverge(row_losses, baseline_losses):
         return None
     return (
-        f"losses part from the baseline's: {at_end(own).mean():.3g} in {steps} where "
-        f"{baseline.name} has {at_end(other).mean():.3g} (seeds spread by {spread(other):.2g})"
+        f"losses part from the baseline's: {at_end(row_losses).mean():.3g} in {steps} where "
+        f"{baseline.name} has {at_end(baseline_losses).mean():.3g} "
+        f"(seeds spread by {spread(baseline_losses):.2g})"
     )
 
 
-def part(row: np.ndarray, baseline: np.ndarray) -> bool:
-    """Of losses (rounds, windows), two rounds or more; a round has one seed in both."""
+def losses_diverge(row: np.ndarray, baseline: np.ndarray) -> bool:
+    """Return whether the losses of a row diverge from the baseline's.
+
+    Args:
+        row: losses of shape (rounds, windows), two rounds or more.
+        baseline: the same of the baseline; a round has one seed in both.
+    """
     unit = spread(baseline)
     if unit == 0:  # the seed changes nothing: there is no yardstick
         return False
@@ -58,13 +64,16 @@ def part(row: np.ndarray, baseline: np.ndarray) -> bool:
 
 
 def spread(losses: np.ndarray) -> float:
-    """Standard deviation over the seeds at a window, quadratic mean of all but the first."""
+    """Return the standard deviation over the seeds at all windows but the first.
+
+    The windows are joined by the quadratic mean.
+    """
     later = losses[:, 1:]
     return float(np.sqrt(later.var(axis=0, ddof=1).mean())) if later.size else 0.0
 
 
 def at_end(losses: np.ndarray) -> np.ndarray:
-    """Each round's mean over the last third of its windows, for a single one is noise."""
+    """Average each round's loss over the last third of its windows, as a single window is noise."""
     return losses[:, -_last_third(losses.shape[1]) :].mean(axis=1)
 
 
@@ -72,31 +81,35 @@ def _last_third(num_windows: int) -> int:
     return max(1, num_windows // 3)
 
 
-def _paired(baseline: Row, row: Row) -> tuple[np.ndarray, np.ndarray, str] | None:
-    """(losses, the baseline's, steps of the last third) of the rounds that go together."""
+def _paired(
+    baseline: ComparisonRow, row: ComparisonRow
+) -> tuple[np.ndarray, np.ndarray, str] | None:
+    """Return (losses, the baseline's, steps of the last third) of the rounds that share a seed."""
     pairs: dict[object, tuple[list[float], list[float]]] = {}
     steps = ""
-    for own, other in zip(row.rounds, baseline.rounds, strict=False):
-        seed, starts = _seed(own), [window.first_step for window in own.windows]
-        alike = seed == _seed(other) and starts == [w.first_step for w in other.windows]
-        if seed is None or not alike or not (curve := _curve(own)) or not _curve(other):
+    for run, baseline_run in zip(row.rounds, baseline.rounds, strict=False):
+        seed, starts = _seed(run), [window.first_step for window in run.windows]
+        alike = seed == _seed(baseline_run) and starts == [
+            w.first_step for w in baseline_run.windows
+        ]
+        if seed is None or not alike or not (curve := _curve(run)) or not _curve(baseline_run):
             continue
-        pairs[seed] = curve, _curve(other)
-        end = starts[-1] + own.windows[-1].num_steps
+        pairs[seed] = curve, _curve(baseline_run)
+        end = starts[-1] + run.windows[-1].num_steps
         steps = f"steps {starts[-_last_third(len(starts))]} to {end}"
     if len(pairs) < 2 or len({len(curve) for curve, _ in pairs.values()}) > 1:
         return None
-    losses, of_baseline = np.array(list(pairs.values())).swapaxes(0, 1)
-    return losses, of_baseline, steps
+    losses, baseline_losses = np.array(list(pairs.values())).swapaxes(0, 1)
+    return losses, baseline_losses, steps
 
 
-def _seed(run: Run) -> object:
+def _seed(run: RecordedRun) -> object:
     return run.header.task.get("seed") if run.header and run.status == "ok" else None
 
 
-def _curve(run: Run) -> list[float]:
-    """A loss for each window; empty if one is missing."""
-    # Records of before have the loss of a window's last step alone.
+def _curve(run: RecordedRun) -> list[float]:
+    """Return a loss for each window; empty if one is missing."""
+    # Records of older versions have the loss of a window's last step alone.
     values = [w.loss if w.mean_loss is None else w.mean_loss for w in run.windows]
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else []

@@ -1,26 +1,26 @@
-"""Markdown whose texts come from outside: names, reasons and folders stay what they are."""
+"""Markdown from outside text: names, reasons and folders show literally."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-# What means something within a line, in CommonMark and GitHub's tables and mathematics.
-_MARKS = re.compile(r"[\\`*\[\]|~$]")
-# An underscore within a word is one in any case, and most names have some.
+# Characters with a meaning inside a line, in CommonMark and GitHub's tables and mathematics.
+_INLINE_MARKS = re.compile(r"[\\`*\[\]|~$]")
+# An underscore inside a word is literal in any case, and most names have some.
 _UNDERSCORES = re.compile(r"(?<![^\W_])_|_(?![^\W_])")
-# What begins a heading or a list at the start of a block.
-_FIRST = re.compile(r"^(#{1,6}|[-+]|\d+[.)])(?=\s)")
+# Marks that begin a heading or a list at the start of a block.
+_BLOCK_MARKS = re.compile(r"^(#{1,6}|[-+]|\d+[.)])(?=\s)")
 
 
 def plain(text: str) -> str:
-    """`text` so that Markdown shows it as it is, in a table's cell, a list or a paragraph."""
+    """Escape `text` so that it shows literally in a table's cell, a list or a paragraph."""
     text = " ".join(text.split())
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = _UNDERSCORES.sub(r"\\_", _MARKS.sub(r"\\\g<0>", text))
-    return _FIRST.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
+    text = _UNDERSCORES.sub(r"\\_", _INLINE_MARKS.sub(r"\\\g<0>", text))
+    return _BLOCK_MARKS.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
 def table(titles: Sequence[str], left: Collection[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without a line's end; the columns not in `left` stand at the right."""
+    """Format a table without a final newline; columns not in `left` are aligned right."""
     rule = ["---" if title in left else "---:" for title in titles]
     lines = [[plain(title) for title in titles], rule]
     lines += [[plain(cell) for cell in row] for row in rows]
@@ -28,5 +28,5 @@ def table(titles: Sequence[str], left: Collection[str], rows: Iterable[Sequence[
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """A list, an item a line."""
+    """Format a list, one item a line."""
     return "\n".join(f"- {plain(line)}" for line in lines)

@@ -9,54 +9,67 @@ from accbench.report import run as runs
 from accbench.report.comparison import Comparison
 
 
-def of_paths(paths: Sequence[str | Path]) -> list[Any]:
-    """Figures of one comparison's folder, or of several runs' folders.
+def figures_from_paths(paths: Sequence[str | Path]) -> list[Any]:
+    """Return the figures of one comparison's folder, or of several runs' folders.
 
     Raises:
-        RequestError: there are no records, or the runs do not belong side by side.
+        RequestError: there are no records, or the runs cannot be compared.
     """
     folders = [Path(path) for path in paths]
     if len(folders) == 1 and (folders[0] / comparison.PLAN_FILE).exists():
-        return of_comparison(comparison.read(folders[0]))
-    found = [runs.read(folder) for folder in folders]
-    comparison.check_mixed(found, allow_mixed=False)
-    return of_comparison(publish.of_runs(found))
+        return comparison_figures(comparison.read(folders[0]))
+    run_list = [runs.read(folder) for folder in folders]
+    comparison.check_mixed(run_list, allow_mixed=False)
+    return comparison_figures(publish.comparison_from_runs(run_list))
 
 
-def of_comparison(found: Comparison) -> list[Any]:
-    """Speed with its spread and throughput over steps; time of a step; loss over steps."""
+def comparison_figures(measured: Comparison) -> list[Any]:
+    """Return two figures of a comparison.
+
+    The first shows the speed with its spread, and the throughput over steps; the second how a
+    step's time is spent, and the loss over steps.
+    """
     from matplotlib.figure import Figure
 
-    result = analysis.judge(found)
-    unit, of_sample = result.counted
+    result = analysis.judge(measured)
+    unit, units_per_sample = result.counted
     speed = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = speed.subplots(1, 2)
-    names = [row.name for row in result.rows]
-    for number, row in enumerate(result.rows):
-        rounds = [value * of_sample for value in row.samples_per_s_rounds if value is not None]
-        left.barh(number, (row.samples_per_s or 0) * of_sample, color=f"C{number}", alpha=0.6)
+    names = [result_row.name for result_row in result.rows]
+    for number, result_row in enumerate(result.rows):
+        rounds = [
+            value * units_per_sample
+            for value in result_row.samples_per_s_rounds
+            if value is not None
+        ]
+        left.barh(
+            number,
+            (result_row.samples_per_s or 0) * units_per_sample,
+            color=f"C{number}",
+            alpha=0.6,
+        )
         left.plot(rounds, [number] * len(rounds), "|", color="black", markersize=12)
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     left.set_xlabel(f"{unit}/s, a stroke for each round")
-    for number, one in enumerate(found.rows):
-        for run in one.good:
-            points = charts.throughput_points(run, of_sample)
-            label = one.name if run is one.good[0] else None
+    for number, row in enumerate(measured.rows):
+        for run in row.good:
+            points = charts.throughput_points(run, units_per_sample)
+            label = row.name if run is row.good[0] else None
             right.plot(*zip(*points, strict=True), color=f"C{number}", alpha=0.7, label=label)
     right.set_ylim(bottom=0)
     right.set_xlabel("steps")
     right.set_ylabel(f"{unit}/s")
     right.legend(frameon=False)
-    return [speed, _step_and_loss(found)]
+    return [speed, _step_and_loss(measured)]
 
 
-def _step_and_loss(found: Comparison) -> Any:
+def _step_and_loss(measured: Comparison) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    shown = [(row.name, parts) for row in found.rows if (parts := charts.breakdown_ms(row))]
+    shown = [(row.name, parts) for row in measured.rows if (parts := charts.breakdown_ms(row))]
     start = [0.0] * len(shown)
     for index, part in enumerate(("data wait", "host", "device wait")):
         widths = [parts[index] for _, parts in shown]
@@ -65,9 +78,9 @@ def _step_and_loss(found: Comparison) -> Any:
     left.invert_yaxis()
     left.set_xlabel("ms a step")
     left.legend(frameon=False)
-    for number, row in enumerate(found.rows):
-        of_row = row.numerics if row.numerics.numerics else (row.good[0] if row.good else None)
-        points = charts.loss_points(of_row) if of_row is not None else ()
+    for number, row in enumerate(measured.rows):
+        run = row.numerics if row.numerics.numerics else (row.good[0] if row.good else None)
+        points = charts.loss_points(run) if run is not None else ()
         if points:
             right.plot(*zip(*points, strict=True), color=f"C{number}", label=row.name)
     right.set_xlabel("steps")

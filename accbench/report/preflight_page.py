@@ -1,6 +1,6 @@
-"""A preflight's sections in a terminal, in Markdown and as one page without network, with charts.
+"""A preflight's report for a terminal, as Markdown and as one HTML page without network.
 
-What stands in them comes from outside, a model's and a compiler's names among it; it is escaped
+What stands in it comes from outside, a model's and a compiler's names among it; it is escaped
 here.
 """
 
@@ -19,12 +19,12 @@ from rich.text import Text
 
 from accbench.report import markdown, svg
 
-Result = Mapping[str, Any]
-"""As `preflight.schema.json` describes it."""
+PreflightResult = Mapping[str, Any]
+"""A result, as `preflight.schema.json` describes it."""
 
 _CSS = Path(__file__).with_name("page.css")
 _TERMINAL_COLUMNS = 100
-# A kind has its colour in every chart and on every page.
+# Each kind has the same colour in every chart and on every page.
 _COLORS = {"convolution": 0, "matrix product": 1, "loop fusion": 2, "reduction fusion": 3,
            "transpose": 4}  # fmt: skip
 _OTHER_COLOR = 5
@@ -50,11 +50,11 @@ class Section:
     lines: Sequence[str] = ()
     table: Table | None = None
     chart: str = ""
-    """HTML, escaped where it was made; only a page has it."""
+    """HTML, escaped where it is built; only a page has it."""
     wide: bool = False
-    """On a page: over both columns."""
+    """Whether the section spans both columns of a page."""
     page_only: bool = False
-    """It explains a chart, without which it is of no use."""
+    """Whether the section explains a chart, and so is of no use without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Headline:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """What is said first, and the sections."""
+    """A whole report: headlines, settings, warnings and sections."""
 
     name: str
     headlines: Sequence[Headline]
@@ -84,55 +84,55 @@ class Document:
 
 
 def terminal(document: Document) -> str:
-    """For a terminal of 100 columns; ends in a newline."""
+    """Render for a terminal of 100 columns; ends in a newline."""
     console = Console(file=io.StringIO(), width=_TERMINAL_COLUMNS, force_terminal=False)
     for headline in document.headlines:
-        console.print(_words(headline.text))
+        console.print(_as_text(headline.text))
     for line in document.settings:
-        console.print(_words(line))
+        console.print(_as_text(line))
     for line in document.warnings:
-        console.print(_words(f"WARNING {line}"))
+        console.print(_as_text(f"WARNING {line}"))
     for section in document.sections:
         if section.page_only:
             continue
         console.print()
-        console.rule(_words(section.title), align="left")
+        console.rule(_as_text(section.title), align="left")
         for line in section.lines:
-            console.print(_words(line))
+            console.print(_as_text(line))
         if section.table is not None:
-            console.print(_grid(section.table))
+            console.print(_rich_table(section.table))
     printed: str = console.file.getvalue()  # type: ignore[attr-defined]
     lines = "\n".join(line.rstrip() for line in printed.splitlines())
     return re.sub(r"\n{3,}", "\n\n", lines).rstrip() + "\n"
 
 
-def _words(text: str) -> Text:
-    # Not as rich's markup, which knows `:names:` of emoji too; and what a terminal would obey
-    # or what would break a line is a space.
+def _as_text(text: str) -> Text:
+    # Not as rich's markup, which also replaces `:names:` of emoji. Control characters, which a
+    # terminal would obey, and line breaks become spaces.
     return Text("".join(c if c.isprintable() else " " for c in text))
 
 
-def _grid(table: Table) -> Grid:
+def _rich_table(table: Table) -> Grid:
     grid = Grid(box=box.SIMPLE_HEAD, collapse_padding=True)
-    kept = [i for i, title in enumerate(table.titles) if title not in table.not_in_terminal]
-    for index in kept:
+    shown = [i for i, title in enumerate(table.titles) if title not in table.not_in_terminal]
+    for index in shown:
         title = table.titles[index]
         if title in table.left:
-            # The last column, of sources in the model, has the longest words.
-            width = None if index in (0, kept[-1]) else 22
-            grid.add_column(_words(title), justify="left", overflow="fold", max_width=width)
+            # The last column, which names sources in the model, has the longest words.
+            width = None if index in (0, shown[-1]) else 22
+            grid.add_column(_as_text(title), justify="left", overflow="fold", max_width=width)
         else:
-            grid.add_column(_words(title), justify="right", no_wrap=True)
+            grid.add_column(_as_text(title), justify="right", no_wrap=True)
     for row in table.rows:
-        grid.add_row(*(_words(row[index]) for index in kept))
+        grid.add_row(*(_as_text(row[index]) for index in shown))
     return grid
 
 
 def as_markdown(document: Document) -> str:
-    """For an issue or a README; ends in a newline."""
-    blocks = [f"**{markdown.plain(one.text)}**" for one in document.headlines]
-    said = [*document.settings, *(f"WARNING {line}" for line in document.warnings)]
-    blocks.append(markdown.bullets(said))
+    """Render as Markdown for an issue or a README; ends in a newline."""
+    blocks = [f"**{markdown.plain(headline.text)}**" for headline in document.headlines]
+    bullets = [*document.settings, *(f"WARNING {line}" for line in document.warnings)]
+    blocks.append(markdown.bullets(bullets))
     for section in document.sections:
         if section.page_only:
             continue
@@ -146,8 +146,8 @@ def as_markdown(document: Document) -> str:
 
 
 def page(document: Document) -> str:
-    """One HTML page."""
-    headlines = "".join(_headline(one) for one in document.headlines)
+    """Render one HTML page with charts."""
+    headlines = "".join(_headline(headline) for headline in document.headlines)
     settings = "<br>".join(escape(line) for line in document.settings)
     warnings = "".join(
         f'<p class="mixed">warning: {escape(line)}</p>' for line in document.warnings
@@ -164,11 +164,11 @@ def page(document: Document) -> str:
     )
 
 
-def _headline(one: Headline) -> str:
-    verdict = f'<b class="{"good" if one.good else "bad"}">{escape(one.verdict)}</b>'
+def _headline(headline: Headline) -> str:
+    verdict = f'<b class="{"good" if headline.good else "bad"}">{escape(headline.verdict)}</b>'
     return (
-        f'<p class="verdict">{escape(one.before)}{verdict if one.verdict else ""}'
-        f"{escape(one.after)}</p>"
+        f'<p class="verdict">{escape(headline.before)}{verdict if headline.verdict else ""}'
+        f"{escape(headline.after)}</p>"
     )
 
 
@@ -196,7 +196,7 @@ def _html_table(table: Table) -> str:
 
 
 def number(value: float | None) -> str:
-    """With three digits or more; a dash where it is not known."""
+    """Format a number with two digits or more; a dash where it is not known."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -209,14 +209,17 @@ def number(value: float | None) -> str:
     return f"{value:,.{0 if size >= 100 or not size else 1 if size >= 10 else 2}f}"
 
 
-def dtype(result: Result) -> str:
-    """The type of what is multiplied, where autocast may choose."""
+def dtype(result: PreflightResult) -> str:
+    """Return the dtype of the products, which autocast may choose."""
     task = result["task"]
     return str(task["amp_dtype"]) if task["amp_level"] == "O1" else "float32"
 
 
-def peak_tflops(result: Result) -> tuple[str, float]:
-    """(type, 10^12 operations/s) of products at best; float32 may be tf32 on tensor cores."""
+def peak_tflops(result: PreflightResult) -> tuple[str, float]:
+    """Return (type, 10^12 operations/s) of products at best.
+
+    Products in float32 may run as tf32 on tensor cores.
+    """
     rates: dict[str, float] = result["gpu"]["dense_tflops"]
     wanted = dtype(result)
     names = ("tf32", "float32") if wanted == "float32" else (wanted, "float32")
@@ -224,8 +227,8 @@ def peak_tflops(result: Result) -> tuple[str, float]:
     return name, rates[name]
 
 
-def memory_bound_s(result: Result) -> float:
-    """Seconds of the bound in kernels whose bytes take longer than their products."""
+def memory_bound_s(result: PreflightResult) -> float:
+    """Sum the bound's seconds over the kernels that take longer to move bytes than to multiply."""
     bytes_per_s = 1e9 * result["gpu"]["memory_gb_per_s"]
     return sum(
         bound_s
@@ -234,35 +237,44 @@ def memory_bound_s(result: Result) -> float:
     )
 
 
-def memory_parts(result: Result) -> dict[str, int]:
-    """Bytes of one GPU at the step's peak; what is left, only where something is."""
+def memory_parts(result: PreflightResult) -> dict[str, int]:
+    """Return the bytes of one GPU at the step's peak, by use.
+
+    The free memory is a part only where there is some.
+    """
     memory = result["memory"]
     peak, temporaries = memory["peak_bytes"], memory["temporaries_bytes"]
     parts = {"arguments and results": peak - temporaries, "temporaries": temporaries}
-    left = memory["gpu_bytes"] - peak
-    return {**parts, "left for all else": left} if left > 0 else parts
+    free_bytes = memory["gpu_bytes"] - peak
+    return {**parts, "left for all else": free_bytes} if free_bytes > 0 else parts
 
 
-def memory_bar(result: Result) -> str:
-    """GiB of one GPU."""
+def memory_bar(result: PreflightResult) -> str:
+    """Chart the memory of one GPU in GiB."""
     parts = memory_parts(result)
     sizes = [size / 2**30 for size in parts.values()]
-    there = number(result["memory"]["gpu_bytes"] / 2**30)
-    label = f"{result['gpu']['name']}: {there} GiB"
+    total_gib = number(result["memory"]["gpu_bytes"] / 2**30)
+    label = f"{result['gpu']['name']}: {total_gib} GiB"
     return svg.bars([(label, 0, sizes)], tuple(parts), "GiB")
 
 
-def bytes_by_kind(named: Sequence[tuple[str, Result]]) -> str:
-    """Bars, a kind's of all results together; kinds that hardly show are summed up."""
-    whole = max((row["bytes"] for _, one in named for row in one["kinds"]), default=0)
-    unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
+def bytes_by_kind(results: Sequence[tuple[str, PreflightResult]]) -> str:
+    """Chart the bytes that each kind of kernel moves, all results of a kind together.
+
+    Kinds with less than 1 % of the largest are summed up.
+    """
+    largest = max((row["bytes"] for _, result in results for row in result["kinds"]), default=0)
+    unit, size = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
     shown = {
-        row["kind"]: None for _, one in named for row in one["kinds"] if row["bytes"] > whole / 100
+        row["kind"]: None
+        for _, result in results
+        for row in result["kinds"]
+        if row["bytes"] > largest / 100
     }
     rows = []
     for kind in [*shown, None]:
-        for name, one in named:
-            moved = [row["bytes"] for row in one["kinds"]
+        for name, result in results:
+            moved = [row["bytes"] for row in result["kinds"]
                      if (row["kind"] if row["kind"] in shown else None) == kind]  # fmt: skip
             label = f"{name} {kind or 'all others'}".strip()
             if kind or moved:
@@ -270,10 +282,13 @@ def bytes_by_kind(named: Sequence[tuple[str, Result]]) -> str:
     return svg.bars(rows, ("bytes",), unit)
 
 
-def roofline(result: Result) -> str:
-    """Kernels with products: TFLOP/s at the bound over FLOP a byte, under the GPU's two roofs."""
-    found = [row for row in result["kernels"] if row[1] and row[2] and row[3]]
-    longest_s = max((row[3] for row in found), default=1.0)
+def roofline(result: PreflightResult) -> str:
+    """Chart TFLOP/s at the bound over FLOP a byte, under the GPU's two roofs.
+
+    Each dot is a kernel with products.
+    """
+    kernels = [row for row in result["kernels"] if row[1] and row[2] and row[3]]
+    longest_s = max((row[3] for row in kernels), default=1.0)
     dots = [
         svg.Dot(
             f"{kind}: {number(num_bytes / 1e6)} MB, {number(flops / 1e9)} GFLOP, at least "
@@ -281,7 +296,7 @@ def roofline(result: Result) -> str:
             _COLORS.get(kind, _OTHER_COLOR), (flops / num_bytes, flops / bound_s / 1e12),
             max(2.0, 10 * (bound_s / longest_s) ** 0.5),
         )
-        for kind, num_bytes, flops, bound_s in found
+        for kind, num_bytes, flops, bound_s in kernels
     ]  # fmt: skip
     step = result["step"]
     average = (
@@ -290,22 +305,25 @@ def roofline(result: Result) -> str:
         else (0.0, 0.0)
     )
     roofs = _roofs(result, [x for x, _ in [average, *(dot.point for dot in dots)] if x > 0])
-    kinds = [svg.Series(kind, _COLORS.get(kind, _OTHER_COLOR), ()) for kind, *_ in found]
+    kinds = [svg.Series(kind, _COLORS.get(kind, _OTHER_COLOR), ()) for kind, *_ in kernels]
     chart = svg.logarithmic(
         dots, roofs, "FLOP a byte", "TFLOP/s at the bound", [(average, "the whole step")]
     )
     return chart + (svg.legend([*kinds, *roofs]) if dots else "")
 
 
-def _roofs(result: Result, xs: Sequence[float]) -> list[svg.Series]:
-    """From a little left of their meeting to a little right of it, or as far as dots lie."""
+def _roofs(result: PreflightResult, xs: Sequence[float]) -> list[svg.Series]:
+    """Return the GPU's two roofs: its memory's bandwidth and its peak of products.
+
+    They reach to a third and to three times the ridge point, or as far as dots lie.
+    """
     gb_per_s = result["gpu"]["memory_gb_per_s"]
     name, tflops = peak_tflops(result)
-    meeting = 1e3 * tflops / gb_per_s
-    left, right = min([meeting / 3, *xs]), max([meeting * 3, *xs])
+    ridge = 1e3 * tflops / gb_per_s
+    left, right = min([ridge / 3, *xs]), max([ridge * 3, *xs])
     return [
         svg.Series(f"dashed: {gb_per_s:,g} GB/s of memory", _OTHER_COLOR,
-                   ((left, left * gb_per_s / 1e3), (meeting, tflops)), "dashed"),
+                   ((left, left * gb_per_s / 1e3), (ridge, tflops)), "dashed"),
         svg.Series(f"line: {tflops:,g} TFLOP/s of products in {name}", _OTHER_COLOR,
-                   ((meeting, tflops), (right, tflops))),
+                   ((ridge, tflops), (right, tflops))),
     ]  # fmt: skip

@@ -2,30 +2,40 @@
 
 from typing import Any
 
-from accbench.report.preflight_page import Document, Headline, Result, Section, Table, number
+from accbench.report.preflight_page import (
+    Document,
+    Headline,
+    PreflightResult,
+    Section,
+    Table,
+    number,
+)
 from accbench.report.preflight_sections import (
     GIB,
     LARGE,
     NOT_COUNTED,
     PERCENT,
+    bound_with_launches_s,
     bytes_by_kind,
-    fits,
-    setting,
-    warnings_of,
-    with_launches_s,
+    describe_setting,
+    fit_headline,
+    warning_lines,
 )  # fmt: skip
 
 Change = dict[str, float | None]
 """a, b and change_percent, which is None where one is not known or a is 0."""
 
 
-def _figures(result: Result) -> dict[str, tuple[str, float, float | None]]:
-    """Key -> (title, what one of the title's unit is, value)."""
+def _figures(result: PreflightResult) -> dict[str, tuple[str, float, float | None]]:
+    """Return the figures of a result: key -> (title, the title's unit, value)."""
     step, memory = result["step"], result["memory"]
     reduction, eager = result["reduction"] or {}, result["eager"] or {}
     search, speed = result.get("batch_search") or {}, step["samples_per_s_at_most"]
     of_all = None if speed is None else speed * result["num_gpus"]
-    slower_s, early = with_launches_s(result, step), reduction.get("started_before_last_product")
+    slower_s, early = (
+        bound_with_launches_s(result, step),
+        reduction.get("started_before_last_product"),
+    )
     return {
         "bytes": ("GB", 1e9, step["bytes"]),
         "flops": ("TFLOP", 1e12, step["flops"]),
@@ -47,18 +57,20 @@ def _figures(result: Result) -> dict[str, tuple[str, float, float | None]]:
     }  # fmt: skip
 
 
-def as_json(a: Result, b: Result) -> dict[str, Any]:
-    """Both, and the changes, as plain values."""
-    of_a, of_b = _figures(a), _figures(b)
+def as_json(a: PreflightResult, b: PreflightResult) -> dict[str, Any]:
+    """Return both settings, and the change of every figure, as plain values."""
+    figures_a, figures_b = _figures(a), _figures(b)
     return {
         "kind": "preflight comparison",
         "schema_version": 1,
-        "a": setting(a),
-        "b": setting(b),
-        "differ": _differ(a, b),
-        "figures": {key: _change(of_a[key][2], of_b[key][2]) for key in of_a},
-        "kinds": _grouped(a, b, "kinds", "kind", ("launches", "bytes")),
-        "large_tensors": _grouped(a, b, "large_tensors", "element_type", ("count", "bytes")),
+        "a": describe_setting(a),
+        "b": describe_setting(b),
+        "differ": _differences(a, b),
+        "figures": {key: _change(figures_a[key][2], figures_b[key][2]) for key in figures_a},
+        "kinds": _changes_by_group(a, b, "kinds", "kind", ("launches", "bytes")),
+        "large_tensors": _changes_by_group(
+            a, b, "large_tensors", "element_type", ("count", "bytes")
+        ),
     }
 
 
@@ -67,31 +79,40 @@ def _change(a: float | None, b: float | None) -> Change:
     return {"a": a, "b": b, "change_percent": percent}
 
 
-def _grouped(
-    a: Result, b: Result, part: str, name: str, keys: tuple[str, ...]
+def _changes_by_group(
+    a: PreflightResult, b: PreflightResult, part: str, name: str, keys: tuple[str, ...]
 ) -> dict[str, dict[str, Change]]:
-    """Rows of a part of both, by their name; what one lacks is 0 there."""
-    of_a, of_b = ({row[name]: row for row in one[part]} for one in (a, b))
+    """Return the change of each row of a list by its name; a missing row counts as 0."""
+    rows_a, rows_b = ({row[name]: row for row in result[part]} for result in (a, b))
     changes = {}
-    for group in {**of_a, **of_b}:
-        one, other = of_a.get(group, {}), of_b.get(group, {})
-        changes[group] = {key: _change(one.get(key, 0), other.get(key, 0)) for key in keys}
+    for group in {**rows_a, **rows_b}:
+        row_a, row_b = rows_a.get(group, {}), rows_b.get(group, {})
+        changes[group] = {key: _change(row_a.get(key, 0), row_b.get(key, 0)) for key in keys}
     return changes
 
 
-def _differ(a: Result, b: Result) -> list[str]:
-    """What was not compiled alike, a line each."""
-    asked = [
-        {**one["task"], **one["versions"], "GPU": one["gpu"]["name"], "GPUs": one["num_gpus"]}
-        for one in (a, b)
+def _differences(a: PreflightResult, b: PreflightResult) -> list[str]:
+    """Return what differs in the two requests, one line each."""
+    requests = [
+        {
+            **result["task"],
+            **result["versions"],
+            "GPU": result["gpu"]["name"],
+            "GPUs": result["num_gpus"],
+        }
+        for result in (a, b)
     ]
-    keys = [key for key in {**asked[0], **asked[1]} if key != "nproc_per_node"]  # it is GPUs
-    values = {key: [one.get(key) for one in asked] for key in keys}
-    return [f"{key}: {one} and {other}" for key, (one, other) in values.items() if one != other]
+    keys = [key for key in {**requests[0], **requests[1]} if key != "nproc_per_node"]  # it is GPUs
+    values = {key: [result.get(key) for result in requests] for key in keys}
+    return [
+        f"{key}: {value_a} and {value_b}"
+        for key, (value_a, value_b) in values.items()
+        if value_a != value_b
+    ]
 
 
 def _cells(change: Change, unit: float = 1) -> tuple[str, str, str]:
-    """Of a, of b, and what has changed."""
+    """Return the texts of a change's cells: of a, of b, and of what has changed."""
     a, b = (
         None if value is None else value if unit == 1 else value / unit
         for value in (change["a"], change["b"])
@@ -108,8 +129,8 @@ def _cells(change: Change, unit: float = 1) -> tuple[str, str, str]:
     return number(a), number(b), text
 
 
-def document(a: Result, b: Result) -> Document:
-    """Both side by side."""
+def build_document(a: PreflightResult, b: PreflightResult) -> Document:
+    """Build the report that shows both results side by side."""
     values = as_json(a, b)
     figures = values["figures"]
     rows = [
@@ -122,22 +143,25 @@ def document(a: Result, b: Result) -> Document:
         NOT_COUNTED,
         *(f"A and B differ in {line}" for line in values["differ"]),
     ]
-    named = (("A", a), ("B", b))
+    results = (("A", a), ("B", b))
     return Document(
-        name=" and ".join(dict.fromkeys(str(one["task"]["model"]) for one in (a, b))),
-        headlines=[*(fits(one, name) for name, one in named), _changed(figures)],
+        name=" and ".join(dict.fromkeys(str(result["task"]["model"]) for result in (a, b))),
+        headlines=[
+            *(fit_headline(result, name) for name, result in results),
+            _change_headline(figures),
+        ],
         settings=[f"A: {values['a']}", f"B: {values['b']}"],
-        warnings=[f"{name}: {line}" for name, one in named for line in warnings_of(one)],
+        warnings=[f"{name}: {line}" for name, result in results for line in warning_lines(result)],
         sections=[
             Section("Change from A to B", lines, Table(("", "A", "B", "change"), rows, left=("",))),
-            bytes_by_kind(named),
-            _changes("What runs, by kind", "kind", "launches", values["kinds"]),
-            _changes(LARGE, "type", "tensors", values["large_tensors"]),
+            bytes_by_kind(results),
+            _change_table("What runs, by kind", "kind", "launches", values["kinds"]),
+            _change_table(LARGE, "type", "tensors", values["large_tensors"]),
         ],
     )
 
 
-def _changed(figures: dict[str, Change]) -> Headline:
+def _change_headline(figures: dict[str, Change]) -> Headline:
     names = {
         "bytes": "bytes", "launches": "launches", "peak_bytes": "memory",
         "bound_s": "the bound of a step's time",
@@ -146,10 +170,12 @@ def _changed(figures: dict[str, Change]) -> Headline:
     return Headline(f"From A to B: {changes}.")
 
 
-def _changes(title: str, name: str, count: str, groups: dict[str, dict[str, Change]]) -> Section:
+def _change_table(
+    title: str, name: str, count: str, groups: dict[str, dict[str, Change]]
+) -> Section:
     rows = []
     for group, changes in groups.items():
-        of_count, of_bytes = changes.values()
-        rows.append((group, *_cells(of_count), *_cells(of_bytes, 1e9)))
+        count_change, bytes_change = changes.values()
+        rows.append((group, *_cells(count_change), *_cells(bytes_change, 1e9)))
     titles = (name, f"{count} A", f"{count} B", "change", "GB A", "GB B", "change")
     return Section(title, (), Table(titles, rows, left=(name,)), wide=True)

@@ -1,9 +1,16 @@
-"""A preflight's result in sections: lines and tables, in words."""
+"""The sections of a preflight's report: sentences, tables and charts."""
 
 from collections.abc import Sequence
 
 from accbench.report import preflight_page as pages
-from accbench.report.preflight_page import Document, Headline, Result, Section, Table, number
+from accbench.report.preflight_page import (
+    Document,
+    Headline,
+    PreflightResult,
+    Section,
+    Table,
+    number,
+)
 
 GIB = 2**30
 PERCENT = 1e-2
@@ -17,31 +24,31 @@ NOT_COUNTED = (
 )
 
 
-def document(result: Result) -> Document:
-    """All that there is to say of one result."""
-    found = [
+def build_document(result: PreflightResult) -> Document:
+    """Build the whole report of one preflight result."""
+    sections = [
         _memory(result),
         bytes_by_kind([("", result)]),
         _bound(result),
         _roofline(result),
         _kinds(result),
         _large_tensors(result),
-        _dearest(result),
+        _costliest_kernels(result),
         _reduction(result),
         _cost(result),
         _notes(result),
     ]
     return Document(
         name=str(result["task"]["model"]),
-        headlines=[fits(result), _at_most(result)],
-        settings=[setting(result)],
-        warnings=warnings_of(result),
-        sections=[section for section in found if section is not None],
+        headlines=[fit_headline(result), _speed_bound(result)],
+        settings=[describe_setting(result)],
+        warnings=warning_lines(result),
+        sections=[section for section in sections if section is not None],
     )
 
 
-def setting(result: Result) -> str:
-    """What was compiled, and for what."""
+def describe_setting(result: PreflightResult) -> str:
+    """Describe in one line what was compiled, and for which GPUs."""
     task = result["task"]
     parts = [
         str(task["model"]),
@@ -54,31 +61,31 @@ def setting(result: Result) -> str:
     return ", ".join(parts)
 
 
-def fits(result: Result, name: str = "The step") -> Headline:
-    """Whether it compiles and fits."""
+def fit_headline(result: PreflightResult, name: str = "The step") -> Headline:
+    """Say whether the step compiles and fits into GPU memory."""
     memory = result["memory"]
     twice = memory["rematerialised"]
-    again = f"{_many(twice, 'instruction')} computed" if twice else "nothing is computed"
+    again = f"{_plural(twice, 'instruction')} computed" if twice else "nothing is computed"
     return Headline(
         f"{name} ",
         "compiles and fits" if memory["fits"] else "compiles and does not fit",
         f": at least {number(memory['peak_bytes'] / GIB)} of "
         f"{number(memory['gpu_bytes'] / GIB)} GiB a GPU at its peak; {again} twice to save "
-        f"memory.{_over(result)}",
+        f"memory.{_excess(result)}",
         good=memory["fits"],
     )
 
 
-def _over(result: Result) -> str:
-    """By how much it does not fit, and a guess at what would."""
+def _excess(result: PreflightResult) -> str:
+    """Say by how much the step exceeds the memory, and guess a batch size that fits."""
     memory = result["memory"]
     over = memory["peak_bytes"] - memory["gpu_bytes"]
     if over <= 0:
         return ""
     # What does not grow with the batch: nearly all that the step is given.
     fixed = memory["arguments_bytes"]
-    part = (memory["gpu_bytes"] - fixed) / (memory["peak_bytes"] - fixed)
-    batch = int(result["task"]["batch_size"] * part) // 8 * 8
+    batch_share = (memory["gpu_bytes"] - fixed) / (memory["peak_bytes"] - fixed)
+    batch = int(result["task"]["batch_size"] * batch_share) // 8 * 8
     guess = f"a batch of about {batch:,}" if batch > 0 else "no batch, by a guess,"
     return (
         f" That is {number(over / GIB)} GiB too much; {guess} would fit, and --find_batch finds "
@@ -86,7 +93,7 @@ def _over(result: Result) -> str:
     )
 
 
-def _at_most(result: Result) -> Headline:
+def _speed_bound(result: PreflightResult) -> Headline:
     step, gpus = result["step"], result["num_gpus"]
     speed = step["samples_per_s_at_most"]
     if speed is None:
@@ -98,14 +105,14 @@ def _at_most(result: Result) -> Headline:
     )
 
 
-def warnings_of(result: Result) -> list[str]:
-    """What a reader should not overlook, a line each."""
+def warning_lines(result: PreflightResult) -> list[str]:
+    """Return the warnings that a reader must not overlook, one a line."""
     lines = []
     transfers = result["host_transfers"]
     if transfers:
         more = f" and {len(transfers) - 5:,} more" if len(transfers) > 5 else ""
         lines.append(
-            f"{_many(len(transfers), 'transfer')} to or from the host within the step, where the "
+            f"{_plural(len(transfers), 'transfer')} to or from the host within the step, where the "
             f"GPU may wait: {', '.join(transfers[:5])}{more}"
         )
     if result["num_gpus"] > 1 and not result["reduction"]:
@@ -114,18 +121,18 @@ def warnings_of(result: Result) -> list[str]:
         if result["task"]["amp_level"] == "O1" and row["element_type"] in _WIDE:
             source = f" of {row['source']}" if row["source"] else ""
             lines.append(
-                f"{row['element_type']} under O1: {_many(row['count'], 'tensor')} of a million "
+                f"{row['element_type']} under O1: {_plural(row['count'], 'tensor')} of a million "
                 f"elements or more, {number(row['bytes'] / 1e9)} GB in all; the largest is "
                 f"{row['largest']}{source}"
             )
     return lines
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _memory(result: Result) -> Section:
+def _memory(result: PreflightResult) -> Section:
     parts = {name: size / GIB for name, size in pages.memory_parts(result).items()}
     words = ", ".join(f"{name} {number(size)} GiB" for name, size in parts.items())
     lines = [f"{words[0].upper()}{words[1:]}.", NOT_COUNTED]
@@ -135,14 +142,18 @@ def _memory(result: Result) -> Section:
         lines.append(f"The largest batch that fits, of those tried: {best}.")
         lines += [search["limit"]] if search["limit"] else []
         rows = [
-            (f"{batch:,}", number(None if size is None else size / GIB), "yes" if fits else "no")
-            for batch, size, fits in search["tried"]
+            (
+                f"{batch:,}",
+                number(None if size is None else size / GIB),
+                "yes" if does_fit else "no",
+            )
+            for batch, size, does_fit in search["tried"]
         ]
         table = Table(("batch a GPU", "GiB at least", "fits"), rows)
     return Section("Memory", lines, table, chart=pages.memory_bar(result))
 
 
-def _bound(result: Result) -> Section:
+def _bound(result: PreflightResult) -> Section:
     step, eager, gpu = result["step"], result["eager"], result["gpu"]
     whole_ms, bytes_ms = 1e3 * step["bound_s"], 1e3 * pages.memory_bound_s(result)
     lines = [
@@ -161,7 +172,7 @@ def _bound(result: Result) -> Section:
         if eager
         else "There is no such bound for eager PyTorch here."
     )
-    ours, theirs = _speeds(result, step), _speeds(result, eager) if eager else {}
+    ours, theirs = _step_figures(result, step), _step_figures(result, eager) if eager else {}
     rows = [
         (title, number(value), number(theirs.get(title)), number(_ratio(theirs.get(title), value)))
         for title, value in ours.items()
@@ -172,25 +183,25 @@ def _bound(result: Result) -> Section:
     return Section("Bound", lines, table)
 
 
-def _ratio(part: float | None, whole: float | None, times: float = 1.0) -> float | None:
-    return times * part / whole if part is not None and whole else None
+def _ratio(part: float | None, total: float | None, times: float = 1.0) -> float | None:
+    return times * part / total if part is not None and total else None
 
 
-def _launch_us(result: Result) -> float:
+def _launch_us(result: PreflightResult) -> float:
     step = result["step"]
     return round(1e6 * step["launch_s"] / step["launches"], 3) if step["launches"] else 0.0
 
 
-def with_launches_s(result: Result, step: Result) -> float:
-    """The bound with a guess at what launches take."""
+def bound_with_launches_s(result: PreflightResult, step: PreflightResult) -> float:
+    """Return the step's bound in seconds plus a guess at the time of its kernel launches."""
     seconds: float = step["bound_s"] + 1e-6 * _launch_us(result) * step["launches"]
     return seconds
 
 
-def _speeds(result: Result, step: Result) -> dict[str, float | None]:
-    """Of a step, XLA's or eager PyTorch's."""
+def _step_figures(result: PreflightResult, step: PreflightResult) -> dict[str, float | None]:
+    """Return the figures of a step, of XLA's or of eager PyTorch's: title -> value."""
     gpus, speed = result["num_gpus"], step["samples_per_s_at_most"]
-    slower_s = with_launches_s(result, step)
+    slower_s = bound_with_launches_s(result, step)
     with_launches = f"with {_launch_us(result):g} µs a launch"
     of_all = None if speed is None else gpus * speed
     return {
@@ -205,13 +216,13 @@ def _speeds(result: Result, step: Result) -> dict[str, float | None]:
     }
 
 
-def bytes_by_kind(named: Sequence[tuple[str, Result]]) -> Section:
-    """Bars of what moves how much, of one result or of several."""
+def bytes_by_kind(results: Sequence[tuple[str, PreflightResult]]) -> Section:
+    """Chart the bytes that each kind of kernel moves, for one result or for several."""
     line = "What a step must move, by what moves it."
-    return Section("Bytes by kind", [line], chart=pages.bytes_by_kind(named), page_only=True)
+    return Section("Bytes by kind", [line], chart=pages.bytes_by_kind(results), page_only=True)
 
 
-def _roofline(result: Result) -> Section:
+def _roofline(result: PreflightResult) -> Section:
     without = [row for row in result["kernels"] if not row[2]]
     lost_ms = 1e3 * sum(row[3] for row in without)
     line = (
@@ -222,11 +233,12 @@ def _roofline(result: Result) -> Section:
     return Section("Roofline", [line], chart=pages.roofline(result), page_only=True)
 
 
-def _kinds(result: Result) -> Section:
+def _kinds(result: PreflightResult) -> Section:
     step, whole_s = result["step"], result["step"]["bound_s"]
     rows = [
         (row["kind"], f"{row['launches']:,}", number(row["bytes"] / 1e9),
-         number(row["flops"] / 1e12), number(1e3 * row["bound_s"]), _share(row["bound_s"], whole_s))
+         number(row["flops"] / 1e12), number(1e3 * row["bound_s"]),
+         _percent(row["bound_s"], whole_s))
         for row in result["kinds"]
     ]  # fmt: skip
     lines = [
@@ -235,12 +247,12 @@ def _kinds(result: Result) -> Section:
     ]
     if result["thunks"]:
         lines.append(
-            f"XLA starts {step['launches']:,} thunks: {_counted(result['thunks'])}. The table "
+            f"XLA starts {step['launches']:,} thunks: {_join_counts(result['thunks'])}. The table "
             "counts the operations of its program."
         )
     if result["layouts"]:
-        named = {f"{key}{_order(key)}": count for key, count in result["layouts"].items()}
-        lines.append(f"Layouts of convolutions: {_counted(named)}.")
+        named = {f"{key}{_channel_order(key)}": count for key, count in result["layouts"].items()}
+        lines.append(f"Layouts of convolutions: {_join_counts(named)}.")
     unbound = [row["kind"] for row in result["kinds"] if row["bytes"] and not row["bound_s"]]
     if unbound:
         lines.append(f"No bound of {', '.join(unbound)}: links between GPUs are not described.")
@@ -250,24 +262,27 @@ def _kinds(result: Result) -> Section:
     return Section("What runs, by kind", lines, table, wide=True)
 
 
-def _counted(counts: dict[str, int]) -> str:
+def _join_counts(counts: dict[str, int]) -> str:
     most_first = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(f"{count:,} {name}" for name, count in most_first)
 
 
-def _order(layout: str) -> str:
-    """Of XLA's dimension labels such as b01f_o01i->b01f: b is the batch, f the channels."""
+def _channel_order(layout: str) -> str:
+    """Return the memory order of a convolution's input, in words.
+
+    XLA's dimension labels, such as b01f_o01i->b01f, give it: b is the batch, f the channels.
+    """
     of_input = layout.split("_")[0]
     if of_input.startswith("bf"):
         return " (channels first)"
     return " (channels last)" if of_input.endswith("f") else ""
 
 
-def _share(part: float, whole: float) -> str:
-    return number(_ratio(part, whole, 100))
+def _percent(part: float, total: float) -> str:
+    return number(_ratio(part, total, 100))
 
 
-def _large_tensors(result: Result) -> Section:
+def _large_tensors(result: PreflightResult) -> Section:
     rows = [
         (row["element_type"], f"{row['count']:,}", number(row["bytes"] / 1e9), row["largest"],
          row["source"] or "-")
@@ -282,14 +297,14 @@ def _large_tensors(result: Result) -> Section:
     return Section(LARGE, ["Written over the whole step, not there at one time."], table, wide=True)
 
 
-def _dearest(result: Result) -> Section:
+def _costliest_kernels(result: PreflightResult) -> Section:
     whole_s = result["step"]["bound_s"]
     rows = []
     for row in result["dearest"][:_MOST_ROWS]:
         shapes = row["results"]
         more = f" +{len(shapes) - 2}" if len(shapes) > 2 else ""
         rows.append(
-            (number(1e3 * row["bound_s"]), _share(row["bound_s"], whole_s),
+            (number(1e3 * row["bound_s"]), _percent(row["bound_s"], whole_s),
              number(row["bytes"] / 1e9), number(row["flops"] / 1e9), row["kind"], row["name"],
              ", ".join(shapes[:2]) + more, row["source"] or "-")
         )  # fmt: skip
@@ -298,18 +313,18 @@ def _dearest(result: Result) -> Section:
     return Section("The dearest kernels", ["ms: at least. %: part of the bound."], table, wide=True)
 
 
-def _reduction(result: Result) -> Section | None:
+def _reduction(result: PreflightResult) -> Section | None:
     reduction = result["reduction"]
     if not reduction:
         return None
-    found, early = reduction["all_reduces"], 100 * reduction["started_before_last_product"]
+    all_reduces, early = reduction["all_reduces"], 100 * reduction["started_before_last_product"]
     rows = [
         (row["name"], number(row["bytes"] / 1e6), "yes" if row["before_last_product"] else "no",
          f"{row['products_beside']:,}", number(1e3 * row["beside_s"]))
-        for row in found[:_MOST_ROWS]
+        for row in all_reduces[:_MOST_ROWS]
     ]  # fmt: skip
     lines = [
-        f"{_many(len(found), 'all-reduce')} of "
+        f"{_plural(len(all_reduces), 'all-reduce')} of "
         f"{number(reduction['bytes'] / 1e6)} MB; {number(early)} % of the bytes "
         "start before the last convolution or matrix product, with others beside them. The rest "
         "cannot hide behind the backward pass.",
@@ -317,16 +332,16 @@ def _reduction(result: Result) -> Section | None:
     ]
     if reduction.get("all_gathers"):
         lines.append(
-            f"{_many(reduction['all_gathers'], 'all-gather')} of parameters in parts, a GPU's "
+            f"{_plural(reduction['all_gathers'], 'all-gather')} of parameters in parts, a GPU's "
             f"{number(reduction['gathered_bytes'] / 1e6)} MB."
         )
-    if len(found) > _MOST_ROWS:
+    if len(all_reduces) > _MOST_ROWS:
         lines.append(f"The first {_MOST_ROWS} are shown.")
     titles = ("all-reduce", "MB", "before the last product", "products beside", "ms beside")
     return Section("Reduction of gradients", lines, Table(titles, rows, left=titles[:1]), wide=True)
 
 
-def _cost(result: Result) -> Section:
+def _cost(result: PreflightResult) -> Section:
     cost = result["cost"]
     rows = [
         (key.removesuffix("_s"), number(value)) for key, value in cost.items() if key.endswith("_s")
@@ -336,7 +351,7 @@ def _cost(result: Result) -> Section:
     return Section("Cost of asking", lines, Table(("", "seconds"), rows, left=("",)))
 
 
-def _notes(result: Result) -> Section:
+def _notes(result: PreflightResult) -> Section:
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
     eager = result["eager"] or {}
     lines = [

@@ -7,57 +7,61 @@ from pathlib import Path
 from accbench.errors import RequestError
 from accbench.report import analysis, comparison, comparison_table, html, summary, table
 from accbench.report import run as runs
-from accbench.report.comparison import Comparison, Plan, Row, RowPlan
+from accbench.report.comparison import Comparison, ComparisonPlan, ComparisonRow, RowPlan
 
 
 def report(paths: Sequence[Path], format: str, allow_mixed: bool = False) -> tuple[str, list[str]]:
-    """What `accbench report` prints, and a line for each path that it cannot show.
+    """Render what `accbench report` prints, and a line for each path that it cannot show.
 
     Raises:
-        RequestError: runs of different settings side by side, and that was not asked for;
-            or runs and comparisons in one JSON document.
+        RequestError: the runs have different settings and `allow_mixed` is off, or one JSON
+            document would hold both runs and comparisons.
     """
-    found, rows, files, problems = [], [], [], []
+    comparisons, rows, files, problems = [], [], [], []
     for path in paths:
         try:
             if (path / comparison.PLAN_FILE).exists():
-                found.append(comparison.read(path, allow_mixed))
+                comparisons.append(comparison.read(path, allow_mixed))
             else:
-                rows.append(summary.of_run(path))
+                rows.append(summary.summarize_run(path))
                 files.append(path)
         except RequestError as error:
             problems.append(str(error))
-    beside = [runs.read(path) for path in files]
-    mixed = comparison.check_mixed(beside, allow_mixed)
+    runs_read = [runs.read(path) for path in files]
+    mixed = comparison.check_mixed(runs_read, allow_mixed)
     if rows and format == "html":
-        found.append(of_runs(beside, mixed))
-    if found and rows and format == "json":
-        raise RequestError("runs and comparisons in one JSON document: report them apart")
-    texts = [render(found, format)] if found else []
+        comparisons.append(comparison_from_runs(runs_read, mixed))
+    if comparisons and rows and format == "json":
+        raise RequestError(
+            "one JSON document cannot hold both runs and comparisons; report them separately"
+        )
+    texts = [render(comparisons, format)] if comparisons else []
     if rows and format != "html":
         texts.insert(0, table.render(rows, format, mixed))
     return "\n".join(texts), problems
 
 
-def of_runs(found: Sequence[runs.Run], mixed: tuple[str, ...] = ()) -> Comparison:
-    """Single runs as a comparison of one round, of which no verdict is asked."""
+def comparison_from_runs(
+    run_list: Sequence[runs.RecordedRun], mixed: tuple[str, ...] = ()
+) -> Comparison:
+    """Wrap single runs in a comparison of one round, from which no verdict is asked."""
     names: list[str] = []
-    for run in found:
-        times = sum(1 for name in names if name.split("#")[0] == run.name)
-        names.append(f"{run.name}#{times + 1}" if times else run.name)
-    plan = Plan(
+    for run in run_list:
+        num_same_name = sum(1 for name in names if name.split("#")[0] == run.name)
+        names.append(f"{run.name}#{num_same_name + 1}" if num_same_name else run.name)
+    plan = ComparisonPlan(
         rows=tuple(RowPlan(name, name, {}) for name in names),
         baseline=names[0], repeats=1, min_effect=0.0, numerics_steps=0, input_round=False,
     )  # fmt: skip
-    rows = tuple(Row(name, (run,)) for name, run in zip(names, found, strict=True))
+    rows = tuple(ComparisonRow(name, (run,)) for name, run in zip(names, run_list, strict=True))
     return Comparison(", ".join(names), plan, rows, mixed=mixed)
 
 
-def render(found: Sequence[Comparison], format: str) -> str:
-    """One comparison after another as table, md, html or json, ending in a newline."""
+def render(comparisons: Sequence[Comparison], format: str) -> str:
+    """Render comparisons one after another as table, md, html or json, ending in a newline."""
     if format == "html":
-        return html.page(found)
-    results = [analysis.judge(one) for one in found]
+        return html.page(comparisons)
+    results = [analysis.judge(item) for item in comparisons]
     if format == "json":
         values = [analysis.as_json(result) for result in results]
         return json.dumps(values[0] if len(values) == 1 else values, indent=1) + "\n"
@@ -66,11 +70,11 @@ def render(found: Sequence[Comparison], format: str) -> str:
     return "\n".join(comparison_table.terminal(result) for result in results)
 
 
-def write(found: Comparison, folder: Path) -> list[Path]:
-    """report.html, report.md and report.json in `folder`."""
+def write(measured: Comparison, folder: Path) -> list[Path]:
+    """Write report.html, report.md and report.json into `folder`, and return their paths."""
     paths = []
     for format in ("html", "md", "json"):
         path = folder / f"report.{format}"
-        path.write_text(render([found], format), encoding="utf-8")
+        path.write_text(render([measured], format), encoding="utf-8")
         paths.append(path)
     return paths

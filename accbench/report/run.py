@@ -13,46 +13,46 @@ R = TypeVar("R", bound=records.Record)
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """A run. What it did not get to is None or empty."""
+class RecordedRun:
+    """The records of one run. What the run did not get to is None or empty."""
 
     name: str
     header: records.RunRecord | None = None
     windows: tuple[records.WindowRecord, ...] = ()
-    """Of all processes of a run that was resumed."""
+    """The windows of all processes of a run that was resumed."""
     evaluations: tuple[records.EvalRecord, ...] = ()
     end: records.EndRecord | None = None
     device: records.DeviceRecord | None = None
     numerics: tuple[records.NumericsRecord, ...] = ()
     timed: tuple[records.WindowRecord, ...] | None = None
-    """Those of `windows` that tell the speed of `header`'s setting; None: all."""
+    """The windows that tell the speed of `header`'s setting; None: all."""
 
     @property
     def status(self) -> str:
-        """As in the end record; `killed` without one, `not run` without anything."""
+        """The end record's status; `killed` without one, `not run` without any record."""
         if self.end is not None:
             return self.end.status
         return "killed" if self.header else "not run"
 
     @property
     def steady(self) -> tuple[records.WindowRecord, ...]:
-        """Windows after the warm-up."""
+        """The windows after the warm-up."""
         timed = self.windows if self.timed is None else self.timed
         return tuple(window for window in timed if not window.warmup)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Of all ranks, over the wall seconds of the steady windows."""
+        """Samples of all ranks over the wall seconds of the steady windows."""
         return self._per_wall(sum(window.num_samples for window in self.steady))
 
     @property
     def counted(self) -> tuple[str, int]:
-        """As `RunRecord.counted`."""
+        """The unit that speed is told in, and units a sample; see `RunRecord.counted`."""
         return self.header.counted if self.header else ("samples", 1)
 
     @property
     def steps_per_s(self) -> float | None:
-        """Likewise in steps."""
+        """Steps over the wall seconds of the steady windows."""
         return self._per_wall(sum(window.num_steps for window in self.steady))
 
     @property
@@ -67,12 +67,12 @@ class Run:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """The largest of any rank."""
+        """The largest peak of any rank."""
         return max((window.peak_memory_bytes for window in self.windows), default=None)
 
     @property
     def sm_clock_mhz(self) -> float | None:
-        """Of the slowest NVIDIA device."""
+        """The SM clock of the slowest NVIDIA device."""
         return self.device.sm_clock_mhz if self.device else None
 
     @property
@@ -82,12 +82,12 @@ class Run:
 
     @property
     def power_w(self) -> float | None:
-        """Of all devices."""
+        """The power of all devices together, in watts."""
         return self.device.power_w if self.device else None
 
     @property
     def joules_per_1000_samples(self) -> float | None:
-        """Energy of the devices alone."""
+        """The energy of the devices alone."""
         if self.power_w is None or not self.samples_per_s:
             return None
         return 1000 * self.power_w / self.samples_per_s
@@ -104,7 +104,7 @@ class Run:
         return {f"{unit} a sample": number}
 
     def setting(self) -> dict[str, Any]:
-        """What must be alike in two runs for their speeds to be compared."""
+        """Return what must be the same in two runs for their speeds to be compared."""
         assert self.header is not None
         run = self.header
         launcher = run.task.get("launcher", config.TaskConfig.launcher)
@@ -119,59 +119,65 @@ class Run:
         }
 
 
-def counted(found: Iterable[Run]) -> tuple[str, int]:
-    """What all these runs are counted in, see `RunRecord.counted`; samples where they differ."""
-    of_runs = {run.counted for run in found if run.header}
-    return of_runs.pop() if len(of_runs) == 1 else ("samples", 1)
+def counted(runs: Iterable[RecordedRun]) -> tuple[str, int]:
+    """Return the unit that these runs are counted in, and units a sample.
+
+    Runs that differ are counted in samples; see `RunRecord.counted`.
+    """
+    units = {run.counted for run in runs if run.header}
+    return units.pop() if len(units) == 1 else ("samples", 1)
 
 
-def of_records(name: str, found: list[records.Record]) -> Run:
-    """Sort a run's records."""
+def run_from_records(name: str, run_records: list[records.Record]) -> RecordedRun:
+    """Sort a run's records by kind."""
 
     def of_kind(kind: type[R]) -> tuple[R, ...]:
-        return tuple(record for record in found if isinstance(record, kind))
+        return tuple(record for record in run_records if isinstance(record, kind))
 
     def last(kind: type[R]) -> R | None:
         return next(reversed(of_kind(kind)), None)
 
-    return Run(
+    return RecordedRun(
         name=name,
         header=last(records.RunRecord),
         windows=of_kind(records.WindowRecord),
         evaluations=of_kind(records.EvalRecord),
-        timed=_timed(found),
+        timed=_timed(run_records),
         end=last(records.EndRecord),
         device=last(records.DeviceRecord),
         numerics=of_kind(records.NumericsRecord),
     )
 
 
-def _timed(found: list[records.Record]) -> tuple[records.WindowRecord, ...]:
-    """Windows of the processes that ran as the last one did: a resumed run may have changed."""
+def _timed(run_records: list[records.Record]) -> tuple[records.WindowRecord, ...]:
+    """Return the windows of the processes that ran as the last one did.
+
+    A resumed run may have changed its setting.
+    """
     timed: list[records.WindowRecord] = []
     setting = None
-    for record in found:
+    for record in run_records:
         if isinstance(record, records.RunRecord):
-            its_own = (record.engine, *Run("", record).setting().values())
-            timed, setting = timed if its_own == setting else [], its_own
+            record_setting = (record.engine, *RecordedRun("", record).setting().values())
+            timed, setting = timed if record_setting == setting else [], record_setting
         elif isinstance(record, records.WindowRecord):
             timed.append(record)
     return tuple(timed)
 
 
-def read(path: Path) -> Run:
-    """A run by its folder or its records file.
+def read(path: Path) -> RecordedRun:
+    """Read a run by its folder or its records file.
 
     Raises:
         RequestError: there are no records.
     """
     file = path / config.RECORDS_FILE if path.is_dir() else path
-    return of_records(file.parent.name, records.read(file))
+    return run_from_records(file.parent.name, records.read(file))
 
 
-def read_if_there(path: Path) -> Run:
-    """Likewise, but a run that left no records has status `not run`."""
+def read_if_there(path: Path) -> RecordedRun:
+    """Read a run as `read` does; a run that left no records has status `not run`."""
     try:
         return read(path)
     except RequestError:
-        return Run(path.name)
+        return RecordedRun(path.name)

@@ -1,31 +1,33 @@
-"""How long a training step takes on many devices: a model of reducing gradients beside computing.
+"""A model of a training step's time on many devices: gradient reduction that overlaps computing.
 
-What it knows: the step of one device, the bytes of its gradients, the links, and how much of the
-reduction runs beside the backward pass. What it does not know: input, jitter, clocks that fall,
-and kernels that wait for each other; so it tells what is at best. docs/scaling.md holds it
-against published figures.
+It knows the step of one device, the bytes of its gradients, the links, and how much of the
+reduction overlaps the backward pass. It does not know input, jitter, clocks that fall, and kernels
+that wait for each other; so its times are lower bounds. docs/scaling.md compares it with published
+figures.
 """
 
 import dataclasses
 import math
 
 BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel reduces at once (bucket_cap_mb)."""
+"""Bytes that DistributedDataParallel reduces at once (bucket_cap_mb)."""
 FIRST_BUCKET_BYTES = 2**20
 """Its first bucket, small so that reducing starts early (dist._DEFAULT_FIRST_BUCKET_BYTES)."""
 BACKWARD_SHARE = 2 / 3
-"""Of a step's operations: a backward pass multiplies twice where a forward pass does once."""
+"""Share of the backward pass in a step's operations.
+
+It multiplies twice where a forward pass does once."""
 TREE_SHARE = 0.9 * 120 / 128
-"""What a tree gets of a link's rate: by NCCL's tuning, and by its protocol of 128 byte lines, of
-which 8 are flags (NVIDIA/nccl, src/graph/tuning.cc)."""
+"""Share of a link's rate that a tree gets: by NCCL's tuning, and by its protocol of 128 byte lines,
+of which 8 are flags (NVIDIA/nccl, src/graph/tuning.cc)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Between neighbours of a ring or tree."""
+    """A connection between neighbours of a ring or tree."""
 
     bytes_per_s: float
-    """In one direction, as large messages reach it."""
+    """The rate of large messages in one direction."""
     ring_step_s: float
     """Latency of one step of a ring."""
     tree_step_s: float
@@ -38,25 +40,27 @@ class Cluster:
 
     devices_per_node: int
     within: Link
-    """What one device has to the others of its node."""
+    """The link of one device to the others of its node."""
     between: Link
-    """What one node has to the others, all its network cards together."""
+    """The link of one node to the others, all its network cards together."""
     ring_start_s: float = 8.4e-6
-    """Of every reduction (NCCL's tuning.cc, protocol Simple)."""
+    """Seconds that every ring reduction starts with (NCCL's tuning.cc, protocol Simple)."""
     tree_start_s: float = 4.4e-6
-    """Likewise (protocol LL128)."""
-    ways: tuple[str, ...] = ("ring", "tree")
-    """Of reducing, from `WAYS`, of which the fastest is taken for each size; these are NCCL's."""
+    """Seconds that every tree reduction starts with (NCCL's tuning.cc, protocol LL128)."""
+    algorithms: tuple[str, ...] = ("ring", "tree")
+    """All-reduce algorithms, keys of `ALGORITHMS`, of which the fastest is taken for each size.
+
+    The default's are NCCL's."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """A step of one device by itself."""
+class TrainingStep:
+    """The training step of one device by itself."""
 
     compute_s: float
     """Measured with one device."""
     gradient_bytes: float
-    """That each device reduces."""
+    """Bytes that each device reduces."""
     overlaps: bool = True
     """Whether buckets are reduced while the backward pass goes on, or all at its end."""
     bucket_bytes: float = BUCKET_BYTES
@@ -69,20 +73,20 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled:
+class ScaledStep:
     """The same step on many devices."""
 
     step_s: float
     reduction_s: float
-    """Of all buckets, hidden or not."""
+    """Seconds of all buckets, hidden or not."""
     efficiency: float
-    """The step of one device by itself over this one, 0..1."""
+    """The one-device step time over this one, 0..1."""
     bound_by_reduction: bool
     """Whether reducing takes longer than the backward pass that could hide it."""
 
 
 def ring_s(num_bytes: float, cluster: Cluster, num_devices: int) -> float:
-    """An all-reduce around rings through all devices, in seconds.
+    """Compute the seconds of an all-reduce around rings through all devices.
 
     Each device sends 2 (N - 1) / N of the bytes, at the rate of the slowest link. With a ring for
     each network card a node sends what one device of it does, through all of its cards.
@@ -106,22 +110,23 @@ def ring_s(num_bytes: float, cluster: Cluster, num_devices: int) -> float:
 
 
 def hierarchical_s(num_bytes: float, cluster: Cluster, num_devices: int) -> float:
-    """Reduce-scatter in each node, all-reduce of the shares between nodes, all-gather in each.
+    """Compute the seconds of a hierarchical all-reduce.
 
-    One after the other: fewer steps than a ring through all devices, but no link works throughout.
-    Source: as `ring_s`, for each of the three.
+    It is a reduce-scatter in each node, an all-reduce of the shards between nodes, and an
+    all-gather in each, one after the other: fewer steps than a ring through all devices, but no
+    link works throughout. Source: as `ring_s`, for each of the three.
     """
     nodes = _nodes(cluster, num_devices)
     in_node = dataclasses.replace(cluster, between=cluster.within)
-    shares_s = ring_s(num_bytes, in_node, min(num_devices, cluster.devices_per_node))
+    shards_s = ring_s(num_bytes, in_node, min(num_devices, cluster.devices_per_node))
     if nodes == 1:
-        return shares_s
-    of_nodes = dataclasses.replace(cluster, devices_per_node=1, within=cluster.between)
-    return shares_s + ring_s(num_bytes, of_nodes, nodes)
+        return shards_s
+    node_cluster = dataclasses.replace(cluster, devices_per_node=1, within=cluster.between)
+    return shards_s + ring_s(num_bytes, node_cluster, nodes)
 
 
 def tree_s(num_bytes: float, cluster: Cluster, num_devices: int) -> float:
-    """An all-reduce up and down two trees of nodes, each with half of the bytes.
+    """Compute the seconds of an all-reduce by two trees of nodes, each with half of the bytes.
 
     Few steps, for small buckets on many nodes; twice the bytes at less than a link's whole rate.
 
@@ -142,47 +147,50 @@ def tree_s(num_bytes: float, cluster: Cluster, num_devices: int) -> float:
     return cluster.tree_start_s + latency_s + 2 * num_bytes / (rate * TREE_SHARE)
 
 
-WAYS = {"ring": ring_s, "hierarchical": hierarchical_s, "tree": tree_s}
+ALGORITHMS = {"ring": ring_s, "hierarchical": hierarchical_s, "tree": tree_s}
 
 
 def all_reduce_s(num_bytes: float, cluster: Cluster, num_devices: int) -> float:
-    """By the fastest way that the cluster has for so many bytes."""
-    return min(WAYS[way](num_bytes, cluster, num_devices) for way in cluster.ways)
+    """Compute the seconds of an all-reduce by the cluster's fastest algorithm for that size."""
+    return min(
+        ALGORITHMS[algorithm](num_bytes, cluster, num_devices) for algorithm in cluster.algorithms
+    )
 
 
-def buckets(step: Step) -> list[float]:
-    """Bytes of each reduction of a step, in the order of the backward pass."""
+def buckets(step: TrainingStep) -> list[float]:
+    """Return the bytes of each reduction of a step, in the order of the backward pass."""
     if not step.overlaps:
         return [step.gradient_bytes]
     sizes = [min(FIRST_BUCKET_BYTES, step.bucket_bytes, step.gradient_bytes)]
     left = step.gradient_bytes - sizes[0]
-    whole = int(left // step.bucket_bytes)
-    rest = left - whole * step.bucket_bytes
-    sizes += [step.bucket_bytes] * whole + ([rest] if rest > 0 else [])
+    num_full = int(left // step.bucket_bytes)
+    rest = left - num_full * step.bucket_bytes
+    sizes += [step.bucket_bytes] * num_full + ([rest] if rest > 0 else [])
     return sizes[::-1] if step.small_last else sizes
 
 
-def scaled(step: Step, cluster: Cluster, num_devices: int) -> Scaled:
-    """The step on `num_devices`, each with as much work as the one.
+def scale_step(step: TrainingStep, cluster: Cluster, num_devices: int) -> ScaledStep:
+    """Compute the step on `num_devices`, each with as much work as the one.
 
-    A bucket is ready when the backward pass has made its bytes, which it makes evenly, and is
-    reduced when the one before is: so the last one never hides. Source: Li et al., PyTorch
-    Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020 (arXiv 2006.15704).
+    A bucket is ready when the backward pass has computed its bytes, which it does evenly, and its
+    reduction starts when the one before is done: so the last one never hides. Source: Li et al.,
+    PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020 (arXiv
+    2006.15704).
     """
     backward_s = step.compute_s * BACKWARD_SHARE
-    made, end_s, reduction_s = 0.0, 0.0, 0.0
+    ready_bytes, end_s, reduction_s = 0.0, 0.0, 0.0
     for size in buckets(step):
-        made += size
-        ready_s = step.compute_s - backward_s * (1 - made / step.gradient_bytes)
-        one_s = all_reduce_s(size, cluster, num_devices)
-        end_s = max(end_s, ready_s) + one_s
-        reduction_s += one_s
+        ready_bytes += size
+        ready_s = step.compute_s - backward_s * (1 - ready_bytes / step.gradient_bytes)
+        bucket_s = all_reduce_s(size, cluster, num_devices)
+        end_s = max(end_s, ready_s) + bucket_s
+        reduction_s += bucket_s
     step_s = max(end_s, step.compute_s)
-    return Scaled(step_s, reduction_s, step.compute_s / step_s, reduction_s > backward_s)
+    return ScaledStep(step_s, reduction_s, step.compute_s / step_s, reduction_s > backward_s)
 
 
-def least_compute_s(step: Step, cluster: Cluster, num_devices: int) -> float:
-    """The step of one device below which reducing takes longer than the backward pass."""
+def least_compute_s(step: TrainingStep, cluster: Cluster, num_devices: int) -> float:
+    """Return the one-device step time below which reducing takes longer than the backward pass."""
     reduction_s = sum(all_reduce_s(size, cluster, num_devices) for size in buckets(step))
     return reduction_s / BACKWARD_SHARE
 

@@ -1,4 +1,4 @@
-"""Ratios of paired runs and what they allow to say."""
+"""Statistics of the ratios of paired runs."""
 
 import math
 import statistics
@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 def mean_with_interval(
     ratios: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, tuple[float, float]]:
-    """The geometric mean of one or more ratios and its interval by Student's t of their logarithms.
+    """Compute the geometric mean of ratios, and its confidence interval.
 
-    Two ratios hardly bound it and one does not at all. Unlike the bootstrap of the median, it
-    covers what it says it covers with few rounds (benchmarks/interval_coverage.py).
+    The interval is Student's t of the ratios' logarithms. Two ratios hardly bound the mean and one
+    does not at all. Unlike the bootstrap of the median, the interval covers what it says it covers
+    with few rounds (benchmarks/interval_coverage.py).
     """
     logs = [math.log(ratio) for ratio in ratios]
     middle = statistics.fmean(logs)
@@ -24,18 +25,18 @@ def mean_with_interval(
 
 
 def t_quantile(confidence: float, degrees: int) -> float:
-    """How many standard errors around a mean hold the truth with `confidence`."""
+    """Return how many standard errors around a mean hold the truth with `confidence`."""
     from scipy import special  # takes a moment, and few commands need it
 
     # Rounded, so that the same records give the same report with every scipy.
     return round(float(special.stdtrit(degrees, (1 + confidence) / 2)), 6)
 
 
-def in_most(values: Iterable[float]) -> float:
-    """The size that three of four values have or exceed, with its sign.
+def lower_quartile(values: Iterable[float]) -> float:
+    """Return the lower quartile by magnitude: three of four values are as large, or larger.
 
-    What is wrong in all steps is found by it as by the median, and jumps from rounding, which
-    one program may have in every second step and another in every third, are not.
+    The value keeps its sign. An error in all steps shows in it as in the median; jumps from
+    rounding, which one program may have in every second step and another in every third, do not.
     """
     by_size = sorted(values, key=abs)
     return by_size[(len(by_size) - 1) // 4]

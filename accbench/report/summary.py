@@ -1,4 +1,4 @@
-"""What a run's records say, in the numbers people compare."""
+"""The numbers of a run that people compare, from its records."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from accbench.report import run as runs
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """One run. None: not known, because the run did not get that far."""
+    """The numbers of one run. None: not known, because the run did not get that far."""
 
     name: str
     engine: str
@@ -23,20 +23,20 @@ class RunSummary:
     amp: str
     status: str
     unit: str
-    """What the model counts; samples where that are images."""
+    """The unit that the model counts; samples where those are images."""
     units_per_sample: int
     samples_per_s: float | None
-    """All ranks; samples over wall seconds of the windows after the warm-up."""
+    """Samples of all ranks over the wall seconds of the windows after the warm-up."""
     step_ms: float | None
-    """Wall milliseconds a step, of the same windows."""
+    """Wall milliseconds a step, over the same windows."""
     data_wait_share: float | None
     """Part of that wall time in which the loop waited for a batch, 0..1."""
     time_to_first_step_s: float | None
     compile_s: float | None
     tflop_per_s: float | None
-    """All ranks, of products in the forward and backward pass."""
+    """10^12 operations of products a second, forward and backward, all ranks."""
     peak_share: float | None
-    """Part of what the devices can do at best in the run's type, 0..1, where that is known."""
+    """Share of the devices' peak in the run's type, 0..1, where that is known."""
     num_recompiles: int | None
     num_fallbacks: int | None
     peak_memory_bytes: int | None
@@ -44,28 +44,28 @@ class RunSummary:
     error: str | None
 
 
-def of_run(path: Path) -> RunSummary:
-    """Summarise a run by its folder or its records file.
+def summarize_run(path: Path) -> RunSummary:
+    """Summarize a run by its folder or its records file.
 
     Raises:
         RequestError: there are no records of a run.
     """
     file = path / config.RECORDS_FILE if path.is_dir() else path
-    return of_records(file.parent.name, records.read(file))
+    return summarize_records(file.parent.name, records.read(file))
 
 
-def of_records(name: str, found: list[records.Record]) -> RunSummary:
-    """Summarise a run's records.
+def summarize_records(name: str, run_records: list[records.Record]) -> RunSummary:
+    """Summarize a run's records.
 
     Raises:
         RequestError: there is no run among them.
     """
-    whole = runs.of_records(name, found)
-    run, end = whole.header, whole.end
+    recorded = runs.run_from_records(name, run_records)
+    run, end = recorded.header, recorded.end
     if run is None:
         why = f" ({end.error})" if end and end.error else ""
         raise RequestError(f"{name} ended before it began to train{why}")
-    windows, steady = whole.windows, whole.steady
+    windows, steady = recorded.windows, recorded.steady
     wall_s = sum(window.wall_s for window in steady)
     samples_per_s = sum(window.num_samples for window in steady) / wall_s if steady else None
     flops = end.flops_per_sample if end else None

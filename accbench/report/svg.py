@@ -1,5 +1,8 @@
-"""Charts as inline SVG. Colours and type come from the page's style sheet, so that they
-follow light, dark and print; all text is escaped here."""
+"""Charts as inline SVG.
+
+Colours and type come from the page's style sheet, so that they follow light, dark and print. All
+text is escaped here.
+"""
 
 import dataclasses
 import math
@@ -13,34 +16,34 @@ Point = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A line."""
+    """One line of a chart, with its label and colour."""
 
     label: str
     color: int
     """Index of the row; the style sheet has a colour for each."""
     points: tuple[Point, ...]
     style: str = ""
-    """Classes beside the colour's: `faint`, `dashed`."""
+    """Classes besides the colour's: `faint`, `dashed`."""
 
 
 def lines(
     series: Sequence[Series], x_title: str, y_title: str, height: int = 260,
     from_zero: bool = True, marks: Sequence[tuple[Point, str]] = (),
 ) -> str:  # fmt: skip
-    """A line chart over counts; `marks` are points with a text."""
-    points = [point for one in series for point in one.points]
+    """Draw a line chart over counts; `marks` are points with a text."""
+    points = [point for line in series for point in line.points]
     if not points:
         return '<p class="none">not recorded</p>'
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_axis = _Axis.over(min(xs), max(xs), _LEFT, WIDTH - _RIGHT, whole=True)
+    x_axis = _Axis.over(min(xs), max(xs), _LEFT, WIDTH - _RIGHT, integer_ticks=True)
     low = min(0.0, *ys) if from_zero else min(ys)
     y_axis = _Axis.over(low, max(ys), height - _BOTTOM, _TOP)
     parts = [_grid(x_axis, y_axis, height), _titles(x_title, y_title, height)]
-    for one in series:
-        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in one.points)
+    for line in series:
+        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line.points)
         parts.append(
-            f'<polyline class="line c{one.color} {one.style}" points="{path}">'
-            f"<title>{escape(one.label)}</title></polyline>"
+            f'<polyline class="line c{line.color} {line.style}" points="{path}">'
+            f"<title>{escape(line.label)}</title></polyline>"
         )
     for (x, y), text in marks:
         right = x_axis.at(x) > WIDTH / 2
@@ -54,17 +57,17 @@ def lines(
 
 
 def legend(series: Sequence[Series]) -> str:
-    """Which colour is which, each label once."""
-    seen = {one.label: one for one in series}
+    """Draw the legend: the colour of each label, once."""
+    seen = {line.label: line for line in series}
     items = "".join(
-        f'<li><i class="key c{one.color} {one.style}"></i>{escape(label)}</li>'
-        for label, one in seen.items()
+        f'<li><i class="key c{line.color} {line.style}"></i>{escape(label)}</li>'
+        for label, line in seen.items()
     )
     return f'<ul class="legend">{items}</ul>'
 
 
 def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str) -> str:
-    """A dot and a whisker a row: (label, colour, middle, low, high), with a line at 1."""
+    """Draw a dot and a whisker a row: (label, colour, middle, low, high), with a line at 1."""
     if not rows:
         return '<p class="none">no row has a speedup</p>'
     height = _TOP + 54 * len(rows) + _BOTTOM
@@ -73,8 +76,8 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str) 
     axis = _Axis.over(min(ends) - margin, max(ends) + margin, _RIGHT, WIDTH - _RIGHT)
     bottom = height - _BOTTOM
     parts = [_x_grid(axis, bottom)]
-    one = f"{axis.at(1):.1f}"
-    parts.append(f'<line class="one" x1="{one}" x2="{one}" y1="{_TOP}" y2="{bottom}"/>')
+    x_of_1 = f"{axis.at(1):.1f}"
+    parts.append(f'<line class="one" x1="{x_of_1}" x2="{x_of_1}" y1="{_TOP}" y2="{bottom}"/>')
     for number, (label, color, middle, low, high) in enumerate(rows):
         y = _TOP + 54 * number + 36
         parts.append(
@@ -88,9 +91,9 @@ def intervals(rows: Sequence[tuple[str, int, float, float, float]], title: str) 
 
 
 def bars(
-    rows: Sequence[tuple[str, int, Sequence[float]]], parts_of: Sequence[str], unit: str
+    rows: Sequence[tuple[str, int, Sequence[float]]], part_names: Sequence[str], unit: str
 ) -> str:
-    """Stacked horizontal bars: (label, colour, a value for each of `parts_of`).
+    """Draw stacked horizontal bars: (label, colour, a value for each of `part_names`).
 
     A single part has the row's colour; several have colours of their own.
     """
@@ -105,10 +108,10 @@ def bars(
         parts.append(f'<text class="note" x="{_RIGHT}" y="{y - 7}">{escape(label)}</text>')
         for index, value in enumerate(values):
             width = axis.at(value) - axis.at(0)
-            look = f"p{index}" if len(parts_of) > 1 else f"bar c{color}"
-            hover = escape(f"{parts_of[index]} {value:,.1f} {unit}")
+            css_class = f"p{index}" if len(part_names) > 1 else f"bar c{color}"
+            hover = escape(f"{part_names[index]} {value:,.1f} {unit}")
             parts.append(
-                f'<rect class="{look}" x="{x:.1f}" y="{y}" width="{width:.1f}" '
+                f'<rect class="{css_class}" x="{x:.1f}" y="{y}" width="{width:.1f}" '
                 f'height="18"><title>{hover}</title></rect>'
             )
             x += width
@@ -117,10 +120,10 @@ def bars(
     parts.append(_titles(unit, "", height))
     items = "".join(
         f'<li><i class="key p{index}"></i>{escape(name)}</li>'
-        for index, name in enumerate(parts_of)
+        for index, name in enumerate(part_names)
     )
-    below = f'<ul class="legend">{items}</ul>' if len(parts_of) > 1 else ""
-    return _svg(parts, height, unit) + below
+    key = f'<ul class="legend">{items}</ul>' if len(part_names) > 1 else ""
+    return _svg(parts, height, unit) + key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Dot:
     """A point of a scatter plot."""
 
     label: str
-    """On hovering."""
+    """Text that is shown on hovering."""
     color: int
     point: Point
     radius: float = 3.0
@@ -138,10 +141,10 @@ def logarithmic(
     dots: Sequence[Dot], series: Sequence[Series], x_title: str, y_title: str,
     marks: Sequence[tuple[Point, str]] = (), height: int = 320,
 ) -> str:  # fmt: skip
-    """Dots and lines over two logarithmic axes; coordinates at or under 0 are left out."""
+    """Draw dots and lines over two logarithmic axes; coordinates at or under 0 are left out."""
     dots = [dot for dot in dots if min(dot.point) > 0]
     marks = [mark for mark in marks if min(mark[0]) > 0]
-    points = [p for one in series for p in one.points] + [point for point, _ in marks]
+    points = [p for line in series for p in line.points] + [point for point, _ in marks]
     points += [dot.point for dot in dots]
     if not dots:
         return '<p class="none">not recorded</p>'
@@ -149,9 +152,9 @@ def logarithmic(
     x_axis = _LogAxis.around([x for x, _ in points], _LEFT, WIDTH - 2 * _RIGHT)
     y_axis = _LogAxis.around([y for _, y in points], height - _BOTTOM, _TOP)
     parts = [_grid(x_axis, y_axis, height), _titles(x_title, y_title, height)]
-    for one in series:
-        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in one.points)
-        parts.append(f'<polyline class="line c{one.color} {one.style}" points="{path}"/>')
+    for line in series:
+        path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line.points)
+        parts.append(f'<polyline class="line c{line.color} {line.style}" points="{path}"/>')
     # The large ones first, or they would hide the small ones.
     for dot in sorted(dots, key=lambda dot: -dot.radius):
         x, y = dot.point
@@ -175,24 +178,26 @@ class _Axis:
     high: float
     start: float
     end: float
-    whole: bool = False
+    integer_ticks: bool = False
     """Ticks at whole numbers alone."""
 
     @staticmethod
-    def over(low: float, high: float, start: float, end: float, whole: bool = False) -> "_Axis":
+    def over(
+        low: float, high: float, start: float, end: float, integer_ticks: bool = False
+    ) -> "_Axis":
         if high <= low:
             low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
-        return _Axis(low, high, start, end, whole)
+        return _Axis(low, high, start, end, integer_ticks)
 
     def at(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """About five, at 1, 2 or 5 times a power of ten."""
+        """Return about five values, at 1, 2 or 5 times a power of ten."""
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
-        step = max(step, 1.0) if self.whole else step
+        step = max(step, 1.0) if self.integer_ticks else step
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         return [round(number * step, 12) for number in range(first, last + 1)]
@@ -203,7 +208,10 @@ class _LogAxis(_Axis):
 
     @staticmethod
     def around(values: Sequence[float], start: float, end: float) -> "_LogAxis":
-        """The powers of ten on both sides of all `values`, which are above 0."""
+        """Return an axis from the power of ten below all `values` to the one above.
+
+        All values are above 0.
+        """
         low = math.floor(math.log10(min(values)) + 1e-9)
         high = math.ceil(math.log10(max(values)) - 1e-9)
         return _LogAxis(low, max(high, low + 1), start, end)
@@ -212,7 +220,7 @@ class _LogAxis(_Axis):
         return super().at(math.log10(value))
 
     def ticks(self) -> list[float]:
-        """The powers of ten."""
+        """Return the powers of ten."""
         return [10.0**exponent for exponent in range(int(self.low), int(self.high) + 1)]
 
 
@@ -250,13 +258,13 @@ def _grid(x_axis: _Axis, y_axis: _Axis, height: float) -> str:
 
 def _titles(x_title: str, y_title: str, height: float) -> str:
     middle = (height - _BOTTOM + _TOP) / 2
-    across = (
+    x_label = (
         f'<text class="title" text-anchor="middle" x="{WIDTH / 2}" y="{height - 6}">'
         f"{escape(x_title)}</text>"
     )
     if not y_title:
-        return across
-    return across + (
+        return x_label
+    return x_label + (
         f'<text class="title" text-anchor="middle" transform="translate(12 {middle}) '
         f'rotate(-90)">{escape(y_title)}</text>'
     )

@@ -43,15 +43,15 @@ _COLUMNS: dict[str, Cell] = {
 LEFT = ("engine", "status")
 
 
-def _counted(rows: list[RunSummary]) -> tuple[str, int]:
-    """What the rows' speeds are told in, and how many of them a sample has."""
-    found = {(row.unit, row.units_per_sample) for row in rows}
-    return found.pop() if len(found) == 1 else ("samples", 1)
+def _common_unit(rows: list[RunSummary]) -> tuple[str, int]:
+    """Return the unit that the rows' speeds are told in, and units a sample."""
+    units = {(row.unit, row.units_per_sample) for row in rows}
+    return units.pop() if len(units) == 1 else ("samples", 1)
 
 
 def columns(rows: list[RunSummary]) -> dict[str, Cell]:
-    """Title -> cell, of a row and the first row."""
-    unit, units_per_sample = _counted(rows)
+    """Return the columns: title -> cell of a row, given the first row."""
+    unit, units_per_sample = _common_unit(rows)
 
     def speed(row: RunSummary, _: RunSummary) -> str:
         return _format(row.samples_per_s and row.samples_per_s * units_per_sample, "{:,.1f}")
@@ -65,7 +65,7 @@ def columns(rows: list[RunSummary]) -> dict[str, Cell]:
 
 
 def caption(rows: list[RunSummary]) -> list[str]:
-    """What the rows share, and what the numbers are; a line each."""
+    """Return what the rows share and what the numbers are, one line each."""
     settings = {
         f"{r.model}, {r.world_size} x {r.device}, {r.amp}, batch {r.batch_size} a worker"
         for r in rows
@@ -74,12 +74,14 @@ def caption(rows: list[RunSummary]) -> list[str]:
     if len(settings) > 1:
         lines += [f"{r.name}: {r.model}, {r.world_size} x {r.device}, {r.amp}, "
                   f"batch {r.batch_size} a worker" for r in rows]  # fmt: skip
-    lines.append(f"{_counted(rows)[0]}/s of all workers after the warm-up; ratio to the first row")
+    lines.append(
+        f"{_common_unit(rows)[0]}/s of all workers after the warm-up; ratio to the first row"
+    )
     return lines + [f"{row.name}: {row.error}" for row in rows if row.error]
 
 
 def render(rows: list[RunSummary], format: str, mixed: Sequence[str] = ()) -> str:
-    """All rows as table, md or json, ending in a newline.
+    """Render all rows as table, md or json, ending in a newline.
 
     `mixed` are the settings in which they differ; JSON has each row's own.
     """

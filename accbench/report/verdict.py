@@ -1,24 +1,24 @@
-"""Whether a difference was shown, in words, and what makes a measurement worth nothing."""
+"""Whether a difference was shown, in words, and what makes a measurement invalid."""
 
 import statistics
 
 from accbench.report import losses, numerics
-from accbench.report.comparison import Comparison, Row
+from accbench.report.comparison import Comparison, ComparisonRow
 from accbench.report.numerics import Numerics
 
 MAX_DATA_WAIT_SHARE = 0.10
 MAX_OTHER_CPU_SHARE = 0.20
 MAX_THROTTLED_SHARE = 0.10
-# Width of the 95 % interval, as a part of the speedup, beyond which "no difference
-# shown" would only say that nothing could have been.
+# Width of the 95 % interval, as a part of the speedup. Beyond it "no difference shown" would only
+# say that no difference could have been shown.
 MAX_INTERVAL_WIDTH = 0.25
 
 FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference shown"
 NOT_VALID, FAILED, BASELINE = "not valid", "failed", "baseline"
 
 
-def of_interval(speedup: float, interval: tuple[float, float], min_effect: float) -> str:
-    """faster, slower or no difference shown, of a speedup and its interval."""
+def judge_interval(speedup: float, interval: tuple[float, float], min_effect: float) -> str:
+    """Return faster, slower or no difference shown, for a speedup and its interval."""
     low, high = interval
     if low > 1 and speedup >= 1 + min_effect:
         return FASTER
@@ -28,9 +28,12 @@ def of_interval(speedup: float, interval: tuple[float, float], min_effect: float
 
 
 def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -> str | None:
-    """The reason, where repeats differ too much for any answer."""
+    """Return the reason why the repeats differ too much for any answer; None if they do not."""
     width = (interval[1] - interval[0]) / speedup
-    if of_interval(speedup, interval, min_effect) == NO_DIFFERENCE and width > MAX_INTERVAL_WIDTH:
+    if (
+        judge_interval(speedup, interval, min_effect) == NO_DIFFERENCE
+        and width > MAX_INTERVAL_WIDTH
+    ):
         return (
             f"spread between repeats too wide: the interval spans {width:.0%} of the speedup; "
             "more --repeats, more --max_steps or a quieter machine"
@@ -38,33 +41,37 @@ def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -
     return None
 
 
-def reasons_against(comparison: Comparison, row: Row, checked: Numerics) -> list[str]:
-    """Why the row's speed, or its ratio to the baseline's, says nothing; empty if it does."""
-    reasons = _of_compiler(row)
-    reasons += _of_numerics(checked)
+def reasons_against(comparison: Comparison, row: ComparisonRow, checked: Numerics) -> list[str]:
+    """Return why the row's speed, or its ratio to the baseline's, is not valid; empty if it is."""
+    reasons = _compiler_reasons(row)
+    reasons += _numerics_reasons(checked)
     if row is not comparison.baseline:
-        # Faster than what trains something else is faster than nothing.
-        of_baseline = numerics.judge(comparison, comparison.baseline)
-        told = _of_numerics(of_baseline) if of_baseline.reason != checked.reason else []
-        reasons += [f"{comparison.baseline.name}: {reason}" for reason in told]
-    if row is not comparison.baseline and (parted := losses.judge(comparison.baseline, row)):
-        reasons.append(f"{row.name}: {parted}")
-    for one in dict.fromkeys((row.name, comparison.baseline.name)):
-        measured = next(r for r in comparison.rows if r.name == one)
-        reasons += _of_loss(measured) + _of_rounds(measured)
-        reasons += _of_input(measured) + _of_device(measured)
+        # A speedup over a baseline that trains something else means nothing.
+        baseline_numerics = numerics.judge(comparison, comparison.baseline)
+        baseline_reasons = (
+            _numerics_reasons(baseline_numerics)
+            if baseline_numerics.reason != checked.reason
+            else []
+        )
+        reasons += [f"{comparison.baseline.name}: {reason}" for reason in baseline_reasons]
+    if row is not comparison.baseline and (divergence := losses.judge(comparison.baseline, row)):
+        reasons.append(f"{row.name}: {divergence}")
+    for name in dict.fromkeys((row.name, comparison.baseline.name)):
+        measured = next(candidate for candidate in comparison.rows if candidate.name == name)
+        reasons += _loss_reasons(measured) + _round_reasons(measured)
+        reasons += _input_reasons(measured) + _device_reasons(measured)
     if comparison.mixed:
         reasons.append(f"runs of different settings: {'; '.join(comparison.mixed)}")
     return reasons
 
 
-def _of_numerics(checked: Numerics) -> list[str]:
+def _numerics_reasons(checked: Numerics) -> list[str]:
     if checked.verdict == numerics.DIFFERS:
         return [f"different numerics: {checked.reason}"]
     return [f"numerics not checked: {checked.reason}"] if checked.crashed else []
 
 
-def _of_compiler(row: Row) -> list[str]:
+def _compiler_reasons(row: ComparisonRow) -> list[str]:
     reasons = []
     ends = [run.end for run in row.good if run.end is not None]
     recompiles = max((end.num_recompiles or 0 for end in ends), default=0)
@@ -73,29 +80,34 @@ def _of_compiler(row: Row) -> list[str]:
     if recompiles:
         changes = next((end.shape_changes for end in ends if end.shape_changes), [])
         reasons.append(
-            _with(f"{row.name} compiled {recompiles} graphs anew after the warm-up", changes)
+            _with_details(
+                f"{row.name} compiled {recompiles} graphs anew after the warm-up", changes
+            )
         )
     if fallbacks:
         left = next((end.left_compiler for end in ends if end.left_compiler), [])
-        reasons.append(_with(f"{row.name}: {fallbacks} operations left the compiler", left))
+        reasons.append(_with_details(f"{row.name}: {fallbacks} operations left the compiler", left))
     if compiler and any(end.num_graphs == 0 for end in ends):
         reasons.append(f"{row.name} compiled nothing: no compiled graph ran in a step")
     return reasons
 
 
-def _with(reason: str, details: list[str]) -> str:
+def _with_details(reason: str, details: list[str]) -> str:
     more = f", and {len(details) - 1} more" if len(details) > 1 else ""
     return f"{reason}: {details[0]}{more}" if details else reason
 
 
-def _of_loss(row: Row) -> list[str]:
+def _loss_reasons(row: ComparisonRow) -> list[str]:
     if any(run.status == "nan" or any(w.loss is None for w in run.windows) for run in row.rounds):
         return [f"{row.name}: the loss became NaN or infinite"]
     return []
 
 
-def _of_rounds(row: Row) -> list[str]:
-    """A round that failed is no slow round that may be left out: the others would be a choice."""
+def _round_reasons(row: ComparisonRow) -> list[str]:
+    """Return the reason why a failed or missing round makes the row not valid.
+
+    A failed round is not a slow round that may be left out: the others would be a selection.
+    """
     missing = {n: run for n, run in enumerate(row.rounds, start=1) if run.status != "ok"}
     failed = {n: run for n, run in missing.items() if run.status not in ("nan", "not run")}
     if failed:
@@ -107,24 +119,27 @@ def _of_rounds(row: Row) -> list[str]:
     return []
 
 
-def _of_input(row: Row) -> list[str]:
+def _input_reasons(row: ComparisonRow) -> list[str]:
     share = row.median("data_wait_share")
     if share is not None and share > MAX_DATA_WAIT_SHARE:
         return [f"loader-bound: {row.name} waited for data {share:.0%} of the time"]
     return []
 
 
-def _of_device(row: Row) -> list[str]:
+def _device_reasons(row: ComparisonRow) -> list[str]:
     devices = [run.device for run in row.good if run.device is not None]
 
-    def seen(name: str) -> list[float]:
+    def values_of(name: str) -> list[float]:
         values = [getattr(device, name) for device in devices]
         return [value for value in values if value is not None] or [0.0]
 
     reasons = []
-    throttled, processes = max(seen("throttled_share")), max(seen("other_device_processes"))
+    throttled, processes = (
+        max(values_of("throttled_share")),
+        max(values_of("other_device_processes")),
+    )
     # The median of the rounds: it is what one disturbed round does to the speed, too.
-    shared = statistics.median(seen("other_cpu_share"))
+    shared = statistics.median(values_of("other_cpu_share"))
     if throttled > MAX_THROTTLED_SHARE:
         reasons.append(f"the device was throttled: {row.name}, {throttled:.0%} of the time")
     if shared > MAX_OTHER_CPU_SHARE:

@@ -15,8 +15,8 @@ from accbench.engines import Batch, Engine, complex_parameters, model_state
 from accbench.errors import RequestError, RunEnded, end_status
 from accbench.logger import RunLogger
 from accbench.models import trainable
-from accbench.recording import board, records
-from accbench.recording.board import Board
+from accbench.recording import records, tensorboard_writer
+from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import (
     accelerated_loader,
@@ -373,8 +373,12 @@ class Run:
         header = worker.run_record(task, self.engine, self.topology, num_classes=None)
         header = replace(header, model=type(self.model).__name__)
         self.logger.write(header)
-        if self.topology.rank == 0 and task.tensorboard != "off" and board.installed():
-            self.logger.board = Board(task.run_dir, 0)
+        if (
+            self.topology.rank == 0
+            and task.tensorboard != "off"
+            and tensorboard_writer.is_installed()
+        ):
+            self.logger.tensorboard = TensorBoardWriter(task.run_dir, 0)
         log.info(
             f"{task.engine} on {self.topology.world_size} x {self.engine.device_name}, "
             f"{header.model}, {task.amp_level}"

@@ -101,7 +101,7 @@ class Epochs:
         return self.task.max_steps is not None and self.timer.num_steps >= self.task.max_steps
 
     def _one(self, epoch: int) -> None:
-        with self.display.telling_of_long_steps(self.engine.compiler):
+        with self.display.report_long_steps(self.engine.compiler):
             whole = train_epoch(
                 self.engine, self.model, self.spec, self.optimizer, self.train_loader, self.timer,
                 epoch, self._after_step,

@@ -4,7 +4,7 @@ from accbench import plugins
 from accbench.config import TaskConfig
 from accbench.engines import Engine
 from accbench.training.process_group import Topology
-from accbench.uncollected import uncollected
+from accbench.uncollected import pause_gc
 
 
 def engine_of(task: TaskConfig, topology: Topology) -> Engine:
@@ -17,7 +17,7 @@ def engine_of(task: TaskConfig, topology: Topology) -> Engine:
 
 def first_engine_of(task: TaskConfig, topology: Topology) -> Engine:
     """`engine_of`, in a process that is a worker's alone."""
-    with uncollected():
+    with pause_gc():
         import torch._dynamo  # noqa: F401  # or the first optimizer does
 
         return engine_of(task, topology)

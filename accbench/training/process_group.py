@@ -96,7 +96,7 @@ def _store_of_rank0(path: Path, topology: Topology, timeout_s: float) -> dist.TC
     alone = topology.local_world_size == topology.world_size
     if topology.rank == 0:
         host = network.LOOPBACK if alone else socket.gethostname()
-        store = network.listening_store(host if alone else "", timeout, told=host)
+        store = network.create_listening_store(host if alone else "", timeout, advertised_host=host)
         new = path.with_name(f"{path.name}.new")
         new.write_text(f"{host}:{store.port}")
         new.rename(path)

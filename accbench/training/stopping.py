@@ -20,7 +20,7 @@ from accbench.stop_signals import (
     StopSignals,
     die_with_parent,
     outlive_parent,
-    wakes,
+    signal_wakeup_fd,
 )
 
 _POLL_S = 0.05
@@ -53,7 +53,7 @@ class StopRequests:
         if dist.is_initialized():
             # Of its own, so that no collective of training comes in between.
             timeout = timedelta(seconds=self.timeout_s)
-            with terminal.descriptors_to(self.log):
+            with terminal.redirect_descriptors(self.log):
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.signals.__enter__()
         in_main = threading.current_thread() is threading.main_thread()
@@ -77,7 +77,7 @@ class StopRequests:
     def _outlive_launcher_once_asked(self) -> None:
         """Have another thread see to it, for this one may be in C for the length of a step."""
         launcher, watches = os.getppid(), threading.Event()
-        woken = self._stack.enter_context(wakes())
+        woken = self._stack.enter_context(signal_wakeup_fd())
 
         def watch() -> None:
             die_with_parent(launcher)
@@ -103,10 +103,10 @@ class StopRequests:
                 return
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # the terminal has gone with it
-                stack.enter_context(terminal.descriptors_to(self.log))
+                stack.enter_context(terminal.redirect_descriptors(self.log))
             if self.rank == 0:
                 with contextlib.suppress(OSError, RequestError):  # it may be this process's own
-                    stack.enter_context(folders.held(self.run_dir))
+                    stack.enter_context(folders.lock(self.run_dir))
             time.sleep(self.timeout_s)
             os.kill(os.getpid(), signal.SIGKILL)  # nobody else would end it
 

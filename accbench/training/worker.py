@@ -35,8 +35,8 @@ from accbench.errors import (
 )
 from accbench.logger import RunLogger
 from accbench.models import flops, trainable
-from accbench.recording import board, provenance, records, terminal
-from accbench.recording.board import Board
+from accbench.recording import provenance, records, tensorboard_writer, terminal
+from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.stop_signals import die_with_parent
 from accbench.training import checkpoints, process_group, resume, script, slurm_variables
@@ -73,7 +73,7 @@ def _worker(
     job: Callable[[TaskConfig, Topology, float, Any], None],
 ) -> int:  # fmt: skip
     faulthandler.enable()  # a crash in C++ then shows where Python was
-    standard_streams.take_any_text()
+    standard_streams.escape_unencodable()
     try:
         slurm_variables.adopt()
     except RequestError as error:
@@ -98,7 +98,7 @@ def _worker(
         try:
             console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
             if launched:  # gloo greets on stdout, which is no news for a terminal
-                with terminal.descriptors_to(terminal.log_file(task.run_dir, topology.rank)):
+                with terminal.redirect_descriptors(terminal.log_file(task.run_dir, topology.rank)):
                     process_group.start(topology, task.device, task.timeout_s)
                 task = resume.rejoined(task, topology)
             job(task, topology, started, console)
@@ -201,7 +201,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
             keeper, logger, display, steps_per_epoch,
         )  # fmt: skip
         epochs.restore()
-        logger.board = _board(task, topology, train_loader, timer.num_steps)
+        logger.tensorboard = _open_tensorboard(task, topology, train_loader, timer.num_steps)
         epochs.run()
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
     num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
@@ -232,11 +232,13 @@ def _writer(task: TaskConfig, topology: Topology) -> checkpoints.Writer | None:
     return checkpoints.Writer(task.run_dir, task.keep_checkpoints, stop, log.warning)
 
 
-def _board(task: TaskConfig, topology: Topology, loader: Any, num_steps: int) -> Board | None:
+def _open_tensorboard(
+    task: TaskConfig, topology: Topology, loader: Any, num_steps: int
+) -> TensorBoardWriter | None:
     """Rank 0's TensorBoard, with some images of a run that begins."""
-    if topology.rank != 0 or task.tensorboard == "off" or not board.installed():
+    if topology.rank != 0 or task.tensorboard == "off" or not tensorboard_writer.is_installed():
         return None
-    opened = Board(task.run_dir, num_steps)
+    opened = TensorBoardWriter(task.run_dir, num_steps)
     images = loader.preview(_NUM_PREVIEWED) if num_steps == 0 else None
     if images is not None:
         opened.images(images)

@@ -8,9 +8,9 @@ STARTED = time.perf_counter()  # before the imports, which a first step waits fo
 
 def main() -> int:
     """Train as the process's flags say; returns the exit status."""
-    from accbench.uncollected import uncollected
+    from accbench.uncollected import pause_gc
 
-    with uncollected():
+    with pause_gc():
         from accbench.training import worker
 
     return worker.main(started=STARTED)

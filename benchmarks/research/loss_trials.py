@@ -46,7 +46,7 @@ def told(rounds: int, of_run: float, fall: float, distance: float, fault: str | 
     row = baseline + distance * strange
     if fault is not None:
         row = row + FAULTS[fault](fall)
-    found = [losses.part(a, b) for a, b in zip(row, baseline, strict=True)]
+    found = [losses.losses_diverge(a, b) for a, b in zip(row, baseline, strict=True)]
     return float(np.mean(found))
 
 

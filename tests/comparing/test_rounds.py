@@ -132,7 +132,7 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
     assert f"--output_dir {folder}" in err
     assert "Traceback" not in err
     kept = first.read_text()
-    order_seed = comparison.Plan.read(folder).order_seed
+    order_seed = comparison.ComparisonPlan.read(folder).order_seed
     assert f"--order_seed {order_seed}\n" in out
     status, out, err = finish(start(folder, *flags))
     assert status == 0, err
@@ -140,7 +140,7 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
     assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
     assert list(rows_of(folder)) == ["ddp", "ddp#2"]
     # The order that was drawn is kept, and is in the report.
-    assert comparison.Plan.read(folder).order_seed == order_seed
+    assert comparison.ComparisonPlan.read(folder).order_seed == order_seed
     assert f"--order_seed {order_seed}\n" in (folder / "report.md").read_text()
 
     for other in ("--min_effect=0.5", f"--order_seed={order_seed + 1}"):

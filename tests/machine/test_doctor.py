@@ -84,8 +84,8 @@ def test_what_a_container_lacks_is_told(monkeypatch, tmp_path) -> None:
 def test_the_self_test_trains_alone_and_in_pairs(monkeypatch, engine) -> None:
     """By the engine of each kind: eager, and with collectives in the graph. All that can train
     here take their turn in `accbench doctor --self_test`."""
-    usable = [one for one in doctor.usable_engines() if one.engine == engine]
-    monkeypatch.setattr(doctor, "usable_engines", lambda: usable)
+    usable = [one for one in doctor.check_engines() if one.engine == engine]
+    monkeypatch.setattr(doctor, "check_engines", lambda: usable)
     results = self_test.run()
     assert [result for result in results if result["error"]] == []
     tested = {(result["engine"], result["device"], result["workers"]) for result in results}
@@ -96,7 +96,7 @@ def test_the_self_test_trains_alone_and_in_pairs(monkeypatch, engine) -> None:
 
 def test_a_worker_that_fails_is_told_of(monkeypatch) -> None:
     monkeypatch.setattr(self_test, "_FLAGS", (*self_test._FLAGS, "--lr=nan"))
-    monkeypatch.setattr(doctor, "usable_engines", lambda: [doctor.Usable("ddp", "cpu", None)])
+    monkeypatch.setattr(doctor, "check_engines", lambda: [doctor.EngineSupport("ddp", "cpu", None)])
     alone, pair = self_test.run()
     assert "--lr" in alone["error"]
     assert "--lr" in pair["error"]

@@ -50,10 +50,10 @@ def test_reports_tell_rates_and_the_share_of_a_known_gpus_peak():
         else record
         for record in fakes.run("ddp", 1)
     ]
-    row = summary.of_records("run", found)
+    row = summary.summarize_records("run", found)
     assert row.tflop_per_s == pytest.approx(row.samples_per_s)
     assert row.peak_share == pytest.approx(row.samples_per_s / (989.4 * row.world_size))
     assert "TFLOP/s" in table.render([row], "md")
-    plain = summary.of_records("run", fakes.run("ddp", 1))
+    plain = summary.summarize_records("run", fakes.run("ddp", 1))
     assert (plain.tflop_per_s, plain.peak_share) == (None, None)
     assert "TFLOP/s" not in table.render([plain], "md")

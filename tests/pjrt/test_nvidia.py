@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 ASK = """
 import dataclasses, json
 from accbench.pjrt import nvidia
-print(json.dumps({**dataclasses.asdict(nvidia.driver()), "present": nvidia.present()}))
+print(json.dumps({**dataclasses.asdict(nvidia.driver()), "present": nvidia.has_gpu()}))
 """
 
 

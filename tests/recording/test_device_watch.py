@@ -37,10 +37,10 @@ def made_up_nvml(reasons: dict[str, int]) -> types.ModuleType:
 
 def watched(monkeypatch: pytest.MonkeyPatch, nvml: types.ModuleType, num_devices: int):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(device_watch, "_LOOK_EVERY_S", 0.01)
-    watch = device_watch.Watch(num_devices)
+    monkeypatch.setattr(device_watch, "_SAMPLE_EVERY_S", 0.01)
+    watch = device_watch.DeviceWatch(num_devices)
     seen = watch._nvidia
-    wait_until(lambda: len(seen._looks) > 3 or not seen._thread.is_alive())
+    wait_until(lambda: len(seen._samples) > 3 or not seen._thread.is_alive())
     return watch.stop()
 
 

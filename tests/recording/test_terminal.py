@@ -14,7 +14,7 @@ from accbench.recording.terminal import TrainingDisplay
 
 @pytest.fixture
 def lines(monkeypatch, caplog):
-    monkeypatch.setattr(terminal, "FIRST_TOLD_S", 0.2)
+    monkeypatch.setattr(terminal, "LONG_STEP_S", 0.2)
     caplog.set_level(logging.INFO, logger="accbench")
     return caplog
 
@@ -22,7 +22,7 @@ def lines(monkeypatch, caplog):
 def test_a_long_step_is_told_less_and_less_often_and_only_while_it_lasts(lines):
     display = TrainingDisplay(Console(file=io.StringIO()), 3, ("samples", 1))
     began = time.monotonic()
-    with display.telling_of_long_steps("xla"):
+    with display.report_long_steps("xla"):
         time.sleep(1.0)  # told after 0.2, 0.4 and 0.8 s
         display.step(1)
     most = 1 + int(math.log2((time.monotonic() - began) / 0.2))
@@ -37,6 +37,6 @@ def test_a_long_step_is_told_less_and_less_often_and_only_while_it_lasts(lines):
 @pytest.mark.parametrize(("compiler", "console"), [(None, True), ("xla", False)])
 def test_nothing_is_told_where_nothing_is_compiled_or_nobody_reads(lines, compiler, console):
     display = TrainingDisplay(Console(file=io.StringIO()) if console else None, 3, ("samples", 1))
-    with display.telling_of_long_steps(compiler):
+    with display.report_long_steps(compiler):
         time.sleep(0.5)
     assert not lines.messages

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accbench.recording import records
 from accbench.report import comparison
-from accbench.report.comparison import FLOORS, REFERENCE, Plan, RowPlan
+from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
 
 SPEED = {"ddp": 100.0, "inductor": 125.0, "xla": 50.0}  # samples/s
 # What one round is faster than another; the same for all rows, so that ratios are steady.
@@ -18,9 +18,9 @@ COLD = {"ddp": 4.0, "inductor": 30.0, "xla": 40.0}  # seconds to the first step
 WARM = {"ddp": 4.0, "inductor": 9.0, "xla": 40.0}
 
 
-def plan(**changes: object) -> Plan:
+def plan(**changes: object) -> ComparisonPlan:
     rows = tuple(RowPlan(name, name, {"engine": name, "model": "net"}) for name in SPEED)
-    made = Plan(rows, "ddp", 5, 0.02, 3, True, price_per_hour=2.0, order_seed=7)
+    made = ComparisonPlan(rows, "ddp", 5, 0.02, 3, True, price_per_hour=2.0, order_seed=7)
     return dataclasses.replace(made, **changes)
 
 
@@ -147,7 +147,7 @@ def write_run(folder: Path, found: list[records.Record]) -> None:
         records.append(path, record)
 
 
-def write(folder: Path, made: Plan | None = None) -> Path:
+def write(folder: Path, made: ComparisonPlan | None = None) -> Path:
     """The whole comparison; returns `folder`."""
     made = made or plan()
     folder.mkdir(parents=True, exist_ok=True)

@@ -404,9 +404,9 @@ def test_what_is_far_off_is_seen_however_it_scatters(rounds):
     """What memory that nothing was written to gave for a loss, of 2.3 in all windows."""
     baseline = 2.3 + 0.1 * np.random.default_rng(0).normal(size=(rounds, 8))
     row = baseline + np.array([3e35, 2e27, 5e30])[:rounds, None]
-    assert losses.part(row, baseline)
+    assert losses.losses_diverge(row, baseline)
     row[0] = baseline[0]  # a round in which it was not so is no proof
-    assert not losses.part(row, baseline)
+    assert not losses.losses_diverge(row, baseline)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -432,7 +432,7 @@ def test_right_engines_losses_do_not_part():
     random = np.random.default_rng(0)
     for rounds in (3, 5):
         runs = random.normal(size=(2, 2000, rounds, 8)) + 3 * np.exp(-np.arange(8) / 2)
-        told = [losses.part(*pair) for pair in runs.swapaxes(0, 1)]
+        told = [losses.losses_diverge(*pair) for pair in runs.swapaxes(0, 1)]
         assert sum(told) <= 6  # one in 1,000, with room for chance
 
 

@@ -7,10 +7,10 @@ import pytest
 from accbench.recording.records import EndRecord, NumericsRecord
 from accbench.report import numerics
 from accbench.report.noise import Noise
-from accbench.report.run import Run
+from accbench.report.run import RecordedRun
 
 
-def passed(scale: float, vanishing: bool = False) -> Run:
+def passed(scale: float, vanishing: bool = False) -> RecordedRun:
     """A pass of four steps; with `vanishing` a layer's gradient is zero in the second."""
     steps = []
     for step in range(1, 5):
@@ -18,7 +18,7 @@ def passed(scale: float, vanishing: bool = False) -> Run:
         if not (vanishing and step == 2):
             found["scale of w"] = scale
         steps.append(NumericsRecord("step", step, found))
-    return Run("pass", end=EndRecord("ok"), numerics=tuple(steps))
+    return RecordedRun("pass", end=EndRecord("ok"), numerics=tuple(steps))
 
 
 @pytest.mark.parametrize("vanishing", [False, True])

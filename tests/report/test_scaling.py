@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from accbench.report import scaling
-from accbench.report.scaling import Cluster, Link, Step
+from accbench.report.scaling import Cluster, Link, TrainingStep
 from tests.conftest import ROOT
 
 NVLINK, NETWORK = Link(370e9, 3.4e-6, 1.2e-6), Link(376e9, 9.6e-6, 8.5e-6)
@@ -16,11 +16,11 @@ SLOW = dataclasses.replace(CLUSTER, between=Link(3e9, 9.6e-6, 8.5e-6))
 WITHOUT_LATENCY = Cluster(
     8, Link(100e9, 0.0, 0.0), Link(40e9, 0.0, 0.0), ring_start_s=0.0, tree_start_s=0.0
 )
-STEP = Step(0.1, 100e6)
+STEP = TrainingStep(0.1, 100e6)
 DEVICES = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
-@pytest.mark.parametrize("way", scaling.WAYS.values())
+@pytest.mark.parametrize("way", scaling.ALGORITHMS.values())
 def test_one_device_reduces_nothing_and_more_devices_never_less(way):
     assert way(1e9, CLUSTER, 1) == 0
     for cluster in (CLUSTER, SLOW):
@@ -55,7 +55,7 @@ def test_the_fastest_way_is_taken_of_those_there_are():
     small, large = 2**20, 2**30
     assert scaling.all_reduce_s(small, CLUSTER, 1024) == scaling.tree_s(small, CLUSTER, 1024)
     assert scaling.all_reduce_s(large, CLUSTER, 16) == scaling.ring_s(large, CLUSTER, 16)
-    ring = dataclasses.replace(CLUSTER, ways=("ring",))
+    ring = dataclasses.replace(CLUSTER, algorithms=("ring",))
     assert scaling.all_reduce_s(small, ring, 1024) == scaling.ring_s(small, CLUSTER, 1024)
 
 
@@ -64,11 +64,11 @@ def test_the_fastest_way_is_taken_of_those_there_are():
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_no_step_is_faster_than_computing(cluster, overlaps, small_last):
     step = dataclasses.replace(STEP, overlaps=overlaps, small_last=small_last)
-    assert scaling.scaled(step, cluster, 1).step_s == step.compute_s
-    steps_s = [scaling.scaled(step, cluster, num).step_s for num in DEVICES]
+    assert scaling.scale_step(step, cluster, 1).step_s == step.compute_s
+    steps_s = [scaling.scale_step(step, cluster, num).step_s for num in DEVICES]
     assert steps_s == sorted(steps_s)
     for num in DEVICES[1:]:
-        found = scaling.scaled(step, cluster, num)
+        found = scaling.scale_step(step, cluster, num)
         assert step.compute_s < found.step_s <= step.compute_s + found.reduction_s * (1 + 1e-9)
         assert found.efficiency == pytest.approx(step.compute_s / found.step_s)
 
@@ -76,17 +76,17 @@ def test_no_step_is_faster_than_computing(cluster, overlaps, small_last):
 def test_what_hides_is_all_but_the_last_bucket():
     """Where each bucket is reduced before the next is ready."""
     last_bytes = scaling.buckets(STEP)[-1]
-    exposed_s = scaling.scaled(STEP, CLUSTER, 64).step_s - STEP.compute_s
+    exposed_s = scaling.scale_step(STEP, CLUSTER, 64).step_s - STEP.compute_s
     assert exposed_s == pytest.approx(scaling.all_reduce_s(last_bytes, CLUSTER, 64))
     small = dataclasses.replace(STEP, small_last=True)
-    exposed_s = scaling.scaled(small, CLUSTER, 64).step_s - STEP.compute_s
+    exposed_s = scaling.scale_step(small, CLUSTER, 64).step_s - STEP.compute_s
     assert exposed_s == pytest.approx(scaling.all_reduce_s(2**20, CLUSTER, 64))
 
 
 def test_where_reduction_bounds_a_step_buckets_wait_for_each_other():
     """From when the second is ready, for the small first one is done by then."""
     slower = dataclasses.replace(CLUSTER, between=Link(1e9, 9.6e-6, 8.5e-6))
-    found = scaling.scaled(STEP, slower, 64)
+    found = scaling.scale_step(STEP, slower, 64)
     first, second, *_ = scaling.buckets(STEP)
     ready_s = STEP.compute_s * (1 / 3 + 2 / 3 * (first + second) / STEP.gradient_bytes)
     others_s = found.reduction_s - scaling.all_reduce_s(first, slower, 64)
@@ -95,14 +95,14 @@ def test_where_reduction_bounds_a_step_buckets_wait_for_each_other():
 
 
 def test_without_overlap_all_of_the_reduction_is_added():
-    found = scaling.scaled(dataclasses.replace(STEP, overlaps=False), SLOW, 64)
+    found = scaling.scale_step(dataclasses.replace(STEP, overlaps=False), SLOW, 64)
     assert found.step_s == pytest.approx(STEP.compute_s + scaling.all_reduce_s(100e6, SLOW, 64))
-    assert found.step_s > scaling.scaled(STEP, SLOW, 64).step_s
+    assert found.step_s > scaling.scale_step(STEP, SLOW, 64).step_s
 
 
 @pytest.mark.parametrize("num_bytes", [1e3, 2**20, 100e6, 26 * 2**20, 4e9])
 def test_buckets_hold_all_gradients(num_bytes):
-    sizes = scaling.buckets(Step(0.1, num_bytes))
+    sizes = scaling.buckets(TrainingStep(0.1, num_bytes))
     assert sum(sizes) == pytest.approx(num_bytes)
     assert min(sizes) > 0
     assert max(sizes) <= scaling.BUCKET_BYTES
@@ -111,7 +111,7 @@ def test_buckets_hold_all_gradients(num_bytes):
 def test_reduction_bounds_steps_shorter_than_the_least():
     least_s = scaling.least_compute_s(STEP, SLOW, 64)
     longer, shorter = (
-        scaling.scaled(dataclasses.replace(STEP, compute_s=least_s * by), SLOW, 64)
+        scaling.scale_step(dataclasses.replace(STEP, compute_s=least_s * by), SLOW, 64)
         for by in (1.01, 0.99)
     )
     assert shorter.bound_by_reduction

@@ -234,7 +234,7 @@ def test_what_cannot_be_resumed(undisturbed, images, tmp_path):
          f"--output_dir={tmp_path / 'other'}"): "not of synthetic data",
         (*LEARNING, f"--data=imagefolder:{images}", "--seed=3", "--resume", str(run_dir),
          f"--output_dir={tmp_path / 'third'}"): "the sampler's state has seed 0",
-        (*synthetic, f"--output_dir={run_dir}"): "or go on with it by --resume auto",
+        (*synthetic, f"--output_dir={run_dir}"): "or resume it with --resume auto",
     }.items():  # fmt: skip
         result = run(*flags)
         assert result.returncode == 2, (flags, result.stderr)

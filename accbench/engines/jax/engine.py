@@ -89,7 +89,7 @@ class Engine(engines.Engine):
     def find_device(cls, requested: str) -> str:
         if requested != "auto":
             return requested
-        return devices.found()
+        return devices.detect()
 
     @classmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
@@ -524,7 +524,7 @@ class Engine(engines.Engine):
         if self.task.output_dir is None or self.topology.world_size == 1:
             return nullcontext()
         path = terminal.log_file(self.task.run_dir, self.topology.rank)
-        return terminal.descriptors_to(path) if path.parent.exists() else nullcontext()
+        return terminal.redirect_descriptors(path) if path.parent.exists() else nullcontext()
 
     def compile_stats(self) -> engines.CompileStats:
         return self._stats if self._evaluation is None else self._stats + self._evaluation.stats

@@ -22,7 +22,7 @@ def configure(device: str, flags: str) -> None:
     Args:
         flags: a person's own of XLA's.
     """
-    merged = xla_flags.merged(device, flags)
+    merged = xla_flags.merge(device, flags)
     if merged:  # XLA reads them once, when a device is first used
         os.environ["XLA_FLAGS"] = merged
     import jax

@@ -17,7 +17,7 @@ from accbench.engines import tracing
 from accbench.engines.jax import engine
 from accbench.pjrt import xla_flags
 from accbench.training.process_group import Topology
-from accbench.uncollected import uncollected
+from accbench.uncollected import pause_gc
 
 NEEDS = ("jax", "jax")
 """A module, and the extra that has it."""
@@ -55,7 +55,7 @@ def environment(folder: Path, world_size: int) -> dict[str, str]:
 
 def gpu_flags(task: TaskConfig) -> str:
     """XLA's flags that a run on the GPU has."""
-    return xla_flags.merged("cuda", task.options.get("jax", engine.Engine.Options()).flags)
+    return xla_flags.merge("cuda", task.options.get("jax", engine.Engine.Options()).flags)
 
 
 # What the plug-in of accbench.preflight reads (jaxlib 0.6.2 had 1.10), and gathers need.
@@ -70,7 +70,7 @@ def _trace(task: TaskConfig, folder: Path) -> None:
     started = time.perf_counter()
     world_size = task.nproc_per_node
     here = Topology(world_size=world_size, local_world_size=world_size)
-    with uncollected():
+    with pause_gc():
         absent = AbsentGpus(task, task.options.get("jax", engine.Engine.Options()), here)
     source = tracing.source_of(task)
     spec, net = tracing.model_of(task, source.num_classes)

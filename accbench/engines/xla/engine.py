@@ -96,7 +96,7 @@ class Engine(engines.Engine):
     def find_device(cls, requested: str) -> str:
         if requested != "auto":
             return requested
-        return devices.found()
+        return devices.detect()
 
     @classmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
@@ -129,7 +129,7 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
-        flags = xla_flags.merged(task.device, options.flags)
+        flags = xla_flags.merge(task.device, options.flags)
         if flags:  # XLA reads them once, when a device is first used
             os.environ["XLA_FLAGS"] = flags
         self.xla = importing.torch_xla()

@@ -27,7 +27,7 @@ from accbench.errors import RequestError
 from accbench.pjrt import xla_flags
 from accbench.training import train_loop
 from accbench.training.process_group import Topology
-from accbench.uncollected import uncollected
+from accbench.uncollected import pause_gc
 
 NEEDS = ("torch_xla", "xla-cuda12")
 """A module, and the extra that has it."""
@@ -95,7 +95,7 @@ def environment(folder: Path, world_size: int) -> dict[str, str]:
 def gpu_flags(task: TaskConfig) -> str:
     """XLA's flags that a run on the GPU has."""
     options = task.options.get("xla", engine.Engine.Options())
-    return xla_flags.merged("cuda", options.flags)
+    return xla_flags.merge("cuda", options.flags)
 
 
 def _dump(folder: Path) -> Path:
@@ -115,7 +115,7 @@ def _trace(task: TaskConfig, folder: Path, rank: int) -> None:
     started = time.perf_counter()
     world_size = task.nproc_per_node
     here = Topology(rank, rank, world_size, world_size)
-    with uncollected():
+    with pause_gc():
         absent = AbsentGpu(task, task.options.get("xla", engine.Engine.Options()), here)
     source = tracing.source_of(task)
     spec, net = tracing.model_of(task, source.num_classes)

@@ -80,7 +80,7 @@ def rendezvous_store(call: RankCall, assignment: RankAssignment) -> Iterator[TCP
     """
     hosted_store = None
     if assignment.rank == 0:
-        hosted_store = network.listening_store(assignment.host, _STORE_TIMEOUT)
+        hosted_store = network.create_listening_store(assignment.host, _STORE_TIMEOUT)
     if hosted_store is not None:
         call.set_metadata("store", [assignment.host, hosted_store.port])
     host, port = _await_store_address(call)

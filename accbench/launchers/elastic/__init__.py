@@ -64,7 +64,7 @@ class Launcher(launchers.Launcher):
     def farewell(self, task: TaskConfig) -> None:
         endpoint = rendezvous.parse_endpoint(task)
         max_nodes = rendezvous.node_range(task)[1]
-        with terminal.errors_to(Path(os.devnull)):
+        with terminal.redirect_stderr(Path(os.devnull)):
             try:
                 store = rendezvous.open_store(endpoint, task)
             except RequestError:  # the port is taken; the other nodes end by their timeout
@@ -78,7 +78,7 @@ class Launcher(launchers.Launcher):
         endpoint = rendezvous.parse_endpoint(task)
         if endpoint.is_host:
             return None
-        with terminal.errors_to(Path(os.devnull)):
+        with terminal.redirect_stderr(Path(os.devnull)):
             self._store, run = rendezvous.wait_for_next_run(endpoint, task, self._last_run_id)
         store, self._last_run_id = self._store, run["id"]
         if run["id"] == "over":
@@ -91,7 +91,7 @@ class Launcher(launchers.Launcher):
             )
         self._number = store.add("nodes", 1)
         rendezvous.publish(store, f"node {self._number}", rendezvous.node_name(endpoint))
-        local = resolving.fill(task, task.device)
+        local = resolving.apply_defaults(task, task.device)
         folder = Path(run["task"]["output_dir"])
         host_task = node_reports.prepare_run_folder(folder, run["task"])
         node_task = replace(
@@ -110,7 +110,7 @@ class Launcher(launchers.Launcher):
             problem = failures.reserve(watching.error_files(folder, task.nproc_per_node).values())
             if problem is not None:
                 return problem
-            with terminal.errors_to(folder / "launcher.log") as stderr:
+            with terminal.redirect_stderr(folder / "launcher.log") as stderr:
                 if endpoint.is_host:
                     self._store = rendezvous.open_store(endpoint, task)
                     self._begin(task, worker)

@@ -120,7 +120,7 @@ def main() -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     plan = json.loads((folder / watching.PLAN_FILE).read_text())
-    with StopSignals() as signals, terminal.errors_to(folder / watching.AGENT_LOG) as stderr:
+    with StopSignals() as signals, terminal.redirect_stderr(folder / watching.AGENT_LOG) as stderr:
         outcome, handler = _run(plan, folder, signals, stderr)
         # The launcher needs only this file, should the rest hang.
         unfinished = folder / f"{watching.OUTCOME_FILE}.new"

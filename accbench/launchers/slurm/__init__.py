@@ -68,7 +68,7 @@ class Launcher(launchers.Launcher):
                 "the one that trains"
             )
         # The job itself determines what depends on the machine.
-        filled = resolving.fill(task, task.device)
+        filled = resolving.apply_defaults(task, task.device)
         return dataclasses.replace(filled, threads=task.threads, workers=task.workers)
 
     def script(self, task: TaskConfig, worker: list[str]) -> str:

@@ -37,7 +37,7 @@ def main() -> None:
     run_dir = Path(folder)
     task = config.parse([f"--config={run_dir / config.CONFIG_FILE}"])
     try:
-        with contextlib.nullcontext() if held == "held" else folders.held(run_dir):
+        with contextlib.nullcontext() if held == "held" else folders.lock(run_dir):
             task = _resolve_task(task)
             failure = _srun(task, worker)
             status = launchers.conclude(run_dir, failure)

@@ -56,5 +56,5 @@ def test_a_full_disk_ends_the_board_alone(tmp_path):
                      "--tensorboard=on", f"--output_dir={folder.parent}")  # fmt: skip
     assert result.returncode == 0
     assert not result.stderr
-    assert result.stdout.count("nothing more for TensorBoard: cannot write") == 1
+    assert result.stdout.count("TensorBoard events end here: cannot write") == 1
     assert end_of(folder.parent).num_steps == 80
