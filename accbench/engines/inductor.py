@@ -150,7 +150,7 @@ class Engine(ddp.Engine):
 
         rules = {**select_decomp_table(), **decompositions.mended()}
         # Inductor leaves complex numbers to torch, but takes their addition apart, which fails
-        # where the last axis does not lie together in memory (torch 2.8). Real ones are not touched.
+        # where the last axis does not lie together in memory (torch 2.8).
         for operation in (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar):
             rules.pop(operation, None)
         mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

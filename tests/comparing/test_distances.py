@@ -27,7 +27,7 @@ def step_of(gradient: float, second_moment: float, own: float) -> dict[str, floa
     expected = torch.full((8,), gradient)
     moved, after = rule.step(weights.parameters["w"], before, expected, 2)
     against = SimpleNamespace(
-        rule=rule, weights=weights, gradients={"w": expected}, buffers={}, buffers_after={},
+        rule=rule, weights=weights, gradients={"w": expected}, buffers={}, buffers_after={}, extra={}, extra_after={},
         weights_after=SimpleNamespace(num_steps={"w": 2}),
     )  # fmt: skip
     state = {"step": torch.tensor(2.0), **after, "exp_avg_sq": torch.full((8,), own)}
