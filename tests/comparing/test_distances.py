@@ -28,7 +28,7 @@ def step_of(gradient: float, second_moment: float, own: float) -> dict[str, floa
     moved, after = rule.step(weights.parameters["w"], before, expected, 2)
     against = SimpleNamespace(
         rule=rule, weights=weights, gradients={"w": expected}, buffers={}, buffers_after={},
-        weights_after=SimpleNamespace(num_steps={"w": 2}),
+        extra={}, extra_after={}, weights_after=SimpleNamespace(num_steps={"w": 2}),
     )  # fmt: skip
     state = {"step": torch.tensor(2.0), **after, "exp_avg_sq": torch.full((8,), own)}
     return distances.of_step(TrainingState({"w": moved}, {"w": state}), against)
