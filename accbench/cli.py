@@ -10,7 +10,7 @@ import tyro
 
 from accbench import config
 from accbench.errors import RequestError, print_interruption, print_refusal
-from accbench.standard_streams import quiet_when_closed
+from accbench.system.standard_streams import quiet_when_closed
 
 PROG = "accbench"
 
@@ -33,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 @quiet_when_closed
 def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = ()) -> int:
     """Train a model, one worker a device; the same as launch_single_task.py."""
-    from accbench.uncollected import pause_gc
+    from accbench.system.gc_pause import pause_gc
 
     with pause_gc():
-        from accbench.launchers.run import run
+        from accbench.launchers.common.run import run
 
     return run(argv, prog, worker)
 

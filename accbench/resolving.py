@@ -5,10 +5,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from accbench import cgroups, config, extras, models, plugins
-from accbench.config import TaskConfig
+from accbench import config, models
+from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError
 from accbench.recording import tensorboard_writer
+from accbench.system import cgroups, extras
 
 
 def resolve(task: TaskConfig) -> TaskConfig:

@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from accbench import config, launchers, models, plugins, resolving
-from accbench.config import TaskConfig
+from accbench import config, launchers, models, resolving
+from accbench.config import TaskConfig, plugins
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
 from accbench.report.statistics import mean_with_interval
-from accbench.training import process_group
-from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
 from accbench.training.train_loop import train_step
 from accbench.training.worker import apply_environment

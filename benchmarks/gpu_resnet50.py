@@ -16,8 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from accbench.pjrt import nvidia  # noqa: E402
-from accbench.preflight import gpu  # noqa: E402
+from accbench.pjrt import gpu, nvidia  # noqa: E402
 from accbench.recording import records  # noqa: E402
 from accbench.report import summary  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402

@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from accbench.data import Collate, ReadableSamples, decode, mock_images
 from accbench.data.convert import convert
-from accbench.data.imagefolder import ReadableImages
 from accbench.data.recordio import RecordIODataset, Samples
 from accbench.data.recordio.file import image_record, write_record
-from accbench.data.s3 import source as s3
+from accbench.data.s3 import dataset as s3
+from accbench.data.sources.imagefolder import ReadableImages
 from benchmarks.smoke import add_tiny
 
 BATCH, SIZE, REPEAT = 64, 224, 3

@@ -30,8 +30,8 @@ def folder_of(base: Path, setting: str, seed: int, engine: str) -> Path:
 
 def run_setting(base: Path, name: str, seeds: list[int], engines: list[str], rank: int) -> None:
     """Make the passes of a setting one after the other, in a rank's process."""
-    from accbench.training import process_group
-    from accbench.training.process_group import Topology
+    from accbench.distributed import process_group
+    from accbench.distributed.process_group import Topology
 
     num_workers = SETTINGS[name].num_workers
     topology = Topology(rank, rank, num_workers, num_workers)
@@ -42,9 +42,9 @@ def run_setting(base: Path, name: str, seeds: list[int], engines: list[str], ran
 
 
 def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: Any) -> None:
-    from accbench import plugins
     from accbench.comparing import numerics, reference, roundings
-    from accbench.training import process_group
+    from accbench.config import plugins
+    from accbench.distributed import process_group
 
     num_workers, rank = SETTINGS[name].num_workers, topology.rank
     at = folder_of(base, name, seed, "reference")

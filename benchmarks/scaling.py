@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accbench.report import run as runs  # noqa: E402
-from accbench.report.scaling import BUCKET_BYTES, Cluster, Link, TrainingStep, scale_step  # noqa: E402
 from accbench.report.statistics import mean_with_interval  # noqa: E402
+from benchmarks.scaling_fit import BUCKET_BYTES, Cluster, Link, TrainingStep, scale_step  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
 
 WARMUP_STEPS = 20

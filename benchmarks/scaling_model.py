@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from accbench.report.scaling import (  # noqa: E402
+from benchmarks.scaling_fit import (  # noqa: E402
     ALGORITHMS,
     BUCKET_BYTES,
     Cluster,

@@ -81,7 +81,7 @@ def drawn(
     num_models: int, seed: int, most_parameters: float
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Other models of timm and torchvision, drawn at random, of at most so many parameters."""
-    from accbench.models import registered
+    from accbench.models.tasks import registered
 
     named = of_kinds(["torchvision", "timm"])
     others = [f"timm:{name}" for name in registered.names("timm", "models")]

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parent.parent
 # What they import, and so what a forked one has at hand.
 _IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
-             "accbench.launchers.run", "accbench.report.publish", "accbench.training.worker",
+             "accbench.launchers.common.run", "accbench.report.publish", "accbench.training.worker",
              "torch._dynamo", "torch.distributed.nn.functional", "torchvision.models")  # fmt: skip
 _WORKERS = ([str(ROOT / "main.py")], ["-m", "accbench.training.worker_process"])
 # What Python is asked to run: launchers, commands, the tests' own programs.
@@ -187,7 +187,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 def prepare() -> None:
     """Import what commands and their workers do."""
-    from accbench.uncollected import pause_gc
+    from accbench.system.gc_pause import pause_gc
 
     with pause_gc():
         for module in _IMPORTED:

@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from accbench import cli, extras
+from accbench import cli
+from accbench.system import extras
 from tests.conftest import TINY, run
 
 NO_CLASSES, NO_IMAGES = "no class folders", "are empty"

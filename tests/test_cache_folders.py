@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from accbench import cache_folders
 from accbench.errors import RequestError
+from accbench.system import cache_folders
 from tests import containers
 
 

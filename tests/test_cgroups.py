@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from accbench import cgroups, config, resolving
+from accbench import config, resolving
 from accbench.machine import doctor
+from accbench.system import cgroups
 
 
 @pytest.fixture

@@ -14,9 +14,11 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from accbench import config, plugins, resolving, run_folder
+from accbench import config, resolving
 from accbench.comparing import plan
+from accbench.config import plugins
 from accbench.errors import RequestError
+from accbench.recording import run_folder
 
 
 def test_hyphens_and_underscores_are_the_same():

@@ -10,9 +10,9 @@ import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
-from accbench import folders
 from accbench.errors import RequestError
 from accbench.recording import records
+from accbench.system import folders
 from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, processes_of, wait_until
 
 NOTEBOOK = ROOT / "notebooks" / "resnet50.ipynb"

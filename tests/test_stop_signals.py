@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from accbench.stop_signals import StopSignals
+from accbench.system.stop_signals import StopSignals
 
 
 @pytest.mark.usefixtures("hangups_come")
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_hangup_may_be_known_of_after_the_ctrl_c_that_was_sent_behind_it(hangs_up, monkeypatch):
     """The kernel may give a hangup to another thread, which is run late."""
-    monkeypatch.setattr("accbench.stop_signals.SAME_WISH_S", 0.0)
+    monkeypatch.setattr("accbench.system.stop_signals.SAME_WISH_S", 0.0)
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGINT)
         assert (signals.wish, signals.order) == (signal.SIGINT, None)

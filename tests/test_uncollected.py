@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from accbench.uncollected import pause_gc
+from accbench.system.gc_pause import pause_gc
 
 
 class Node:

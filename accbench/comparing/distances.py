@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from accbench.comparing.reference import LOSS_SCALE, Reference
-from accbench.engines import extra_state, optimizers
-from accbench.engines.complex_numbers import wide
-from accbench.engines.state import Tensors, TrainingState
+from accbench.engines.common import extra_state, optimizer_state
+from accbench.engines.common.complex_numbers import wide
+from accbench.engines.common.training_state import Tensors, TrainingState
 
 Extra = dict[str, Any] | None
 
@@ -164,7 +164,7 @@ def _of_updates(own: TrainingState, against: Reference) -> dict[str, float]:
         )
         moved = _norm(wide(expected) - wide(parameter)) or 1.0
         found[f"{UPDATE} of {name}"] = _away(own.model.get(name), expected) / moved
-        for kind, key in ((SECOND_MOMENT, "exp_avg_sq"), (AVERAGE, optimizers.AVERAGE)):
+        for kind, key in ((SECOND_MOMENT, "exp_avg_sq"), (AVERAGE, optimizer_state.AVERAGE)):
             if key in after:
                 changed = _norm(wide(after[key]) - wide(before.state[name][key]))
                 if kind == AVERAGE:  # which moves by less than float32 may be able to hold

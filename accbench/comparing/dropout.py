@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accbench.engines import beside
+from accbench.engines.common import extra_inputs
 
 Shape = tuple[int, ...]
 # What the functions below read. Plain globals: a compiler then takes the tensors as inputs.
@@ -221,7 +221,7 @@ def given() -> Iterator[None]:
     try:
         for module, name, function in _replacements():
             setattr(module, name, function)
-        with beside.known(beside.Source(_uniforms, _position)):
+        with extra_inputs.known(extra_inputs.Source(_uniforms, _position)):
             yield
     finally:
         for module, name, function in kept:

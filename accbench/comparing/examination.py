@@ -15,14 +15,15 @@ from accbench.comparing import distances, dropout, reference, roundings
 from accbench.comparing.own_dropout import own_dropout
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
-from accbench.engines import Batch, Engine, model_state
-from accbench.engines.state import NotLoadableError, TrainingState
-from accbench.models import trainable
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
+from accbench.engines import Batch, Engine
+from accbench.engines.common import model_state
+from accbench.engines.common.training_state import NotLoadableError, TrainingState
+from accbench.models.tasks import trainable
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
-from accbench.training import process_group
 from accbench.training.opening import engine_of
-from accbench.training.process_group import Topology
 from accbench.training.train_loop import train_step
 
 # A loss scale with which every float16 gradient overflows.

@@ -20,14 +20,14 @@ from accbench.comparing import dropout, reference, roundings, script_pass, updat
 from accbench.comparing.examination import Examination
 from accbench.comparing.reference import Reference
 from accbench.config import TaskConfig
-from accbench.engines.state import NotLoadableError
+from accbench.distributed.process_group import Topology
+from accbench.engines.common.training_state import NotLoadableError
 from accbench.errors import ERROR_FILE_VARIABLE, RequestError
-from accbench.launchers.run import run
+from accbench.launchers.common.run import run
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import worker
 from accbench.training.opening import first_engine_of
-from accbench.training.process_group import Topology
 
 
 def check(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: int = 0) -> None:

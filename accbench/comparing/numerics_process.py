@@ -10,7 +10,7 @@ if __name__ == "__main__":
     # its name that torch imports.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.append(sys.path.pop(0))
-    from accbench.uncollected import pause_gc
+    from accbench.system.gc_pause import pause_gc
 
     with pause_gc():
         from accbench.comparing import numerics

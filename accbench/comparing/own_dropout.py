@@ -12,8 +12,8 @@ from torch import nn
 
 from accbench.comparing import update_rules
 from accbench.data import nested
+from accbench.distributed.process_group import Topology, gather_values
 from accbench.engines import Batch, Engine
-from accbench.training.process_group import Topology, gather_values
 
 # Elements a probability that own_dropout looks at; rates are told to about a hundredth.
 PROBE_SIZE = 1 << 16

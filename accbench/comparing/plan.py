@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from accbench import config, launchers, plugins
-from accbench.config import TaskConfig
+from accbench import config, launchers
+from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError
 from accbench.report.comparison import ComparisonPlan, RowPlan
 

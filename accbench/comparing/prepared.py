@@ -2,7 +2,7 @@
 
 import signal
 
-from accbench.uncollected import pause_gc
+from accbench.system.gc_pause import pause_gc
 
 with pause_gc():
     import accbench.comparing.numerics

@@ -20,16 +20,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accbench import config, models, plugins
+from accbench import config, models
 from accbench.comparing import dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, plugins
 from accbench.data import nested
-from accbench.engines import Batch, complex_numbers, extra_state, model_state, sharing
-from accbench.engines.state import Tensors, TrainingState
+from accbench.distributed.process_group import Topology
+from accbench.engines import Batch
+from accbench.engines.common import (
+    complex_numbers,
+    extra_state,
+    model_state,
+    tied_parameters,
+)
+from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.errors import RequestError
-from accbench.models import trainable
-from accbench.training.process_group import Topology
+from accbench.models.tasks import trainable
 
 FOLDER = "reference"
 _FACTS, _START = "facts.json", "start.safetensors"
@@ -97,9 +103,9 @@ class _Plain:
         self.extra = [model_state.read_extra(net) for _ in range(num_shards)]
         cuda = task.device == "cuda" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
-        places = sharing.places(net)
+        places = tied_parameters.places(net)
         self.net = complex_numbers.double(net.to(self.device))
-        sharing.tie(places)
+        tied_parameters.tie(places)
         self.parameters = dict(self.net.named_parameters())
 
     def send(self, batch: Batch) -> Batch:

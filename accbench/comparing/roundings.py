@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accbench.engines.state import Tensors
+from accbench.engines.common.training_state import Tensors
 
 NUM_DRAWS = 2
 """Of each checked step, in each pass of plain ddp; of the evaluation, which is one number, twice

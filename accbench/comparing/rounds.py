@@ -12,15 +12,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from accbench import config, folders, launchers, plugins
+from accbench import config, launchers
 from accbench.comparing.order import in_turns
 from accbench.comparing.plan import parse
 from accbench.comparing.run import Kind, run_to_its_end
+from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
 from accbench.report import comparison, publish
 from accbench.report import run as runs
 from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
+from accbench.system import folders
 
 # Below the reference's run, see accbench.comparing.reference.
 REFERENCE_TENSORS = "reference"
@@ -49,7 +51,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             task = config.parse(config.as_flags(next(row.task for row in plan.rows if row.task)))
             launcher = plugins.load("launchers", task.launcher)()
             if launcher.follows(task):
-                from accbench.launchers import run as runner
+                from accbench.launchers.common import run as runner
 
                 return runner.follow(task, prog)
             folder = stack.enter_context(claim(plan, wanted))

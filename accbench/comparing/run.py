@@ -17,9 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from accbench import config, standard_streams
+from accbench import config
 from accbench.recording import records
 from accbench.recording.device_watch import DeviceWatch
+from accbench.system import standard_streams
 
 Kind = Literal["run", "reference", "floor", "check"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
@@ -111,7 +112,7 @@ def _launch(
 ) -> None:
     # They import torch, which the comparison itself can do without.
     from accbench.comparing import numerics
-    from accbench.launchers import run
+    from accbench.launchers.common import run
 
     if os.environ.get(_SAFE_PATH) == _SET_HERE:
         del os.environ[_SAFE_PATH]  # workers find modules as they do in a run

@@ -20,16 +20,18 @@ from accbench.comparing import distances, dropout, script_reference
 from accbench.comparing.script_reference import Step
 from accbench.config import TaskConfig
 from accbench.data import nested
-from accbench.engines import Batch, complex_numbers, ddp, sharing
-from accbench.engines.state import NotLoadableError, TrainingState
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
+from accbench.engines import Batch, ddp
+from accbench.engines.common import complex_numbers, tied_parameters
+from accbench.engines.common.training_state import NotLoadableError, TrainingState
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
-from accbench.training import process_group, script
+from accbench.training import script
 from accbench.training.accelerated_run import Run, Watch
 from accbench.training.current import Worker
 from accbench.training.opening import first_engine_of
-from accbench.training.process_group import Topology
 
 
 class Float64(ddp.Engine):
@@ -42,9 +44,9 @@ class Float64(ddp.Engine):
         super().__init__(task, ddp.Engine.Options(channels_last=False), topology)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        places = sharing.places(model)
+        places = tied_parameters.places(model)
         model = complex_numbers.double(model)
-        sharing.tie(places)
+        tied_parameters.tie(places)
         return super().prepare(model)
 
     def to_device(self, batch: Batch) -> Batch:

@@ -12,12 +12,17 @@ from torch import nn
 from accbench.comparing import distances
 from accbench.comparing.reference import FOLDER, LOSS_SCALE
 from accbench.data import nested
-from accbench.engines import Batch, complex_numbers, extra_state
-from accbench.engines.state import NotLoadableError, Tensors, TrainingState
+from accbench.distributed import process_group
+from accbench.engines import Batch
+from accbench.engines.common import complex_numbers, extra_state
+from accbench.engines.common.training_state import (
+    NotLoadableError,
+    Tensors,
+    TrainingState,
+)
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
-from accbench.training import process_group
 from accbench.training.accelerated_run import Run
 
 # Relative: the sum of a batch in float32 and in float64.

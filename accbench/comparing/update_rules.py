@@ -13,8 +13,8 @@ import math
 import torch
 
 from accbench.config import TaskConfig
-from accbench.engines import complex_numbers, optimizers
-from accbench.engines.state import Tensors
+from accbench.engines.common import complex_numbers, optimizer_state
+from accbench.engines.common.training_state import Tensors
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
@@ -28,8 +28,8 @@ class Rule(abc.ABC):
     @property
     def keys(self) -> tuple[str, ...]:
         """What is kept of a parameter, each a tensor of its shape."""
-        average = (optimizers.AVERAGE,) if self.task.ema_decay else ()
-        return (*optimizers.STATE_KEYS[self.task.optimizer], *average)
+        average = (optimizer_state.AVERAGE,) if self.task.ema_decay else ()
+        return (*optimizer_state.STATE_KEYS[self.task.optimizer], *average)
 
     def step(
         self, parameter: torch.Tensor, state: Tensors, gradient: torch.Tensor, num_steps: int
@@ -40,8 +40,8 @@ class Rule(abc.ABC):
         p, g = complex_numbers.wide(parameter), complex_numbers.wide(gradient)
         moved, after = self._step(p, before, g, num_steps, self._decay(parameter))
         if self.task.ema_decay:
-            average = before[optimizers.AVERAGE]
-            after[optimizers.AVERAGE] = average + (1 - self.task.ema_decay) * (moved - average)
+            average = before[optimizer_state.AVERAGE]
+            after[optimizer_state.AVERAGE] = average + (1 - self.task.ema_decay) * (moved - average)
         if parameter.is_complex():
             after = {key: torch.view_as_complex(tensor) for key, tensor in after.items()}
             return torch.view_as_complex(moved), after
@@ -64,7 +64,7 @@ class Rule(abc.ABC):
         """
 
     def _decay(self, parameter: torch.Tensor) -> float:
-        return self.task.weight_decay if optimizers.decays(self.task, parameter) else 0.0
+        return self.task.weight_decay if optimizer_state.decays(self.task, parameter) else 0.0
 
 
 class AdamW(Rule):
@@ -124,7 +124,7 @@ class Weights:
         """Before the first step."""
         state = {
             name: {
-                key: tensor if key == optimizers.AVERAGE else torch.zeros_like(tensor)
+                key: tensor if key == optimizer_state.AVERAGE else torch.zeros_like(tensor)
                 for key in rule.keys
             }
             for name, tensor in parameters.items()

@@ -24,8 +24,8 @@ from accbench.data.samplers import (
     GroupedBatchSampler,
     GroupedDistributedSampler,
 )
+from accbench.distributed.process_group import Topology
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
-from accbench.training.process_group import Topology
 
 Batch = Any
 """Tensors in nests of any kind; see `accbench.data.nest_kinds`."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from accbench import extras
 from accbench.data import convert
 from accbench.errors import RequestError
+from accbench.system import extras
 
 _DONE = "digits.txt"
 _SEED = 0

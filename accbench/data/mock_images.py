@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from rich.progress import track
 
-from accbench import cgroups
 from accbench.errors import RequestError
+from accbench.system import cgroups
 
 DEFAULT_FOLDER = "data/mock_imagenet"
 _MANIFEST = "mock.json"

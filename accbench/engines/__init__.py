@@ -17,11 +17,19 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from accbench.config import TaskConfig, amp_level
-from accbench.engines import checkpointing, complex_parameters, model_state, sharing, state
-from accbench.engines.state import Tensors, TrainingState
+from accbench.distributed.process_group import Topology, from_rank0_tensor, gather_values
+from accbench.engines.common import (
+    activation_checkpointing,
+    complex_parameters,
+    model_state,
+    tied_parameters,
+)
+from accbench.engines.common import (
+    training_state as state,
+)
+from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.errors import ReductionError
-from accbench.models import trainable
-from accbench.training.process_group import Topology, from_rank0_tensor, gather_values
+from accbench.models.tasks import trainable
 
 Batch = Any
 """Tensors in nests of any kind; see `accbench.data.nest_kinds`."""
@@ -66,7 +74,7 @@ class Engine(abc.ABC):
     """A module that traces a step without running it, for `accbench preflight`."""
     scaler: Any = None
     """The GradScaler, where there is one."""
-    computed_again: checkpointing.Again | None = None
+    computed_again: activation_checkpointing.Again | None = None
     """For `--checkpoint_modules`, see there."""
     found_inf: torch.Tensor
     """1 after a step with a gradient that is not finite, else 0; only with `--on_nan skip`."""
@@ -329,7 +337,7 @@ class Engine(abc.ABC):
             RequestError: it cannot; the message says why and what to do.
         """
         trainable.check(net, self.task.engine, compiles=self.compiler is not None)
-        sharing.refuse_views(net)
+        tied_parameters.refuse_views(net)
 
     def prepared(self, net: nn.Module) -> nn.Module:
         """`prepare`, after which the same parameters and buffers must be one tensor as before.
@@ -341,10 +349,10 @@ class Engine(abc.ABC):
         self.check_model(net)
         if self.task.checkpoint_modules:
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
-            checkpointing.apply(net, names, self.computed_again)
-        before = sharing.names(net)
+            activation_checkpointing.apply(net, names, self.computed_again)
+        before = tied_parameters.names(net)
         model = self.prepare(net)
-        parted = before ^ sharing.names(net)
+        parted = before ^ tied_parameters.names(net)
         if parted:
             raise RuntimeError(
                 f"engine {self.task.engine} keeps {', '.join(min(parted))} otherwise than the "

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import accbench
-from accbench import config, plugins
-from accbench.config import TaskConfig
+from accbench import config
+from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError
 from accbench.recording import records
 

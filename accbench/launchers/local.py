@@ -22,12 +22,15 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )  # fmt: skip
 
-from accbench import cache_folders, config, launchers, network, plugins
-from accbench.config import TaskConfig
+from accbench import config, launchers
+from accbench.config import TaskConfig, plugins
+from accbench.distributed import network
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE
-from accbench.launchers import Failure, failures
+from accbench.launchers import Failure
+from accbench.launchers.common import failures
 from accbench.recording import terminal
-from accbench.stop_signals import StopSignals
+from accbench.system import cache_folders
+from accbench.system.stop_signals import StopSignals
 
 # Seconds that workers have between SIGTERM, which kills them, and SIGKILL, which
 # also kills one that is stopped.

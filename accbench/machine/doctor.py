@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench import cache_folders, cgroups, extras, plugins, user_name
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, plugins
 from accbench.data import shared_memory
 from accbench.pjrt import nvidia
 from accbench.recording import provenance
+from accbench.system import cache_folders, cgroups, extras, user_name
 
 _DEVICES: tuple[Literal["cpu", "cuda", "tpu"], ...] = ("cpu", "cuda", "tpu")
 _LIBRARIES = {"cudnn": "nvidia-cudnn-cu12", "nccl": "nvidia-nccl-cu12"}

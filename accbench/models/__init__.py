@@ -16,12 +16,11 @@ from typing import Any
 
 from torch import nn
 
-from accbench import plugins
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError
-from accbench.models import trainable
-from accbench.models.classification import Classifier, ImageClassification
-from accbench.models.spec import IMAGES, TOKENS, Spec
+from accbench.models.tasks import trainable
+from accbench.models.tasks.classification import Classifier, ImageClassification
+from accbench.models.tasks.spec import IMAGES, TOKENS, Spec
 
 __all__ = ["IMAGES", "TOKENS", "Classifier", "ImageClassification", "Spec"]
 

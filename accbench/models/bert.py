@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.models.language import IGNORED_LABEL, LanguageModel, options_of_transformers
+from accbench.models.tasks.language import (
+    IGNORED_LABEL,
+    LanguageModel,
+    options_of_transformers,
+)
 
 # name -> (layers, heads, width, vocabulary size without [MASK]); the tiny one is from
 # Turc et al., Well-Read Students Learn Better, 2019.

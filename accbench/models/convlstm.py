@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accbench.models.spec import Spec
+from accbench.models.tasks.spec import Spec
 
 # name -> (channels of each layer; frames, in the paper 10 as input and 10 to predict)
 _SIZES = {"convlstm": ((128, 64, 64), 20), "convlstm_tiny": ((8, 8), 6)}

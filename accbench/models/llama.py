@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from accbench.models.language import LanguageModel, options_of_transformers
+from accbench.models.tasks.language import LanguageModel, options_of_transformers
 
 # name -> (layers, heads, key-value heads, width, MLP width, vocabulary size)
 _SIZES = {

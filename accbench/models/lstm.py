@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from accbench.models.language import LanguageModel
+from accbench.models.tasks.language import LanguageModel
 
 # name -> (layers, width, dropout, vocabulary size); lstm is the paper's medium one.
 _SIZES = {"lstm": (2, 650, 0.5, 10_000), "lstm_tiny": (2, 64, 0.1, 512)}

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import extras
 from accbench.errors import RequestError
-from accbench.models import Classifier, ImageClassification, registered
+from accbench.models import Classifier, ImageClassification
+from accbench.models.tasks import registered
+from accbench.system import extras
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,11 @@ from typing import Any
 from torch import nn
 
 from accbench.errors import RequestError
-from accbench.models import Classifier, ImageClassification, detection, registered
-from accbench.models.detection import Detection
-from accbench.models.segmentation import Segmentation
-from accbench.models.spec import Spec
+from accbench.models import Classifier, ImageClassification
+from accbench.models.tasks import detection, registered
+from accbench.models.tasks.detection import Detection
+from accbench.models.tasks.segmentation import Segmentation
+from accbench.models.tasks.spec import Spec
 
 # Weights of the auxiliary classifiers' losses: GoogLeNet's from Szegedy et al., Going Deeper with
 # Convolutions, 2014, section 5, and Inception v3's from torchvision's reference training.

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from accbench import extras
+from accbench.system import extras
 
 PLUGIN_VARIABLE = "ACCBENCH_CUDA_PLUGIN"  # path of a PJRT plugin for CUDA, before all others
 _LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"

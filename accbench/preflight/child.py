@@ -7,8 +7,8 @@ def main() -> int:
     """Run the module's `main(argv)`, and return its exit status."""
     import importlib
 
-    from accbench.stop_signals import die_with_parent
-    from accbench.uncollected import pause_gc
+    from accbench.system.gc_pause import pause_gc
+    from accbench.system.stop_signals import die_with_parent
 
     parent, module = int(sys.argv[1]), sys.argv[2]
     die_with_parent(parent)

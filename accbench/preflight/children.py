@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from accbench import cache_folders
+from accbench.system import cache_folders
 
 # The prefix of Abseil's log lines: severity, date, time, thread, source location.
 _LOG_PREFIX = re.compile(r"^\S*\s*([IWEF])\S*\s+\S+\s+\S+\]\s*|^[\d-]+ [\d:.]+: [IWEF] \S+\]\s*")

@@ -14,24 +14,24 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from accbench import config, extras, plugins, resolving
-from accbench.config import TaskConfig
+from accbench import config, resolving
+from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
-from accbench.pjrt import nvidia
+from accbench.pjrt import gpu, nvidia
+from accbench.pjrt.gpu import GpuSpec
 from accbench.preflight import (
     batch_search,
     children,
     compiling,
     eager,
-    gpu,
     hlo,
     kernels,
-    programs,
     summary,
 )
-from accbench.preflight.gpu import GpuSpec
+from accbench.preflight.tracing import programs
 from accbench.recording import provenance
 from accbench.report import preflight as pages
+from accbench.system import extras
 
 RESULT_FILE = "preflight.json"
 SCHEMA_VERSION = 1

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from accbench.pjrt import nvidia
-from accbench.preflight import gpu, programs
+from accbench.pjrt import gpu, nvidia
 from accbench.preflight.pjrt_c_api import CompilerError, Plugin
+from accbench.preflight.tracing import programs
 
 FACTS_FILE = "compiled.json"
 EXECUTABLE_FILE = "executable.bin"

@@ -25,13 +25,13 @@ from torch.utils.flop_counter import flop_registry
 from accbench import models
 from accbench.config import TaskConfig
 from accbench.data import nested
+from accbench.distributed.process_group import Topology
 from accbench.engines import ddp
-from accbench.engines.cuda_rules import CudaRules, is_tensor, tensors_in
+from accbench.engines.common.cuda_autocast import CudaRules, is_tensor, tensors_in
+from accbench.pjrt.gpu import GpuSpec
 from accbench.preflight import kernels, summary
-from accbench.preflight.gpu import GpuSpec
 from accbench.preflight.kernels import Kernel
 from accbench.training import train_loop
-from accbench.training.process_group import Topology
 
 NOTE = (
     "one GPU at its peak rates, where every operation reads its arguments from memory and writes "

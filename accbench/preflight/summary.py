@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from accbench.pjrt.gpu import GpuSpec
 from accbench.preflight import kernels
-from accbench.preflight.gpu import GpuSpec
 from accbench.preflight.kernels import Kernel
 
 # The report lists results of this many elements or more by element type.

@@ -20,9 +20,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )  # fmt: skip
 
-from accbench import standard_streams
 from accbench.errors import RequestError
 from accbench.recording.records import EvalRecord, WindowRecord
+from accbench.system import standard_streams
 
 log = logging.getLogger("accbench")
 

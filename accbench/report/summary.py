@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accbench import config
 from accbench.errors import RequestError
-from accbench.preflight import gpu
+from accbench.pjrt import gpu
 from accbench.recording import records
 from accbench.report import run as runs
 

@@ -11,10 +11,10 @@ from torch.utils.data import SequentialSampler as InOrder
 from accbench.data import shared_memory
 from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
+from accbench.distributed.process_group import Topology
 from accbench.engines import Batch, Engine
 from accbench.errors import RequestError
 from accbench.training.gathering import BatchPosition
-from accbench.training.process_group import Topology
 
 
 class Passes(Protocol):

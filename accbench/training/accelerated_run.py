@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import Batch, Engine, complex_parameters, model_state
+from accbench.distributed import process_group  # fmt: skip
+from accbench.engines import Batch, Engine
+from accbench.engines.common import complex_parameters, model_state
 from accbench.errors import RequestError, RunEnded, end_status
 from accbench.logger import RunLogger
-from accbench.models import trainable
+from accbench.models.tasks import trainable
 from accbench.recording import records, tensorboard_writer
 from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
@@ -23,9 +25,8 @@ from accbench.training import (
     accelerated_model,
     accelerated_optimizer,
     gathering,
-    process_group,
     worker,
-)  # fmt: skip
+)
 from accbench.training.accelerated_loader import Loader
 from accbench.training.current import Worker
 from accbench.training.foreign_steps import ForeignSteps

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from accbench import config, resolving
+from accbench.distributed import process_group, slurm_variables
+from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 from accbench.recording import terminal
-from accbench.stop_signals import die_with_parent
-from accbench.training import current, process_group, slurm_variables, worker
+from accbench.system.stop_signals import die_with_parent
+from accbench.training import current, worker
 from accbench.training.current import Worker
-from accbench.training.process_group import Topology
 
 # What is to be undone when a run ends that began here.
 _stacks: dict[int, contextlib.ExitStack] = {}

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from accbench.engines import complex_numbers, extra_state
-from accbench.engines.state import Tensors, TrainingState
+from accbench.engines.common import complex_numbers, extra_state
+from accbench.engines.common.training_state import Tensors, TrainingState
 
 FORMAT = 1
 JSON_FILE, TENSORS_FILE = "checkpoint.json", "tensors.safetensors"

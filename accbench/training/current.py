@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accbench.config import TaskConfig
-from accbench.training.process_group import Topology
+from accbench.distributed.process_group import Topology
 
 
 @dataclasses.dataclass

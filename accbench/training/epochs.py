@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines import Engine, optimizers
+from accbench.distributed import process_group
+from accbench.engines import Engine
+from accbench.engines.common import optimizer_state
 from accbench.errors import NonFiniteLossError, StoppedError
 from accbench.logger import RunLogger
 from accbench.recording.records import EvalRecord, ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
-from accbench.training import checkpoints, process_group
+from accbench.training import checkpoints
 from accbench.training.checkpoint_file import Facts
 from accbench.training.profile import StepProfile
 from accbench.training.resume import Keeper
@@ -120,7 +122,7 @@ class Epochs:
         """The scores of what is to be kept: of the averaged weights, if there are such."""
         models = [self.model]
         if self.task.ema_decay:
-            models.append(optimizers.Averaged(self.keeper.net, self.optimizer))
+            models.append(optimizer_state.Averaged(self.keeper.net, self.optimizer))
         for model in models:
             scores = evaluate(self.engine, model, self.spec, loader, epoch)
             scores = dataclasses.replace(scores, averaged=model is not self.model)

@@ -6,13 +6,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accbench import config, models, plugins
-from accbench.engines import model_state, optimizers
-from accbench.engines.state import Tensors
+from accbench import config, models
+from accbench.config import plugins
+from accbench.distributed.process_group import Topology
+from accbench.engines.common import model_state, optimizer_state
+from accbench.engines.common.training_state import Tensors
 from accbench.errors import RequestError
-from accbench.models import trainable
+from accbench.models.tasks import trainable
 from accbench.training import checkpoint_file, checkpoints, export_onnx
-from accbench.training.process_group import Topology
 
 Format = Literal["state_dict", "safetensors", "onnx", "onnx_int8"]
 
@@ -43,7 +44,7 @@ def export(
     found = checkpoints.find(str(run), None, print)
     assert found is not None
     saved = checkpoint_file.read(found)
-    tensors = optimizers.of_averages(saved.state) if average else saved.state.model
+    tensors = optimizer_state.of_averages(saved.state) if average else saved.state.model
     model = _model_of(saved.facts, tensors, saved.state.extra)
     loader = _validation_set(found.parent.parent / config.CONFIG_FILE) if evaluate else None
     part = out.with_name(f".{out.name}.part")

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accbench import extras
 from accbench.errors import RequestError
+from accbench.system import extras
 
 # What its logits may differ by from torch's, as a part of the largest.
 _TOLERANCE = 1e-4

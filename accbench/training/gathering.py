@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from accbench.data import nested
+from accbench.distributed import process_group
 from accbench.errors import RequestError
-from accbench.training import process_group
 
 
 class BatchPosition:

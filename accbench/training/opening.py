@@ -1,10 +1,9 @@
 """A task's engine in a worker's process."""
 
-from accbench import plugins
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, plugins
+from accbench.distributed.process_group import Topology
 from accbench.engines import Engine
-from accbench.training.process_group import Topology
-from accbench.uncollected import pause_gc
+from accbench.system.gc_pause import pause_gc
 
 
 def engine_of(task: TaskConfig, topology: Topology) -> Engine:

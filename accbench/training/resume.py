@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import config, run_folder
+from accbench import config
 from accbench.config import TaskConfig
-from accbench.engines import Engine, model_state, optimizers
-from accbench.engines.state import NotLoadableError
+from accbench.distributed.process_group import Topology, from_rank0, gather_tensor
+from accbench.engines import Engine
+from accbench.engines.common import model_state, optimizer_state
+from accbench.engines.common.training_state import NotLoadableError
 from accbench.errors import RECORDS_BEFORE_VARIABLE, RequestError
-from accbench.recording import records
+from accbench.recording import records, run_folder
 from accbench.recording.terminal import log
 from accbench.training import checkpoint_file, checkpoints
 from accbench.training.checkpoint_file import Checkpoint, DamagedError, Facts
-from accbench.training.process_group import Topology, from_rank0, gather_tensor
 
 
 def claimed(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
@@ -169,7 +170,7 @@ class Keeper:
                 raise RequestError(f"--resume {folder}: it is of {what} {then}, and this is {now}")
         try:
             self.engine.load_training_state(
-                self.net, self.optimizer, optimizers.with_averages(task, saved.state)
+                self.net, self.optimizer, optimizer_state.with_averages(task, saved.state)
             )
             if facts.loader is not None:
                 self.loader.load_state_dict(facts.loader)

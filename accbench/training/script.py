@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from accbench.config import TaskConfig
+from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError, RunEnded, ScriptExitError
 from accbench.training import current
 from accbench.training.current import Worker
 from accbench.training.opening import first_engine_of
-from accbench.training.process_group import Topology
 
 
 def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> None:

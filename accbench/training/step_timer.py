@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
+from accbench.distributed.process_group import gather_values
 from accbench.engines import Batch, CompileStats, Engine
 from accbench.errors import NonFiniteLossError, RecompiledError, remedy_of_overflow
 from accbench.recording.records import WindowRecord, finite_or_none
-from accbench.training.process_group import gather_values
 from accbench.training.shapes import ShapeWatch
 
 # Below this a GradScaler has halved in thirty steps on end: gradients are infinite, not large.

@@ -12,10 +12,10 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from accbench import folders
 from accbench.errors import LAUNCHER_PID_VARIABLE, RequestError, StoppedError
 from accbench.recording import terminal
-from accbench.stop_signals import (
+from accbench.system import folders
+from accbench.system.stop_signals import (
     STOP_SIGNALS,
     StopSignals,
     die_with_parent,

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from accbench.data import nested
+from accbench.distributed.process_group import gather_values
 from accbench.engines import Batch, Engine
 from accbench.recording.records import EvalRecord, finite_or_none
-from accbench.training.process_group import gather_values
 from accbench.training.step_timer import StepTimer
 
 

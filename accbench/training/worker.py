@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 
-from accbench import cache_folders, config, models, plugins, resolving, run_folder, standard_streams
-from accbench.config import TaskConfig
-from accbench.engines import Engine, model_state
+from accbench import config, models, resolving
+from accbench.config import TaskConfig, plugins
+from accbench.distributed import process_group, slurm_variables
+from accbench.distributed.process_group import Topology
+from accbench.engines import Engine
+from accbench.engines.common import model_state
 from accbench.errors import (
     ERROR_FILE_VARIABLE,
     LAUNCHER_PID_VARIABLE,
@@ -34,15 +37,15 @@ from accbench.errors import (
     remedy_of_overflow,
 )
 from accbench.logger import RunLogger
-from accbench.models import flops, trainable
-from accbench.recording import provenance, records, tensorboard_writer, terminal
+from accbench.models.tasks import trainable
+from accbench.recording import provenance, records, run_folder, tensorboard_writer, terminal
 from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
-from accbench.stop_signals import die_with_parent
-from accbench.training import checkpoints, process_group, resume, script, slurm_variables
+from accbench.system import cache_folders, standard_streams
+from accbench.system.stop_signals import die_with_parent
+from accbench.training import checkpoints, flops, resume, script
 from accbench.training.epochs import Epochs
 from accbench.training.opening import first_engine_of
-from accbench.training.process_group import Topology
 from accbench.training.step_timer import StepTimer
 
 # Images of the first batch for TensorBoard.

@@ -8,7 +8,7 @@ STARTED = time.perf_counter()  # before the imports, which a first step waits fo
 
 def main() -> int:
     """Train as the process's flags say; returns the exit status."""
-    from accbench.uncollected import pause_gc
+    from accbench.system.gc_pause import pause_gc
 
     with pause_gc():
         from accbench.training import worker

@@ -20,7 +20,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torchvision
 
-from accbench.engines.xla import norms
+from accbench.engines.xla.kernels import norms
 
 _ours = True
 

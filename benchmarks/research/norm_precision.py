@@ -11,7 +11,7 @@ import torch
 import torch_xla
 from torch.nn import functional
 
-from accbench.engines.xla import norms
+from accbench.engines.xla.kernels import norms
 
 MEANS = (0, 3, 10, 30, 100)  # in deviations
 CASES = {

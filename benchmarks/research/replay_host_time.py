@@ -18,8 +18,8 @@ import torch
 
 from accbench import models
 from accbench.config import TaskConfig
+from accbench.distributed.process_group import Topology
 from accbench.engines.xla import Engine
-from accbench.training.process_group import Topology
 from accbench.training.train_loop import train_step
 
 WARMUP_STEPS = 4  # two recordings, then two replays

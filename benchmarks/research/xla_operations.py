@@ -102,9 +102,9 @@ def name_of(op: Any) -> str:
 
 
 def sweep(args: argparse.Namespace) -> None:
-    from accbench.engines.xla import (
+    from accbench.engines.xla import importing
+    from accbench.engines.xla.kernels import (
         corrections,
-        importing,
         norms,
         pooling,
         recurrent,

@@ -7,7 +7,7 @@ import torch
 
 from accbench.comparing import distances, update_rules
 from accbench.config import TaskConfig
-from accbench.engines.state import TrainingState
+from accbench.engines.common.training_state import TrainingState
 
 DENORMAL = 1e-40
 

@@ -72,7 +72,7 @@ def test_file_here_does_not_hide_a_module_from_a_worker(tmp_path, module):
     (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
     what = {
         "comparing.numerics_process": ("reference", "1", "--model=no_such"),
-        "preflight.child": (str(os.getpid()), "accbench.engines.xla.tracing", "x", "--model=x"),
+        "preflight.child": (str(os.getpid()), "accbench.preflight.tracing.xla", "x", "--model=x"),
         "training.worker_process": ("--model=no_such",),
     }[module]
     done = subprocess.run(

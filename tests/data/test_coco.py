@@ -7,10 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from accbench import config, plugins, resolving
+from accbench import config, resolving
+from accbench.config import plugins
+from accbench.distributed.process_group import Topology
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.recording import records
-from accbench.training.process_group import Topology
 from tests.conftest import TINY, end_of, of_kind, run
 
 SIZE = 48

@@ -23,7 +23,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from accbench import config, plugins, resolving
+from accbench import config, resolving
+from accbench.config import plugins
 from accbench.data.recordio import MXFaceDataset, RecordIODataset
 from accbench.data.recordio import index as recordio_index
 from accbench.data.recordio.file import (
@@ -34,8 +35,8 @@ from accbench.data.recordio.file import (
     parse_image_record,
     write_record,
 )
+from accbench.distributed.process_group import Topology
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
-from accbench.training.process_group import Topology
 from tests.conftest import HANG_S, TINY, end_of, run
 from tests.data import recordio_fuzz
 from tests.data.pictures import jpeg

@@ -14,16 +14,17 @@ import torch
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
-from accbench import config, plugins, resolving
+from accbench import config, resolving
+from accbench.config import plugins
 from accbench.data import decode
 from accbench.data.convert import convert
-from accbench.data.imagefolder import ReadableImages
 from accbench.data.recordio import RecordIODataset
 from accbench.data.s3 import S3ImageFolder, bucket_and_prefix
 from accbench.data.s3 import bucket as s3_bucket
 from accbench.data.s3.cache import BoundedCache
+from accbench.data.sources.imagefolder import ReadableImages
+from accbench.distributed.process_group import Topology
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
-from accbench.training.process_group import Topology
 from tests.conftest import HANG_S, TINY, end_of, run, small_disk
 from tests.data.faulty_s3 import STALL_S, serving
 from tests.data.pictures import jpeg

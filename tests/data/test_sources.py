@@ -8,11 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from accbench import config, plugins, resolving
+from accbench import config, resolving
+from accbench.config import plugins
 from accbench.data import PADDING_LABEL
+from accbench.distributed.process_group import Topology
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.recording import records
-from accbench.training.process_group import Topology
 from tests.conftest import TINY, end_of, of_kind, run
 
 ALONE = Topology()

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from accbench import config, plugins, resolving
+from accbench import config, resolving
+from accbench.config import plugins
 from accbench.data import PADDING_LABEL
+from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 from accbench.recording import records
-from accbench.training.process_group import Topology
 from tests.conftest import TINY, end_of, of_kind, run
 
 LENGTH = 4

@@ -13,10 +13,11 @@ import sys
 import torch
 from torch import nn
 
-from accbench import config, models, plugins, resolving
-from accbench.engines import sharing
+from accbench import config, models, resolving
+from accbench.config import plugins
+from accbench.distributed.process_group import Topology
+from accbench.engines.common import tied_parameters
 from accbench.training import worker
-from accbench.training.process_group import Topology
 from accbench.training.train_loop import train_step
 from tests import nets
 
@@ -70,9 +71,9 @@ def tensors_of(net: nn.Module) -> list:
 def reference(spec, net: nn.Module, batches) -> dict:
     """Weights and buffers after the steps, in float64."""
     net = copy.deepcopy(net)
-    places = sharing.places(net)
+    places = tied_parameters.places(net)
     net = net.double()
-    sharing.tie(places)
+    tied_parameters.tie(places)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=1e-2)
     for batch in batches:
         optimizer.zero_grad()

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import config, plugins, resolving
+from accbench import config, resolving
+from accbench.config import plugins
+from accbench.distributed.process_group import Topology
 from accbench.training import worker
-from accbench.training.process_group import Topology
 from accbench.training.train_loop import train_step
 
 NUM_STEPS = 3

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accbench import config, plugins, resolving
+from accbench import config, resolving
+from accbench.config import plugins
+from accbench.distributed.process_group import Topology
 from accbench.training import worker
-from accbench.training.process_group import Topology
 from accbench.training.train_loop import train_step
 
 FAULTS = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accbench.engines import compile_cache_key, python_state
+from accbench.engines.common import compile_cache_key, python_state
 from tests.conftest import python
 from tests.engines import changing_models, edited_models
 

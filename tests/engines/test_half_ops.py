@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accbench.engines import half_attention, half_ops
+from accbench.engines.xla_common import half_attention, half_ops
 
 SHAPE = (2, 3, 9, 9)  # as wide as it is long, so that values can be the identity
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from accbench.engines import state
+from accbench.engines.common import training_state
 from tests import nets
 from tests.conftest import TINY, run
 
@@ -25,13 +25,13 @@ class Tabled(nn.Module):
 def test_a_buffer_is_loaded_in_the_shape_that_it_had():
     net = Tabled()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    before = state.read(net, optimizer, None)
+    before = training_state.read(net, optimizer, None)
     net(torch.zeros(3, 2))
-    behind = state.read(net, optimizer, None)
-    state.load(net, optimizer, None, before)
+    behind = training_state.read(net, optimizer, None)
+    training_state.load(net, optimizer, None, before)
     assert net.table.tolist() == [[0, 0]]
     fresh = Tabled()
-    state.load(fresh, torch.optim.SGD(fresh.parameters(), 0.1), None, behind)
+    training_state.load(fresh, torch.optim.SGD(fresh.parameters(), 0.1), None, behind)
     assert fresh.table.tolist() == [[1, 1]] * 3
     assert torch.equal(fresh(torch.ones(3, 2)), net(torch.ones(3, 2)))
 
@@ -40,7 +40,7 @@ def test_modules_are_told_the_version_of_what_they_load(images, tmp_path):
     """Of their own state: as torchvision's MNASNet, which refuses tensors without one."""
     net = nets.versioned(3)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    state.load(net, optimizer, None, state.read(net, optimizer, None))
+    training_state.load(net, optimizer, None, training_state.read(net, optimizer, None))
     flags = (*TINY, "--model=tests.nets:versioned", f"--data=mock:{images}", "--nproc_per_node=2",
              "--epochs=2", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
     for more in (["--max_steps=4"], ["--max_steps=8", "--resume=auto"]):

@@ -14,15 +14,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from accbench.engines.xla import (  # noqa: E402
-    corrections,
-    importing,
-    norms,
-    pooling,
-    recording,
-    reductions,
-    resizing,
-)
+from accbench.engines.xla import importing, recording
+from accbench.engines.xla.kernels import corrections, norms, pooling, reductions, resizing
 
 DEVICE = importing.torch_xla().device()
 for module in (corrections, pooling, reductions, resizing):

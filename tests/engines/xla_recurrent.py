@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from accbench.engines.xla import importing, recurrent
+from accbench.engines.xla import importing
+from accbench.engines.xla.kernels import recurrent
 
 KINDS: tuple[Any, ...] = (nn.LSTM, nn.GRU, nn.RNN)
 torch_xla = importing.torch_xla()

@@ -12,7 +12,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import torch  # noqa: E402
 
-from accbench.engines.xla import importing, reductions  # noqa: E402
+from accbench.engines.xla import importing
+from accbench.engines.xla.kernels import reductions  # noqa: E402
 
 DEVICE = importing.torch_xla().device()
 reductions.replace_kernels()

@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from accbench.config import TaskConfig  # noqa: E402
+from accbench.distributed.process_group import Topology  # noqa: E402
 from accbench.engines.xla import Engine  # noqa: E402
-from accbench.training.process_group import Topology  # noqa: E402
 from accbench.training.train_loop import train_step  # noqa: E402
 
 NUM_STEPS = 50

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from accbench import extras
 from accbench.data import shared_memory
 from accbench.machine import doctor, self_test
+from accbench.system import extras
 from tests import containers
 from tests.conftest import HANG_S, ROOT
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from accbench import models
-from accbench.models import flops
 from accbench.recording import records
 from accbench.report import summary, table
+from accbench.training import flops
 from tests.nets import Autoencoder
 from tests.report import fakes
 

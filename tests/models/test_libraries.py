@@ -11,7 +11,7 @@ from torchvision.models.inception import InceptionOutputs
 
 from accbench import cli, models
 from accbench.errors import RequestError
-from accbench.models import registered, segmentation
+from accbench.models.tasks import registered, segmentation
 from tests.conftest import TINY, end_of, run
 
 TORCHVISION = torchvision.models.list_models(module=torchvision.models)

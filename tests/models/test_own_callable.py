@@ -6,9 +6,9 @@ from torch import nn
 
 from accbench import models
 from accbench.config import TaskConfig
+from accbench.distributed.process_group import Topology
 from accbench.engines import ddp
 from accbench.errors import RequestError
-from accbench.training.process_group import Topology
 
 HERE = "tests.models.test_own_callable"
 

@@ -14,9 +14,8 @@ import jsonschema
 import psutil
 import pytest
 
-from accbench.engines.xla import tracing
-from accbench.pjrt import nvidia
-from accbench.preflight import gpu, programs
+from accbench.pjrt import gpu, nvidia
+from accbench.preflight.tracing import programs, xla
 from tests.conftest import HANG_S, ROOT, run, wait_until
 
 pytest.importorskip("torch_xla")
@@ -154,7 +153,7 @@ def test_all_ranks_have_one_program(tmp_path) -> None:
             [sys.executable, "-c",
              "import sys; from accbench.engines.xla import tracing; "
              f"sys.exit(tracing.main(sys.argv[1:], rank={rank}))", str(folder), *flags],
-            cwd=ROOT, env={**os.environ, **tracing.environment(folder, 2)}, text=True,
+            cwd=ROOT, env={**os.environ, **xla.environment(folder, 2)}, text=True,
             capture_output=True, timeout=HANG_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

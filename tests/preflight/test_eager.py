@@ -13,7 +13,8 @@ from accbench import models
 from accbench.config import TaskConfig
 from accbench.engines import ddp
 from accbench.errors import RequestError
-from accbench.preflight import eager, gpu, summary
+from accbench.pjrt import gpu
+from accbench.preflight import eager, summary
 
 H100 = gpu.load("h100")
 IMAGES = [

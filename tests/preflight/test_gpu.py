@@ -3,7 +3,8 @@
 import pytest
 
 from accbench.errors import RequestError
-from accbench.preflight import batch_search, gpu
+from accbench.pjrt import gpu
+from accbench.preflight import batch_search
 
 GOOD = gpu._FOLDER.joinpath("h100.yaml").read_text()
 

@@ -3,7 +3,8 @@
 import pytest
 
 from accbench.errors import RequestError
-from accbench.preflight import gpu, hlo, kernels, summary
+from accbench.pjrt import gpu
+from accbench.preflight import hlo, kernels, summary
 
 H100 = gpu.load("h100")
 

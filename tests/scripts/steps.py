@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from accbench import config, models, plugins, resolving
-from accbench.engines import ddp
-from accbench.training import process_group
-from accbench.training.process_group import Topology
+from accbench import config, models, resolving
+from accbench.config import plugins
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
+from accbench.engines.ddp import engine as ddp
 from accbench.training.train_loop import train_step
 from accbench.training.worker import apply_environment
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import accbench
+from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import accelerated_loader
-from accbench.training.process_group import Topology
 from tests import conftest
 from tests.conftest import HANG_S, ROOT, end_of, of_kind, run
 

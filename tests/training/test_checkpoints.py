@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from accbench.engines.state import TrainingState
+from accbench.engines.common.training_state import TrainingState
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints

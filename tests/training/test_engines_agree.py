@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accbench import config, models, plugins, resolving
+from accbench import config, models, resolving
+from accbench.config import plugins
 from accbench.data import mock_images
-from accbench.training.process_group import Topology
+from accbench.distributed.process_group import Topology
 from tests.conftest import two_ranks
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")

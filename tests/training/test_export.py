@@ -11,10 +11,11 @@ import torchvision
 from safetensors.torch import load_file
 
 from accbench import config, resolving
-from accbench.data import digits, imagefolder
+from accbench.data import digits
+from accbench.data.sources import imagefolder
+from accbench.distributed.process_group import Topology
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints
-from accbench.training.process_group import Topology
 from tests.conftest import TINY, of_kind, run
 
 

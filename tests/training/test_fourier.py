@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from accbench.config import TaskConfig
-from accbench.engines import ddp, state
+from accbench.distributed.process_group import Topology
+from accbench.engines import ddp
+from accbench.engines.common import training_state
 from accbench.recording import records
 from accbench.training import checkpoint_file
-from accbench.training.process_group import Topology
 from tests.conftest import TINY, of_kind, python, run, two_ranks
 from tests.training import fourier
 
@@ -85,13 +86,13 @@ def test_checkpoints_hold_them_and_their_moments(tmp_path):
     optimizers = [torch.optim.AdamW(net.parameters(), 0.1) for net in nets]
     nets[0](torch.rand(2, 3, 8, 8)).square().sum().backward()
     optimizers[0].step()
-    before = state.read(nets[0], optimizers[0], None)
+    before = training_state.read(nets[0], optimizers[0], None)
     facts = checkpoint_file.Facts(1, 0, None, 1, "ddp", "operator", 0, 3, {})
     folder = tmp_path / "saved"
     checkpoint_file.write(folder, checkpoint_file.Checkpoint(facts, before, ()))
     assert not any(t.is_complex() for t in load_file(folder / "tensors.safetensors").values())
-    state.load(nets[1], optimizers[1], None, checkpoint_file.read(folder).state)
-    after = state.read(nets[1], optimizers[1], None)
+    training_state.load(nets[1], optimizers[1], None, checkpoint_file.read(folder).state)
+    after = training_state.read(nets[1], optimizers[1], None)
     for name, tensor in before.model.items():
         assert torch.equal(tensor, after.model[name])
     for key, moment in before.optimizer["spectral.weight"].items():

@@ -10,12 +10,13 @@ import yaml
 from PIL import Image
 
 from accbench import config, resolving
-from accbench.data import digits, imagefolder
+from accbench.data import digits
 from accbench.data.mixing import Mixing
-from accbench.data.recordio.source import RecordIODataset
+from accbench.data.recordio.dataset import RecordIODataset
+from accbench.data.sources import imagefolder
+from accbench.distributed.process_group import Topology
 from accbench.models import arcface
 from accbench.recording import records
-from accbench.training.process_group import Topology
 from accbench.training.schedule import Schedule
 from tests.conftest import ROOT, TINY, end_of, of_kind, run
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accbench.engines import extra_state, model_state, state
+from accbench.engines.common import extra_state, model_state, training_state
 from accbench.errors import RequestError
-from accbench.models import trainable
+from accbench.models.tasks import trainable
 from accbench.training import checkpoint_file, checkpoints
 from tests.conftest import TINY, run, two_ranks
 from tests.training import stateful
@@ -33,13 +33,13 @@ def test_state_goes_through_a_checkpoint_into_a_new_model(name, tmp_path):
     optimizer.step()
     if name == "types":
         net[1].later = torch.ones(2)  # as a first forward pass may make it
-    before = state.read(net, optimizer, None)
+    before = training_state.read(net, optimizer, None)
     facts = checkpoint_file.Facts(1, 0, None, 1, "ddp", name, 0, 3, {})
     checkpoint_file.write(tmp_path / "saved", checkpoint_file.Checkpoint(facts, before, ()))
     saved = checkpoint_file.read(tmp_path / "saved").state
     other, its_optimizer = trained(name, 1)
-    state.load(other, its_optimizer, None, saved)
-    after = state.read(other, its_optimizer, None)
+    training_state.load(other, its_optimizer, None, saved)
+    after = training_state.read(other, its_optimizer, None)
     for of_kind in ("model", "extra"):
         expected, found = getattr(before, of_kind), getattr(after, of_kind)
         assert expected.keys() == found.keys()

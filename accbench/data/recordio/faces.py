@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from accbench.data.recordio.dataset import RecordIODataset
 from accbench.data.recordio.file import RecordFile
 from accbench.data.recordio.index import Index
-from accbench.data.recordio.source import RecordIODataset
 
 
 class MXFaceDataset(RecordIODataset):

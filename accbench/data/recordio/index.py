@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from accbench import cache_folders
 from accbench.data.recordio import file as recordio_file
 from accbench.data.recordio.file import DamagedRecordError, RecordFile
 from accbench.errors import RequestError
+from accbench.system import cache_folders
 
 _CHUNK_BYTES = 1 << 22
 # A shorter index is read anew each time, in a few hundredths of a second.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accbench import extras
 from accbench.data.s3.listing import Listing, listing_of
 from accbench.errors import RequestError, UnreadableSampleError
+from accbench.system import extras
 
 _MAX_REASON = 200  # characters; aiohttp quotes what it could not read
 _BACKOFF_S, _MAX_BACKOFF_S = 0.2, 10.0

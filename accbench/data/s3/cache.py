@@ -10,7 +10,7 @@ import time
 import warnings
 from pathlib import Path
 
-from accbench import cache_folders
+from accbench.system import cache_folders
 
 # A part file of this age belongs to a process that was killed.
 _STALE_S = 3600.0

@@ -15,8 +15,15 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import beside, extra_state, model_state, own_errors, places, python_state
-from accbench.engines.index_ranges import Ranges, Tracer
+from accbench.engines.common import (
+    extra_inputs,
+    extra_state,
+    model_errors,
+    model_state,
+    python_state,
+    source_location,
+)
+from accbench.engines.common.index_ranges import Ranges, Tracer
 from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
 
@@ -140,7 +147,7 @@ def capture(
         raise
     except Exception as error:
         saved.restore()
-        by_itself = own_errors.of_call(
+        by_itself = model_errors.of_call(
             model, lambda: _loss_and_back(model, loss, batch, autocast, trained)
         )
         if by_itself is not None:
@@ -188,7 +195,7 @@ def _capture(
         value, reads[:] = loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
         return value
 
-    inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *beside.tensors()])
+    inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *extra_inputs.tensors()])
     some = _plain(parameters[place] for place in trained)
     holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
     watch, saved = python_state.Watch(model), python_state.Saved(model)
@@ -272,7 +279,7 @@ def capture_score(
         return loss_of(model, score, batch, autocast, [], [], kept, inputs)[0]
 
     holder = _Scores([], _plain([*model.parameters(), *model.buffers()]), of_tensors)
-    inputs = _plain([*nested.tensors_of(batch), *beside.tensors()])
+    inputs = _plain([*nested.tensors_of(batch), *extra_inputs.tensors()])
     try:
         with torch.no_grad(), traceable(model, whole_attention=False), _fake():
             graph, signature = aot_export_module(
@@ -318,7 +325,7 @@ def loss_of(
     num_in_batch = len(nested.tensors_of(batch))
     given = nested.with_tensors(batch, inputs[:num_in_batch])
     # In here, not around the export: the graph's backward pass runs outside of autocast.
-    with autocast(), beside.replaced(list(inputs[num_in_batch:])) as reads:
+    with autocast(), extra_inputs.replaced(list(inputs[num_in_batch:])) as reads:
         value: torch.Tensor = torch.func.functional_call(_Loss(model, loss), tensors, (given,))
     return value, reads
 
@@ -362,7 +369,11 @@ def faked(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tuple[Te
 
     with traceable(model, whole_attention=False), mode:
         some = [tensor.requires_grad_() for tensor in of(parameters[place] for place in trained)]
-        yield some, of([*others, *buffers]), of([*nested.tensors_of(batch), *beside.tensors()])
+        yield (
+            some,
+            of([*others, *buffers]),
+            of([*nested.tensors_of(batch), *extra_inputs.tensors()]),
+        )
 
 
 def _fake() -> Any:
@@ -373,7 +384,7 @@ def _fake() -> Any:
 
 
 def _in_a_line(error: Exception) -> str:
-    place = places.in_model(traceback.extract_tb(error.__traceback__))
+    place = source_location.in_model(traceback.extract_tb(error.__traceback__))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{type(error).__name__}{f': {lines[0][:300]}' if lines else ''}"
     advice = "take out what depends on values, or " if _depends_on_values(error) else ""

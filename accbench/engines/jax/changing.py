@@ -1,6 +1,6 @@
 """Steps that are captured anew because something of Python's has changed: how often that may be."""
 
-from accbench.engines import python_state
+from accbench.engines.common import python_state
 from accbench.errors import RequestError
 from accbench.recording.terminal import log
 

@@ -18,19 +18,25 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accbench import engines, extras
+from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import beside, cuda_rules, optimizers, python_state
-from accbench.engines.ddp import peak_resident_bytes
-from accbench.engines.index_ranges import Ranges
+from accbench.distributed.process_group import Topology
+from accbench.engines.common import (
+    cuda_autocast,
+    extra_inputs,
+    optimizer_state,
+    python_state,
+)
+from accbench.engines.common.index_ranges import Ranges
+from accbench.engines.common.training_state import Tensors, TrainingState
+from accbench.engines.ddp.engine import peak_resident_bytes
 from accbench.engines.jax import changing, starting
-from accbench.engines.state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance, terminal
-from accbench.training.process_group import Topology
+from accbench.system import extras
 
 _PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 # One compiled step a signature of batches; more are forgotten, the oldest first.
@@ -42,7 +48,7 @@ class Engine(engines.Engine):
 
     compiler = "xla"
     collectives = "in_graph"
-    step_tracer = "accbench.engines.jax.tracing"
+    step_tracer = "accbench.preflight.tracing.jax"
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -187,9 +193,9 @@ class Engine(engines.Engine):
 
         kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
-            optimizers.groups(self.task, model), **optimizers.arguments(self.task)
+            optimizer_state.groups(self.task, model), **optimizer_state.arguments(self.task)
         )
-        optimizers.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
+        optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
         self._mirror = mirror.Mirror(
             model, optimizer, self.scaler, mirror.keys_of(self.task), self._workers
         )
@@ -231,7 +237,7 @@ class Engine(engines.Engine):
         if self.task.device == "cuda" or lean:  # torch's rules there are not those for a CPU
             from accbench.engines.jax import lean as spelled
 
-            return cuda_rules.autocast(self.autocast_dtype, spelled.SPELLINGS if lean else None)
+            return cuda_autocast.autocast(self.autocast_dtype, spelled.SPELLINGS if lean else None)
         return self._hosts_autocast()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -271,7 +277,7 @@ class Engine(engines.Engine):
         self._num_run += 1
         self._stats += engines.CompileStats(num_executions=1)
         self._mirror.moved(state, own)
-        for source, number in zip(beside.sources, found.reads, strict=True):
+        for source, number in zip(extra_inputs.sources, found.reads, strict=True):
             source.position[0] += number
         return arrays.Pending.of(self._workers.here(loss, is_own=True))
 
@@ -308,7 +314,7 @@ class Engine(engines.Engine):
         from accbench.engines.jax import arrays
 
         inputs = []
-        for tensor in (*nested.tensors_of(batch), *beside.tensors()):
+        for tensor in (*nested.tensors_of(batch), *extra_inputs.tensors()):
             sent = self._sent.get(tensor)
             inputs.append(arrays.lent(tensor, self._workers.device) if sent is None else sent)
         return inputs
@@ -323,8 +329,8 @@ class Engine(engines.Engine):
             rules = starting.rules(self.task.device, self.options)
             self._evaluation = evaluation.Evaluation(self._autocast, rules)
         self._mirror.take_over()
-        is_averaged = isinstance(model, optimizers.Averaged)
-        key = optimizers.AVERAGE if is_averaged else "parameters"
+        is_averaged = isinstance(model, optimizer_state.Averaged)
+        key = optimizer_state.AVERAGE if is_averaged else "parameters"
         weights = (
             self._mirror.whole(key),
             [self._workers.here(array, is_own=True) for array in self._mirror.own["buffers"]],
@@ -426,7 +432,7 @@ class Engine(engines.Engine):
             group_of=_groups_of(model, optimizer),
             num_parts=self.task.accumulate,
             num_in_batch=len(nested.tensors_of(batch)),
-            num_beside=[len(source.tensors) for source in beside.sources],
+            num_beside=[len(source.tensors) for source in extra_inputs.sources],
             clip_norm=self.task.clip_norm,
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
@@ -561,7 +567,7 @@ def _signature(model: nn.Module, optimizer: torch.optim.Optimizer, batch: engine
     """What a captured step holds for."""
     return (
         nested.signature(batch),
-        tuple((tuple(tensor.shape), tensor.dtype) for tensor in beside.tensors()),
+        tuple((tuple(tensor.shape), tensor.dtype) for tensor in extra_inputs.tensors()),
         tuple(module.training for module in model.modules()),
         tuple(parameter.requires_grad for parameter in model.parameters()),
         tuple(tuple(buffer.shape) for buffer in model.buffers()),

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import CompileStats, beside, python_state
+from accbench.engines import CompileStats
+from accbench.engines.common import extra_inputs, python_state
 from accbench.engines.jax import arrays, capture, lowering
 from accbench.errors import RequestError
 from accbench.recording.terminal import log
@@ -47,7 +48,7 @@ class Evaluation:
         signature = (
             watch.number(), id(net),
             nested.signature(batch),
-            tuple(tuple(tensor.shape) for tensor in beside.tensors()),
+            tuple(tuple(tensor.shape) for tensor in extra_inputs.tensors()),
             tuple(module.training for module in net.modules()),
         )  # fmt: skip
         if signature not in self._functions:

@@ -1,11 +1,11 @@
-"""Operations in 16 bits as a GPU is to have them: `accbench.engines.half_ops` in torch's places."""
+"""Operations in 16 bits as a GPU is to have them: `xla_common.half_ops` in torch's places."""
 
 from typing import Any
 
 import torch
 
-from accbench.engines import half_attention, half_ops
-from accbench.engines.cuda_rules import Spellings
+from accbench.engines.common.cuda_autocast import Spellings
+from accbench.engines.xla_common import half_attention, half_ops
 
 _aten = torch.ops.aten
 

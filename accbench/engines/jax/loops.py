@@ -18,9 +18,10 @@ from torch import fx
 
 from accbench import engines
 from accbench.config import TaskConfig
-from accbench.engines import index_ranges, inductor
+from accbench.distributed.process_group import Topology
+from accbench.engines.common import index_ranges
+from accbench.engines.inductor import engine as inductor
 from accbench.engines.jax import noting, starting, traceable
-from accbench.training.process_group import Topology
 
 
 class Engine(inductor.Engine):

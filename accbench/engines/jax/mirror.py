@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import torch
 from torch import nn
 
-from accbench.engines import optimizers
+from accbench.distributed import process_group
+from accbench.engines.common import optimizer_state
 from accbench.engines.jax import arrays
 from accbench.engines.jax.workers import Workers
-from accbench.training import process_group
 
 _BUFFERS, _SCALE, _TRACKER, _COUNTS = "buffers", "scale", "tracker", "counts"
 _Mark = tuple[int, int, int]
@@ -165,8 +165,8 @@ def _holds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 def keys_of(task: Any) -> list[str]:
     """What the task's optimizer keeps of each parameter, in its shape."""
-    average = [optimizers.AVERAGE] if task.ema_decay else []
-    return [*optimizers.STATE_KEYS[task.optimizer], *average]
+    average = [optimizer_state.AVERAGE] if task.ema_decay else []
+    return [*optimizer_state.STATE_KEYS[task.optimizer], *average]
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

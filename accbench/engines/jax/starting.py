@@ -5,10 +5,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accbench import cache_folders
-from accbench.engines import compile_cache_key
+from accbench.engines.common import compile_cache_key
 from accbench.errors import RequestError
 from accbench.pjrt import xla_flags
+from accbench.system import cache_folders
 
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
 """JAX's platforms of a device of ours: its own, and the host's, by which arrays come and go."""

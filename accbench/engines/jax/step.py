@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from accbench.engines import optimizers
+from accbench.engines.common import optimizer_state
 from accbench.engines.jax import updates
 from accbench.engines.jax.capture import Captured
 from accbench.engines.jax.lowering import Rules, run_graph
@@ -155,7 +155,7 @@ def _updated(
     trained = jnp.asarray(captured.trained)
     taken = jnp.where(overflow, 0.0, 1.0) if may_skip else 1.0
     counts = state["counts"].at[trained].add(taken)
-    keys = optimizers.STATE_KEYS[plan.optimizer]
+    keys = optimizer_state.STATE_KEYS[plan.optimizer]
     of_trained = dict(zip(captured.trained, gradients, strict=True))
     if plan.rules.torch_updates and plan.optimizer == "adamw" and not may_skip:
         _update_by_torch(plan, state, rates, of_trained, counts)
@@ -172,8 +172,8 @@ def _updated(
         for key, (old, new) in pairs.items():
             state[key][place] = jnp.where(overflow, old, new) if may_skip else new
     if plan.ema_decay:
-        pairs_of_averages = zip(state[optimizers.AVERAGE], state["parameters"], strict=True)
-        state[optimizers.AVERAGE] = [
+        pairs_of_averages = zip(state[optimizer_state.AVERAGE], state["parameters"], strict=True)
+        state[optimizer_state.AVERAGE] = [
             a + (1 - plan.ema_decay) * (p - a) for a, p in pairs_of_averages
         ]
     return {**state, "counts": counts}
@@ -191,7 +191,7 @@ def _update_by_torch(
         ]  # fmt: skip
         if not places:
             continue
-        keys = optimizers.STATE_KEYS[plan.optimizer]
+        keys = optimizer_state.STATE_KEYS[plan.optimizer]
         moved = updates.adamw_by_torch(
             settings, rates["lr"][group], [state["parameters"][place] for place in places],
             [gradients.pop(place) for place in places],

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from accbench.engines import own_errors
+from accbench.engines.common import model_errors
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def traceable(model: nn.Module, whole_attention: bool) -> Iterator[None]:
     """
     with (
         _exporting(), _without_reentrance(), _cumulative_batchnorms(model),
-        attention(whole_attention), own_errors.unlogged(),
+        attention(whole_attention), model_errors.unlogged(),
     ):  # fmt: skip
         yield
 

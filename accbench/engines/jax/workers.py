@@ -20,8 +20,8 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from accbench.training import process_group
-from accbench.training.process_group import Topology
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
 
 _AXIS = "workers"
 # Smaller arrays are whole on every worker: a collective costs more than they do.

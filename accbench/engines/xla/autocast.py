@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from accbench.engines import half_attention, half_ops
-from accbench.engines.xla import importing, reductions
+from accbench.engines.xla import importing
+from accbench.engines.xla.kernels import reductions
+from accbench.engines.xla_common import half_attention, half_ops
 
 _KEY = "AutocastXLA"  # which Python's enum of keys lacks
 _RULES = "AutocastCUDA"

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from accbench.data import nested
-from accbench.engines import own_errors, python_state
+from accbench.engines.common import model_errors, python_state
 
 
 def check_calls(model: nn.Module) -> None:
@@ -29,7 +29,7 @@ def check_calls(model: nn.Module) -> None:
         error = _fails_on_shapes(module, args, kwargs)
         if error is None:
             return
-        by_itself = own_errors.of_call(module, lambda: _on_host(module, args, kwargs))
+        by_itself = model_errors.of_call(module, lambda: _on_host(module, args, kwargs))
         if type(by_itself) is type(error):
             raise by_itself from None
 
@@ -38,7 +38,7 @@ def check_calls(model: nn.Module) -> None:
 
 def _fails_on_shapes(module: nn.Module, args: Any, kwargs: Any) -> Exception | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with python_state.restored(module), own_errors.unlogged():
+    with python_state.restored(module), model_errors.unlogged():
         try:
             with mode, torch.no_grad():
                 _call(module, args, kwargs, mode.from_tensor)

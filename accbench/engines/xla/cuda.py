@@ -5,8 +5,8 @@ import socket
 from importlib.metadata import entry_points
 
 from accbench.config import TaskConfig
+from accbench.distributed import process_group
 from accbench.pjrt import nvidia
-from accbench.training import process_group
 
 
 def problem(task: TaskConfig) -> str | None:

@@ -20,45 +20,40 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from accbench import cache_folders, engines, extras
+from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.engines import (
-    beside,
+from accbench.distributed import used_parameters
+from accbench.distributed.process_group import Topology
+from accbench.engines.common import (
     compile_cache_key,
+    extra_inputs,
     model_state,
-    optimizers,
-    sharing,
-    state,
-    used,
+    optimizer_state,
+    tied_parameters,
+    training_state,
 )
-from accbench.engines.ddp import peak_resident_bytes
-from accbench.engines.state import Tensors, TrainingState
+from accbench.engines.common.training_state import Tensors, TrainingState
+from accbench.engines.ddp.engine import peak_resident_bytes
 from accbench.engines.xla import (
     autocast,
-    batchnorm,
-    buckets,
     checking,
-    corrections,
     cuda,
     device_module,
-    host_reduction,
     importing,
     index_watch,
-    norms,
-    pooling,
+    kernels,
     profiling,
-    recurrent,
-    reductions,
-    resizing,
+    reduction,
     sending,
 )
+from accbench.engines.xla.kernels import batchnorm, recurrent
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance
 from accbench.recording.terminal import log
-from accbench.training.process_group import Topology
+from accbench.system import cache_folders, extras
 
 _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
 
@@ -67,7 +62,7 @@ class Engine(engines.Engine):
     """torch_xla: one graph a step, a syncfree optimizer, gradients averaged in the graph."""
 
     compiler = "xla"
-    step_tracer = "accbench.engines.xla.tracing"
+    step_tracer = "accbench.preflight.tracing.xla"
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -151,9 +146,7 @@ class Engine(engines.Engine):
                 self.scaler = sync_free.GradScaler()
         self._no_overflow = torch.zeros(()).to(self.device)
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
-        norms.replace_kernels(self._lean)
-        for module in (corrections, pooling, recurrent, reductions, resizing):
-            module.replace_kernels()
+        kernels.register_all(self._lean)
         self._replay = self._start_replay()
         self._anew = self._lean and self._replay is None  # a recording has its places
         if self.scaler is not None:
@@ -238,11 +231,11 @@ class Engine(engines.Engine):
                 )
         batchnorm.average_cumulatively(model)
         recurrent.as_loops(model)
-        places, given = sharing.places(model), dict(model.named_parameters())
+        places, given = tied_parameters.places(model), dict(model.named_parameters())
         model = model.to(self.device)
-        sharing.tie(places)  # XLA's tensors are new ones, one for each place
+        tied_parameters.tie(places)  # XLA's tensors are new ones, one for each place
         for name, parameter in model.named_parameters():
-            sharing.carry_over(given[name], parameter)
+            tied_parameters.carry_over(given[name], parameter)
         self._check_calls(model)
         return model
 
@@ -270,7 +263,7 @@ class Engine(engines.Engine):
 
         kinds: dict[str, Any] = {"adamw": sync_free.AdamW, "sgd": syncfree.SGD}
         optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
-            optimizers.groups(self.task, model), **optimizers.arguments(self.task)
+            optimizer_state.groups(self.task, model), **optimizer_state.arguments(self.task)
         )
 
         def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,7 +283,7 @@ class Engine(engines.Engine):
         self._note_places(model)
         self._trace_where_python_keeps_state(model)
         # State that appears in the first step would make the second another graph.
-        optimizers.make_state(self.task, optimizer, zeros_like, copy)
+        optimizer_state.make_state(self.task, optimizer, zeros_like, copy)
         self._place_counts(optimizer)
         optimizer.register_load_state_dict_post_hook(self._place_counts)
         if self.scaler is not None:
@@ -341,7 +334,7 @@ class Engine(engines.Engine):
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
     ) -> None:
         """See the base class."""
-        state.load(net, optimizer, self.scaler, saved)
+        training_state.load(net, optimizer, self.scaler, saved)
         # What is copied is not free for a step to write over, which would be another graph, and be
         # compiled beside the one after it; what an operation gives is.
         self.xm.optimization_barrier_(self._changed_by_steps(net, optimizer))
@@ -471,12 +464,14 @@ class Engine(engines.Engine):
             return
         parameters = self._used(parameters)
         if self.collectives == "in_graph":
-            buckets.average(
+            reduction.average_in_graph(
                 parameters, self.device, self.topology.world_size, self.options.bucket_mib * 2**20
             )
         else:
             bucket_bytes = self.options.host_bucket_mib * 2**20
-            host_reduction.average(parameters, self.device, self.topology.world_size, bucket_bytes)
+            reduction.average_on_host(
+                parameters, self.device, self.topology.world_size, bucket_bytes
+            )
 
     def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Those with a gradient on some rank: on the others it is zeros from here on.
@@ -489,14 +484,14 @@ class Engine(engines.Engine):
         """
         trained = [p.requires_grad for p in parameters]
         if self.collectives == "host" or trained != self._trained:
-            self._trained, self._used_somewhere = trained, used.somewhere(parameters)
+            self._trained, self._used_somewhere = trained, used_parameters.somewhere(parameters)
         if any(p.grad is not None and not is_used
                for p, is_used in zip(parameters, self._used_somewhere, strict=True)):  # fmt: skip
             raise RequestError(
                 "the loss depends on parameters that it did not depend on in the first step, on "
                 "any worker; freeze them until then (requires_grad = False)"
             )
-        return used.with_gradients(parameters, self._used_somewhere)
+        return used_parameters.with_gradients(parameters, self._used_somewhere)
 
     def end_step(self) -> None:
         self._indices.end()
@@ -536,7 +531,7 @@ class Engine(engines.Engine):
                 {n: b if b is None else copies[id(b)] for n, b in buffers.items()}
             )
         self.xla.sync()
-        with Finder() as finder, beside.replaced(beside.tensors()):
+        with Finder() as finder, extra_inputs.replaced(extra_inputs.tensors()):
             with self.autocast():
                 loss = spec.loss(model, nested.chunks(batch, self.task.accumulate)[0])
             self.backward(loss)

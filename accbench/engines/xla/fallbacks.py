@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accbench.engines import places
+from accbench.engines.common import source_location
 from accbench.engines.xla.recording import num_fallbacks
 
 # What Python asks of a tensor's content arrives as this operation.
@@ -14,7 +14,10 @@ _MOST = 5
 
 
 def _where() -> str:
-    place, module = places.in_model(traceback.extract_stack()), places.running_module()
+    place, module = (
+        source_location.in_model(traceback.extract_stack()),
+        source_location.running_module(),
+    )
     if place is None and module is None:
         return ", in the backward pass or the optimizer"
     return f"{f', in {module}' if module else ''}{f' at {place}' if place else ''}"

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import _get_current_function_mode, _pop_mode
 
 from accbench.data import nested
-from accbench.engines.index_ranges import Ranges, Tracer
+from accbench.engines.common.index_ranges import Ranges, Tracer
 
 _TRACED_EVERY = 100
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines import python_state
+from accbench.engines.common import python_state
 
 Slot = tuple[str, int]
 TracedStep = Callable[[], torch.Tensor]

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import Batch, python_state
+from accbench.engines import Batch
+from accbench.engines.common import python_state
 from accbench.engines.xla.recording import (
     NotReplayable,
     Plan,

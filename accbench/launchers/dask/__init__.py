@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from accbench import extras, launchers
+from accbench import launchers
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
 from accbench.launchers import Failure
 from accbench.launchers.dask import cluster, driving, rank_assignment
 from accbench.launchers.dask.dispatch import run
 from accbench.launchers.dask.results import DaskResultsHandler
+from accbench.system import extras
 
 __all__ = ["DaskResultsHandler", "Launcher", "run"]
 

@@ -118,7 +118,7 @@ def dispatch_with_ddp(
     An error of the function is raised even if destroying the group then fails as well.
     """
     # This module's functions capture the default process group at import; see
-    # accbench.training.process_group.
+    # accbench.distributed.process_group.
     importlib.import_module("torch.distributed.nn.functional")
     os.environ.update(
         MASTER_ADDR=str(master_addr), MASTER_PORT=str(master_port), RANK=str(rank),

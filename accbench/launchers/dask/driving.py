@@ -13,13 +13,14 @@ from typing import Any
 from accbench import config, launchers
 from accbench.config import TaskConfig
 from accbench.errors import RequestError
-from accbench.launchers import Failure, failures
+from accbench.launchers import Failure
+from accbench.launchers.common import failures
 from accbench.launchers.dask import training, watch
 from accbench.launchers.dask.collecting import Collector, FileWriter
 from accbench.launchers.dask.rank_assignment import RankAssignment
 from accbench.launchers.dask.results import DaskResultsHandler, error_of
 from accbench.launchers.dask.safe_folder import SafeFolder
-from accbench.stop_signals import StopSignals
+from accbench.system.stop_signals import StopSignals
 
 _POLL_S = 0.2
 # Seconds in which the other ranks may end by themselves after one has failed.

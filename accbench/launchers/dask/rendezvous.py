@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from accbench import network
+from accbench.distributed import network
 from accbench.launchers.dask.rank_assignment import RankAssignment, call_scheduler, metadata_key
 
 # Seconds between checks whether the other ranks have come, and whether the call has ended.

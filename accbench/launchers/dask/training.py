@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accbench import config, launchers, plugins, resolving
+from accbench import config, launchers, resolving
+from accbench.config import plugins
 from accbench.errors import ERROR_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, RequestError
-from accbench.launchers import failures
+from accbench.launchers.common import failures
 from accbench.launchers.dask import rank_assignment, rendezvous
 from accbench.launchers.dask.event_log import EventSender
 from accbench.launchers.dask.folder_sync import FolderSync

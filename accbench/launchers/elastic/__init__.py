@@ -21,19 +21,22 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from accbench import cache_folders, config, launchers, network, resolving
+from accbench import config, launchers, resolving
 from accbench.config import TaskConfig
+from accbench.distributed import network
 from accbench.errors import (
     ERROR_FILE_VARIABLE,
     RECORDS_BEFORE_VARIABLE,
     NoMoreRunsError,
     RequestError,
 )  # fmt: skip
-from accbench.launchers import Failure, Joined, failures
+from accbench.launchers import Failure, Joined
+from accbench.launchers.common import failures
 from accbench.launchers.elastic import node_reports, rendezvous, watching
 from accbench.launchers.elastic.rendezvous import Endpoint
 from accbench.recording import terminal
-from accbench.stop_signals import StopSignals
+from accbench.system import cache_folders
+from accbench.system.stop_signals import StopSignals
 
 
 class Launcher(launchers.Launcher):

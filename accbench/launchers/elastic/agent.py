@@ -30,10 +30,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from accbench.errors import LAUNCHER_PID_VARIABLE, MEETING_VARIABLE, STOPPED_STATUS
-from accbench.launchers import failures
+from accbench.launchers.common import failures
 from accbench.launchers.elastic import watching
 from accbench.recording import terminal
-from accbench.stop_signals import StopSignals, die_with_parent
+from accbench.system.stop_signals import StopSignals, die_with_parent
 
 # Exit codes after which a restart would end alike: a wrong request, or a stopped worker.
 _FINAL_EXIT_CODES = (2, STOPPED_STATUS)

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from accbench import network
 from accbench.config import TaskConfig
+from accbench.distributed import network
 from accbench.errors import RequestError
 
 DEFAULT_PORT = 29400

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from accbench.config import TaskConfig
-from accbench.launchers import Failure, failures
+from accbench.launchers import Failure
+from accbench.launchers.common import failures
 from accbench.launchers.elastic import rendezvous
 from accbench.launchers.elastic.rendezvous import Endpoint
-from accbench.stop_signals import StopSignals
+from accbench.system.stop_signals import StopSignals
 
 # Files in a folder of the launcher: the plan, the workers' errors and process ids, the outcome.
 PLAN_FILE, ERROR_FILE = "plan.json", "local{local_rank}.error.json"

@@ -18,7 +18,7 @@ from accbench.errors import RequestError
 from accbench.launchers import Failure
 from accbench.launchers.slurm import script
 from accbench.recording import records
-from accbench.stop_signals import StopSignals
+from accbench.system.stop_signals import StopSignals
 
 SCRIPT_FILE = "job.sh"
 _POLL_S = 1.0

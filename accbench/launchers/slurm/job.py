@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from accbench import config, folders, launchers, resolving, run_folder
+from accbench import config, launchers, resolving
 from accbench.config import TaskConfig
 from accbench.errors import (
     ERROR_FILE_VARIABLE,
@@ -18,8 +18,11 @@ from accbench.errors import (
     STOPPED_STATUS,
     RequestError,
 )  # fmt: skip
-from accbench.launchers import Failure, failures
-from accbench.stop_signals import StopSignals
+from accbench.launchers import Failure
+from accbench.launchers.common import failures
+from accbench.recording import run_folder
+from accbench.system import folders
+from accbench.system.stop_signals import StopSignals
 from accbench.training import resume
 
 _POLL_S = 0.2

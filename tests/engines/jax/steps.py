@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from accbench import config, models, plugins, resolving
+from accbench import config, models, resolving
+from accbench.config import plugins
+from accbench.distributed.process_group import Topology
 from accbench.training import worker
-from accbench.training.process_group import Topology
 from accbench.training.train_loop import evaluate, train_step
 
 NUM_STEPS = 6

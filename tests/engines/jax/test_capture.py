@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accbench.engines import cuda_rules
+from accbench.engines.common import cuda_autocast
 from accbench.errors import RequestError
 
 pytest.importorskip("jax")
@@ -27,7 +27,7 @@ class Exponential(nn.Module):
     ("autocast", "wide"),
     [
         (lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), set()),
-        (lambda: cuda_rules.autocast(torch.bfloat16), {"exp", "sum"}),
+        (lambda: cuda_autocast.autocast(torch.bfloat16), {"exp", "sum"}),
     ],
     ids=["cpu", "cuda"],
 )

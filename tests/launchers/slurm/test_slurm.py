@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from accbench import cli
+from accbench.distributed import slurm_variables
+from accbench.distributed.slurm_variables import as_torchrun, tasks_per_node
 from accbench.errors import RequestError
 from accbench.recording import records
-from accbench.training import slurm_variables
-from accbench.training.slurm_variables import as_torchrun, tasks_per_node
 from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, run, wait_until
 from tests.launchers.slurm import cluster
 

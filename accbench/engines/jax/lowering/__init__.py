@@ -31,7 +31,7 @@ def decompositions() -> dict[Any, Any]:
     """
     import torch
 
-    from accbench.engines import decompositions as of_torch
+    from accbench.engines.common import decompositions as of_torch
 
     kept = set(operations())
     known = dict(torch._decomp.decomposition_table)

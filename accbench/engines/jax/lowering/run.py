@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from accbench.engines import places
+from accbench.engines.common import source_location
 from accbench.engines.jax.lowering import dtypes, layout, table
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.errors import RequestError
@@ -100,7 +100,9 @@ def name(node: fx.Node) -> str:
 
 def place(node: fx.Node) -> str:
     """Where in the model's own code a node comes from, as far as torch has noted it."""
-    return places.in_model(_frames(node)) or _module_path(node) or "torch has noted no place"
+    return (
+        source_location.in_model(_frames(node)) or _module_path(node) or "torch has noted no place"
+    )
 
 
 def _frames(node: fx.Node) -> Iterator[traceback.FrameSummary]:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from accbench.engines import resampling
 from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import is_floating, opmath, wide_int
 from accbench.engines.jax.lowering.rows.windows import Windows, windows
 from accbench.engines.jax.lowering.table import lowering
+from accbench.engines.xla_common import resampling
 
 Sizes = Sequence[int]
 _MOST_PLACES = 64

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from accbench.engines import resampling
 from accbench.engines.jax.lowering.rows.pooling import along_axes
 from accbench.engines.jax.lowering.table import lowering
-from accbench.engines.resampling import Matrix, Scale
+from accbench.engines.xla_common import resampling
+from accbench.engines.xla_common.resampling import Matrix, Scale
 
 
 def _scales(scales: Sequence[Scale] | None, rank: int) -> list[Scale]:

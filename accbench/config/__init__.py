@@ -1,0 +1,31 @@
+"""A task's flags, the values that they take, and the plug-ins that they name."""
+
+from accbench.config.task import (
+    CONFIG_FILE,
+    RECORDS_FILE,
+    SCRIPTS_OWN,
+    TaskConfig,
+    amp_level,
+    as_flags,
+    as_mapping,
+    data_name,
+    parse,
+    parse_flags,
+    read_flags,
+    task_of,
+)
+
+__all__ = [
+    "CONFIG_FILE",
+    "RECORDS_FILE",
+    "SCRIPTS_OWN",
+    "TaskConfig",
+    "amp_level",
+    "as_flags",
+    "as_mapping",
+    "data_name",
+    "parse",
+    "parse_flags",
+    "read_flags",
+    "task_of",
+]

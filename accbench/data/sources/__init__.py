@@ -1,0 +1,1 @@
+"""Data sources, a module each: `class Source`, see `accbench.data`."""

@@ -1,0 +1,83 @@
+"""`--data recordio:DIR_OR_REC`: images in MXNet's RecordIO files, one file for all of them.
+
+A folder holds train.rec and perhaps val.rec, each best with its .idx file.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from accbench import data
+from accbench.config import TaskConfig
+from accbench.data import decode, mixing
+from accbench.data.recordio.dataset import RecordIODataset, Samples
+from accbench.distributed.process_group import Topology
+from accbench.errors import RequestError
+
+
+class Source(data.Source):
+    """RecordIO files."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the data source recordio."""
+
+        minimum: ClassVar = {"num_classes": 1}
+        num_classes: int | None = None
+        """Classes. Unset: the largest label counts, for which all headers are read once."""
+        augment: Literal["crop", "flip", "part", "none"] = "crop"
+        """crop: a random part, mirrored or not. flip: the whole image, mirrored or not, as
+        aligned faces want it. part: 70 % or more of it, not mirrored, as digits want it. none: the
+        whole image."""
+
+    @classmethod
+    def check(cls, location: str | None) -> None:
+        if location is None:
+            raise RequestError("--data recordio needs its file: --data recordio:FILE.rec or :DIR")
+        _opened(location).close()  # a large index is made here, once for all workers
+
+    def __init__(
+        self, location: str, task: TaskConfig, options: Options, topology: Topology
+    ) -> None:
+        self.task, self.topology = task, topology
+        self.train_set = _opened(location)
+        val = self.train_set.path.with_name("val.rec")
+        self.eval_set = _opened(val) if Path(location).is_dir() and val.exists() else None
+        sets = [dataset for dataset in (self.train_set, self.eval_set) if dataset is not None]
+        self.num_classes = options.num_classes or max(map(_num_classes, sets))
+        size = task.image_size
+        self._whole = options.augment != "crop"
+        self.chance = decode.Chance(task.seed)
+        self._train_viewer = decode.train_viewer(options.augment, size, self.chance)
+
+    def train_loader(self) -> data.Loader:
+        samples = Samples(self.train_set, self._train_viewer, self.num_classes)
+        return data.Loader(
+            samples, self.task, self.topology, train=True, chance=self.chance,
+            mixing=mixing.of_task(self.task, self.num_classes),
+        )  # fmt: skip
+
+    def eval_loader(self) -> data.Loader | None:
+        if self.eval_set is None:
+            return None
+        view = decode.WholeView if self._whole else decode.CentreView
+        viewer = view(self.task.image_size)
+        samples = Samples(self.eval_set, viewer, self.num_classes)
+        return data.Loader(samples, self.task, self.topology, train=False)
+
+
+def _opened(path: str | Path) -> RecordIODataset:
+    try:
+        return RecordIODataset(path)
+    except RequestError as error:
+        raise RequestError(f"--data: {error}") from None
+
+
+def _num_classes(dataset: RecordIODataset) -> int:
+    count = dataset.count_classes()
+    if count > len(dataset):
+        raise RequestError(
+            f"{dataset.path} has a label {count - 1} but {len(dataset)} images; if that is right, "
+            f"say --recordio.num_classes {count}"
+        )
+    return count

@@ -1,0 +1,79 @@
+"""`--data s3://BUCKET/PREFIX`: images in an S3 bucket, one key prefix a class.
+
+Below the prefix lie train/ and perhaps val/, or else the classes themselves.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from accbench import data
+from accbench.config import TaskConfig
+from accbench.data import decode, mixing
+from accbench.data.s3.bucket import Bucket
+from accbench.data.s3.dataset import S3ImageFolder, Samples, bucket_and_prefix
+from accbench.distributed.process_group import Topology
+from accbench.errors import RequestError
+
+
+class Source(data.Source):
+    """A bucket, through a cache on this machine."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the data source s3."""
+
+        minimum: ClassVar = {
+            "cache_gib": 0, "listing_max_age_s": 0, "timeout_s": 0.001, "attempts": 1,
+        }  # fmt: skip
+        maximum: ClassVar = {"cache_gib": 1e9, "timeout_s": 1e6}
+        endpoint_url: str | None = None
+        """The server, where it is not Amazon's; AWS_ENDPOINT_URL says the same."""
+        anonymous: bool = False
+        """Ask without signing."""
+        cache_dir: str | None = None
+        """The cache's folder. Unset: accbench/s3 in the user's cache folder."""
+        cache_gib: float = 50.0
+        """The most that the cache holds, in GiB; 0 keeps nothing."""
+        listing_max_age_s: float = 3600.0
+        """Seconds for which the list of keys is not asked for anew."""
+        timeout_s: float = 20.0
+        """Seconds without a byte after which a request counts as failed."""
+        attempts: int = 5
+        """Times that a request is tried which times out or is answered with a 5xx status."""
+
+    @classmethod
+    def check(cls, location: str | None) -> None:
+        bucket_and_prefix(location)
+        Bucket.check_installed()
+
+    def __init__(
+        self, location: str, task: TaskConfig, options: Options, topology: Topology
+    ) -> None:
+        self.task, self.topology = task, topology
+        bucket, prefix = bucket_and_prefix(location)
+        arguments = {**dataclasses.asdict(options)}
+        cache_bytes = int(arguments.pop("cache_gib") * 2**30)
+        everything = S3ImageFolder(
+            bucket, prefix, **arguments, cache_bytes=cache_bytes, allow_empty=True
+        )
+        is_split = bool(everything.class_folders("train"))
+        self.train_set = everything.below("train" if is_split else "")
+        has_val = is_split and "val" in everything.class_folders()
+        self.eval_set = everything.below("val") if has_val else None
+        if self.eval_set is not None and self.eval_set.classes != self.train_set.classes:
+            raise RequestError(f"--data: train and val of {location} have different classes")
+        self.num_classes = len(self.train_set.classes)
+
+    def train_loader(self) -> data.Loader:
+        chance = decode.Chance(self.task.seed)
+        samples = Samples(self.train_set, decode.RandomView(self.task.image_size, chance))
+        return data.Loader(
+            samples, self.task, self.topology, train=True, chance=chance,
+            mixing=mixing.of_task(self.task, self.num_classes),
+        )  # fmt: skip
+
+    def eval_loader(self) -> data.Loader | None:
+        if self.eval_set is None:
+            return None
+        samples = Samples(self.eval_set, decode.CentreView(self.task.image_size))
+        return data.Loader(samples, self.task, self.topology, train=False)

@@ -1,0 +1,212 @@
+"""`--data tokens:FILE_OR_DIR`: text as blocks of tokens, from arrays of them or from UTF-8 files.
+
+Text becomes its bytes, which needs no download: 256 tokens, and one for a document's end.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from accbench import data
+from accbench.config import TaskConfig
+from accbench.distributed.process_group import Topology
+from accbench.errors import RequestError
+
+SUFFIXES = (".txt", ".md", ".rst")
+"""Of the files of a folder that are read as text."""
+END_OF_DOCUMENT = 256
+"""Comes after each file; the bytes are the tokens below it."""
+# More is rather a damaged file than a vocabulary.
+_MAX_TOKENS = 1 << 24
+# Tokens looked at in one go.
+_CHUNK = 1 << 22
+
+
+class Source(data.Source):
+    """Blocks of `--seq_len` tokens, one behind the other; the tail is held out to evaluate."""
+
+    gives: ClassVar = "tokens"
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Options of the data source tokens."""
+
+        minimum: ClassVar = {"vocab_size": 1, "eval_fraction": 0}
+        maximum: ClassVar = {"vocab_size": _MAX_TOKENS, "eval_fraction": 1}
+        vocab_size: int | None = None
+        """Tokens that the model knows. Unset: 257 for text; of arrays the highest token counts,
+        for which all are read once."""
+        eval_fraction: float = 0.1
+        """Part of the blocks, the last ones, that is held out to evaluate. 0: none."""
+
+    @classmethod
+    def check(cls, location: str | None) -> None:
+        if location is None:
+            raise RequestError("--data tokens needs a file or folder: --data tokens:FILE_OR_DIR")
+        open_tokens(Path(location))
+
+    def __init__(
+        self, location: str, task: TaskConfig, options: Options | None, topology: Topology
+    ) -> None:
+        self.task, self.topology = task, topology
+        options = options or self.Options()
+        path = Path(location)
+        tokens = open_tokens(path)
+        self.num_classes = options.vocab_size or count_tokens(path, tokens)
+        if is_text(path) and self.num_classes <= END_OF_DOCUMENT:
+            raise RequestError(
+                f"--tokens.vocab_size {self.num_classes} is too small for text, which has "
+                f"{END_OF_DOCUMENT + 1} tokens: its bytes and the end of a document"
+            )
+        num_blocks = (len(tokens) - 1) // task.seq_len
+        if num_blocks < 1:
+            raise RequestError(
+                f"--data: {location} has {len(tokens):,} tokens, too few for a block of --seq_len "
+                f"{task.seq_len} and the token behind it"
+            )
+        num_held_out = min(round(options.eval_fraction * num_blocks), num_blocks - 1)
+        of_training = num_blocks - num_held_out
+        self.train_set = Blocks(path, tokens, task.seq_len, range(of_training))
+        self.eval_set = Blocks(path, tokens, task.seq_len, range(of_training, num_blocks))
+
+    def train_loader(self) -> data.Loader:
+        return data.Loader(self.train_set, self.task, self.topology, train=True, collate=Collate)
+
+    def eval_loader(self) -> data.Loader | None:
+        if not len(self.eval_set):
+            return None
+        return data.Loader(self.eval_set, self.task, self.topology, train=False, collate=Collate)
+
+
+class Blocks(Dataset[torch.Tensor]):
+    """Blocks of T + 1 tokens, int64; each begins with the last one of the block before.
+
+    So that every token but the very first is told once, as nanoGPT's training does it.
+
+    Args:
+        numbers: of the blocks, counted from the beginning of `tokens`.
+    """
+
+    def __init__(self, path: Path, tokens: np.ndarray, seq_len: int, numbers: range) -> None:
+        self.path, self.seq_len, self.numbers = path, seq_len, numbers
+        self._tokens: np.ndarray | None = tokens
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self._tokens is None:
+            self._tokens = open_tokens(self.path)
+        begin = self.numbers[index] * self.seq_len
+        return torch.from_numpy(self._tokens[begin : begin + self.seq_len + 1].astype(np.int64))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tokens: a mapped file would travel to a loading process as a copy."""
+        return {**self.__dict__, "_tokens": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collate:
+    """Blocks (T + 1,) to ({"input_ids": (N, T), "labels": (N, T)} int64, no problems).
+
+    With `pad_to`, a short batch is filled up with rows of labels that do not count.
+    """
+
+    pad_to: int = 0
+
+    def __call__(self, samples: list[torch.Tensor]) -> tuple[data.Batch, list[str]]:
+        blocks_NU = torch.stack(samples)
+        missing = max(0, self.pad_to - len(samples))
+        padding = (0, 0, 0, missing)  # rows below
+        input_ids_NT = torch.nn.functional.pad(blocks_NU[:, :-1], padding)
+        labels_NT = torch.nn.functional.pad(blocks_NU[:, 1:], padding, value=data.PADDING_LABEL)
+        return {"input_ids": input_ids_NT.contiguous(), "labels": labels_NT.contiguous()}, []
+
+
+def is_text(path: Path) -> bool:
+    """Whether it is read as text, and not as an array of tokens."""
+    return path.suffix not in (".npy", ".bin")
+
+
+def open_tokens(path: Path) -> np.ndarray:
+    """The tokens of a file or folder, (n,) integers; arrays are mapped, not read.
+
+    Raises:
+        RequestError: there is nothing, or something else.
+    """
+    if not path.exists():
+        raise RequestError(f"--data: there is no file or folder {path}")
+    try:
+        found = _text(path) if is_text(path) else _array(path)
+    except OSError as error:
+        raise RequestError(f"--data: cannot read {path}: {error.strerror or error}") from None
+    if not len(found):
+        raise RequestError(f"--data: {path} is empty")
+    return found
+
+
+def _array(path: Path) -> np.ndarray:
+    if path.is_dir():
+        raise RequestError(f"--data: {path} is a folder, and no array of tokens")
+    if path.stat().st_size == 0:
+        return np.empty(0, np.uint16)
+    if path.suffix == ".bin":  # as nanoGPT writes it
+        if path.stat().st_size % 2:
+            raise RequestError(
+                f"--data: {path} is no array of uint16: it has an odd number of bytes"
+            )
+        return np.memmap(path, np.dtype("<u2"), mode="r")
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        why = " ".join(str(error).split())
+        raise RequestError(f"--data: {path} is no .npy file of numbers: {why}") from None
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim != 1:
+        what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "zip"
+        raise RequestError(
+            f"--data: {path} holds {what}; tokens are integers in an array of one dimension"
+        )
+    return found
+
+
+def _text(path: Path) -> np.ndarray:
+    """Bytes of the files, in the order of their names, each with `END_OF_DOCUMENT`; uint16."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+        if not files:
+            raise RequestError(f"--data: {path} holds no text, no file *{', *'.join(SUFFIXES)}")
+    end = np.array([END_OF_DOCUMENT], np.uint16)
+    parts: list[np.ndarray] = []
+    for file in files:
+        content = file.read_bytes()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"--data: {file} is no UTF-8 text (byte {error.start}); tokens come as .npy or .bin"
+            ) from None
+        if content:
+            parts += [np.frombuffer(content, np.uint8).astype(np.uint16), end]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint16)
+
+
+def count_tokens(path: Path, tokens: np.ndarray) -> int:
+    """The size of the vocabulary: of text, what bytes have; of arrays, by the highest token.
+
+    Raises:
+        RequestError: a token is negative, or so high that it is hardly one.
+    """
+    if is_text(path):
+        return END_OF_DOCUMENT + 1
+    parts = [tokens[begin : begin + _CHUNK] for begin in range(0, len(tokens), _CHUNK)]
+    low, high = min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+    if low < 0:
+        raise RequestError(f"--data: {path} has a token {low}; tokens count from 0")
+    if high >= _MAX_TOKENS:
+        raise RequestError(f"--data: {path} has a token {high}, and {_MAX_TOKENS:,} is the most")
+    return high + 1

@@ -1,0 +1,1 @@
+"""Processes that train together: who they are, how they meet, what they exchange."""

@@ -1,0 +1,115 @@
+"""The state of training in one form for all engines: read out, and put back in.
+
+Names are those of the module that `Engine.prepare` was given, and every tensor is on the
+host, so that what one engine has read another can load.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench.engines.common import model_state
+
+Tensors = dict[str, torch.Tensor]
+
+
+class NotLoadableError(Exception):
+    """An engine did not take a state over; the message says what of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingState:
+    """Tensors on the host that nobody else writes to."""
+
+    model: Tensors
+    """Parameters and buffers by name, each tensor once, also buffers that are not saved."""
+    optimizer: dict[str, Tensors]
+    """Parameter -> what the optimizer keeps of it, as `step` () and `exp_avg` of its shape."""
+    scaler: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`scale` and `growth_tracker` of the GradScaler; empty without one."""
+    extra: dict[str, Any] | None = None
+    """What the model's state_dict holds beside tensors of `model`, by its keys; None: unknown, and
+    a load leaves it as it is."""
+
+
+def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> TrainingState:
+    """The state as it is; waits for the device."""
+    model = {name: _copy(tensor) for name, tensor in model_state.tensors(net).items()}
+    of_optimizer = {
+        name: {
+            key: _copy(value)
+            for key, value in optimizer.state[parameter].items()
+            if isinstance(value, torch.Tensor)
+        }
+        for name, parameter in net.named_parameters()
+        if parameter in optimizer.state
+    }
+    return TrainingState(model, of_optimizer, _read_scaler(scaler), model_state.read_extra(net))
+
+
+def load(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, state: TrainingState
+) -> None:
+    """Put a state in place; hyperparameters stay the optimizer's own.
+
+    What the state does not name stays as it is: what an optimizer keeps beside others, or the
+    moments of a parameter without gradients.
+
+    Raises:
+        NotLoadableError: model or optimizer have other tensors.
+    """
+    try:
+        model_state.load(net, state.model, state.extra)
+        _load_optimizer(net, optimizer, state.optimizer)
+        if _enabled(scaler) and state.scaler:
+            saved = {**scaler.state_dict(), "scale": state.scaler["scale"]}
+            saved["_growth_tracker"] = int(state.scaler["growth_tracker"])
+            scaler.load_state_dict(saved)
+    except (KeyError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        why = " ".join(str(error).split())
+        raise NotLoadableError(f"{type(error).__name__}: {why}") from error
+
+
+def _load_optimizer(
+    net: nn.Module, optimizer: torch.optim.Optimizer, of_parameters: dict[str, Tensors]
+) -> None:
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    whole = optimizer.state_dict()
+    state, index = dict(whole["state"]), 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = of_parameters.get(names.pop(id(parameter)))
+            if found is not None:
+                copies = {key: _copy_like(tensor, parameter) for key, tensor in found.items()}
+                state[index] = {**state.get(index, {}), **copies}
+            index += 1
+    optimizer.load_state_dict({**whole, "state": state})
+
+
+def _copy_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, laid out in memory as the parameter is.
+
+    torch keeps the tensor it is given where device and type are right; and fused AdamW goes
+    through all of a parameter's tensors in one order, whatever their strides (torch 2.8): with
+    a parameter in channels_last and moments that are not, it updates wrongly.
+    """
+    if tensor.shape != parameter.shape:
+        return tensor.clone()
+    return torch.empty_like(parameter, device="cpu", dtype=tensor.dtype).copy_(tensor)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _enabled(scaler: Any) -> bool:
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def _read_scaler(scaler: Any) -> dict[str, float]:
+    if not _enabled(scaler):
+        return {}
+    saved = scaler.state_dict()
+    return {"scale": float(saved["scale"]), "growth_tracker": float(saved["_growth_tracker"])}

@@ -1,0 +1,284 @@
+"""Training compiled by `torch.compile`'s inductor, inside DDP.
+
+`DDP(torch.compile(model))`, not the other way round: compiling the wrapper can
+break the graph at every bucket and then compile nothing, without saying so.
+Because that can happen for other reasons too, graphs are counted as they run. Inside
+DDP's forward pass dynamo cuts the model where DDP's gradient buckets end, so that
+averaging overlaps the backward pass: several graphs a step with several workers.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accbench import engines
+from accbench.config import TaskConfig
+from accbench.distributed.process_group import Topology
+from accbench.engines.common import (
+    compile_cache_key,
+    decompositions,
+    model_errors,
+    python_state,
+    source_location,
+)
+from accbench.engines.common.double_backward import DifferentiableGraph
+from accbench.engines.ddp import engine as ddp
+from accbench.engines.inductor import patches as inductor_mends
+from accbench.errors import RequestError
+from accbench.system import cache_folders, extras
+
+# dynamo's own names of its phases, in `compile_times`: tracing with the forward's
+# compilation, and the backward's where that is put off to the first backward pass.
+_PHASES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")
+
+
+def _in_a_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
+    where = source_location.in_model(stack)
+    what = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+    return f"the graph breaks: {what}{f' at {where}' if where else ''}"
+
+
+def for_several_backwards(task: TaskConfig) -> contextlib.AbstractContextManager[Any]:
+    """Compile so that a loop of a user's own may go back twice (retain_graph, create_graph).
+
+    What is saved for a backward pass would be memory for its results else.
+    """
+    if task.script is None:
+        return contextlib.nullcontext()
+    from torch._functorch import config
+
+    manager: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
+    return manager
+
+
+def _is_transformed() -> bool:
+    """Return whether forward mode or torch.func is at work, which compiled graphs ignore."""
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _compile_anew_where_others_train(model: nn.Module) -> None:
+    """Dynamo doesn't look at parameters' `requires_grad`, nor at hooks of modules within: what is
+    unfrozen would never train, and a hook that is added never be called."""
+    compiled: Any = model._compiled_call_impl
+    before: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_transformed():
+            return model._call_impl(*args, **kwargs)
+        now = [*ddp.trained(model), *python_state.hooks(model)]
+        if before and now != before:
+            torch._dynamo.reset_code_caches()
+        before[:] = now
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            _raise_the_models_own(error, model, lambda: model._call_impl(*args, **kwargs))
+            raise
+
+    model._compiled_call_impl = call
+
+
+def _raise_the_models_own(error: Exception, model: nn.Module, call: Callable[[], Any]) -> None:
+    """Raise what the model raises without a compiler; else say that the compiler is at fault."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    if isinstance(error, (RequestError, MemoryError, torch.OutOfMemoryError)):
+        return
+    by_itself = model_errors.of_call(model, call)
+    if by_itself is not None:
+        raise by_itself from None
+    if isinstance(error, TorchDynamoException):
+        place = source_location.in_model(traceback.extract_tb(error.__traceback__))
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise RequestError(
+            f"torch.compile fails on the model{f' at {place}' if place else ''}, which plain torch "
+            f"runs: {type(error).__name__}: {' '.join(lines)[:300]}; use --engine ddp or xla"
+        ) from error
+
+
+class Engine(ddp.Engine):
+    """torch.compile with inductor under DistributedDataParallel; the rest as in ddp."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options(ddp.Engine.Options):
+        """Options of the engine inductor."""
+
+        mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+        """torch.compile's mode."""
+        dynamic: Literal["off", "auto", "on"] = "off"
+        """Compile for sizes that may change. off: anew for each size. auto: for any size, from a
+        second one on. on: from the start."""
+        cache_dir: str | None = None
+        """Folder of the compile cache, with a folder in it for each kind of processor. Unset:
+        inductor's own in the temporary folder."""
+
+    compiler = "inductor"
+
+    @classmethod
+    def unavailable_reason(cls, task: TaskConfig) -> str | None:
+        if task.device == "tpu":
+            return "engine inductor has no TPU support; use --engine xla or --device cpu"
+        if task.device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+            return "engine inductor compiles C++ on a CPU and finds no g++ or clang++; install one"
+        if task.device == "cuda" and importlib.util.find_spec("triton") is None:
+            return (
+                "engine inductor needs triton on CUDA, which is not installed: "
+                + extras.dependency_command("torch", "triton")
+            )
+        return super().unavailable_reason(task)
+
+    @classmethod
+    def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
+        run_dir = None if task.output_dir is None else task.run_dir
+        found = cache_folders.of_inductor(run_dir)
+        options = task.options.get("inductor")
+        if options is None or options.cache_dir is None:
+            return found
+        # Both, or Triton keeps its kernels where a "cold" run finds them again.
+        # A folder a processor, for code is compiled for the one that is here (-march=native).
+        folder = Path(options.cache_dir).absolute() / compile_cache_key.processor()
+        return {
+            **found,
+            "TORCHINDUCTOR_CACHE_DIR": str(folder),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+        }
+
+    def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
+        super().__init__(task, options, topology)
+        self.mode = options.mode
+        self.num_compiles = self.num_executions = self.num_eager_gradients = 0
+
+    @property
+    def compile_cache(self) -> str:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        return str(cache_dir())
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        from torch._dynamo import trace_rules
+        from torch._dynamo.external_utils import wrap_inline
+
+        backend = self._backend()
+        # In place: the module keeps its class and its parameters' names.
+        dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
+        nn.Module.compile(model, backend=backend, dynamic=dynamic)
+        if trace_rules.check(model.forward):
+            # A class of torch's own, nn.Sequential for one: dynamo passes over its frames, and
+            # would compile nothing. torch.compile(model) adds a frame there, too.
+            call = wrap_inline(model._call_impl)
+            model._compiled_call_impl = torch.compile(call, backend=backend, dynamic=dynamic)
+        _compile_anew_where_others_train(model)
+        return model
+
+    def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
+        """What compiles a graph that dynamo has found; counts graphs, and how often they run."""
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+        from torch._inductor.decomposition import select_decomp_table
+
+        rules = {**select_decomp_table(), **decompositions.mended()}
+        # Inductor leaves complex numbers to torch, but takes their addition apart, which fails
+        # where the last axis is not contiguous (torch 2.8). Real ones are not touched.
+        for operation in (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar):
+            rules.pop(operation, None)
+        mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if self.device.type == "cpu":
+            pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
+            if inductor_mends.are_needed():
+                mended = inductor_mends.mended
+        patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            differentiable = self._differentiable(graph)
+            # Donated buffers are none in a script (`for_several_backwards`).
+            tag = compile_cache_key.tag(self.device.type, self.task.script is not None)
+
+            def in_turn(*args: Any, **kwargs: Any) -> Any:
+                # A backward pass is compiled later, outside of what is entered below.
+                with self._compiling_alone(), mended(), compile_cache_key.tagged(tag):
+                    return compile_fx_inner(*args, **kwargs)
+
+            with compile_cache_key.tagged(tag), mended(), for_several_backwards(self.task):
+                compiled = compile_fx(
+                    graph, inputs, inner_compile=in_turn, config_patches=patches,
+                    decompositions=rules,
+                )  # fmt: skip
+            return self._counted(compiled, differentiable)
+
+        return backend
+
+    def _differentiable(self, graph: torch.fx.GraphModule) -> DifferentiableGraph | None:
+        """Return what gives a graph second derivatives, which loops of a user's own may ask for."""
+        if self.task.script is None:
+            return None
+        return DifferentiableGraph(graph, self.device.type, self._count_eager_gradient)
+
+    def _count_eager_gradient(self) -> None:
+        self.num_eager_gradients += 1
+
+    def _counted(
+        self, compiled: Any, differentiable: DifferentiableGraph | None
+    ) -> Callable[..., Any]:
+        self.num_compiles += 1
+
+        def counted(*args: Any) -> Any:
+            self.num_executions += 1
+            return compiled(*args) if differentiable is None else differentiable.run(compiled, args)
+
+        return counted
+
+    @contextlib.contextmanager
+    def _compiling_alone(self) -> Iterator[None]:
+        """On a CPU one worker compiles, and the others then load what it made.
+
+        They would all compile the same graph at once otherwise, on the same cores. On
+        CUDA a graph names its device, so that no worker could load another's.
+        """
+        if self.device.type != "cpu" or self.topology.local_world_size == 1:
+            yield
+            return
+        import fcntl  # POSIX alone, as is gloo between several workers here
+
+        folder = Path(self.compile_cache)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "accbench.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file closes
+            yield
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return self._in_channels_last(self._distributed(self._compiled(self._moved(model))))
+
+    def _forget_compiled(self) -> None:
+        torch._dynamo.reset_code_caches()  # its guards don't look at how parameters are laid out
+
+    def left_compiler(self) -> list[str]:
+        from torch._dynamo.utils import graph_break_reasons
+
+        lines = [_in_a_line(str(r.reason), r.user_stack) for r in graph_break_reasons]
+        if self.num_eager_gradients:
+            lines.append("second derivatives (create_graph=True) are computed eagerly")
+        return [*dict.fromkeys(lines)]
+
+    def compile_stats(self) -> engines.CompileStats:
+        from torch._dynamo.utils import compile_times, counters
+
+        names, seconds = compile_times("csv", aggregate=True)
+        by_phase = {name: float(str(s)) for name, s in zip(names, seconds, strict=True)}
+        return engines.CompileStats(
+            num_compiles=self.num_compiles,
+            compile_s=sum(by_phase.get(phase, 0.0) for phase in _PHASES),
+            num_executions=self.num_executions,
+            # What dynamo leaves to eager within a loop, as nn.LSTM, is in the second one alone.
+            num_fallbacks=self.num_eager_gradients
+            + max(sum(counters[kind].values()) for kind in ("graph_break", "unimplemented")),
+        )

@@ -1,0 +1,98 @@
+"""Averaging gradients over ranks: in the graph, beside the backward pass that makes them, or on the
+host, for devices without collectives between processes."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# The parameters that are used first have their gradients last, and nothing is left to be done
+# beside their reduction: it is kept short.
+_LAST_BUCKET_BYTES = 2**20
+
+
+def average_in_graph(
+    parameters: Sequence[nn.Parameter], device: torch.device, world_size: int, bucket_bytes: int
+) -> None:
+    """Average the gradients over the ranks, in place; each has one.
+
+    Args:
+        parameters: in the order in which a forward pass uses them, as far as is known.
+        bucket_bytes: gradients are reduced together up to this size.
+    """
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    in_turn = _buckets_in_order(gradients, bucket_bytes)[::-1]
+    for place, bucket in enumerate(in_turn, start=1):
+        # torch_xla has each all-reduce wait for the one before by a token, so that XLA could not
+        # start two; and XLA compiles the same program in every process, so their order is the same.
+        # A small last one keeps it: XLA's scheduler, which begins at the end, would take another
+        # for the one that nothing is left to hide, and put off all weights' gradients of that one.
+        waits = 1 < place == len(in_turn) and _num_bytes(bucket) <= _LAST_BUCKET_BYTES
+        if not waits:
+            torch_xla._XLAC._set_all_reduce_token(str(device), None)
+        xm.all_reduce(xm.REDUCE_SUM, bucket, scale=1.0 / world_size)
+
+
+def _num_bytes(gradients: Sequence[torch.Tensor]) -> int:
+    return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
+
+def _buckets_in_order(gradients: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
+    found: list[list[torch.Tensor]] = []
+    size, limit = 0, 0
+    for gradient in gradients:
+        num_bytes = _num_bytes([gradient])
+        if size + num_bytes > limit:
+            limit = bucket_bytes if found else min(bucket_bytes, _LAST_BUCKET_BYTES)
+            found.append([])
+            size = 0
+        found[-1].append(gradient)
+        size += num_bytes
+    return found
+
+
+def average_on_host(
+    parameters: list[nn.Parameter], device: torch.device, world_size: int, bucket_bytes: int
+) -> None:
+    """Average the gradients over the ranks through gloo, in buckets of `bucket_bytes`."""
+    import torch_xla
+
+    buckets = _buckets_of_one_type(parameters, bucket_bytes)
+    flat = []
+    for bucket in buckets:
+        flat.append(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
+        for parameter in bucket:
+            parameter.grad = None  # so that only the buckets are computed and kept
+    # All that is traced so far runs here, as the step's first graph. Copying a
+    # bucket alone would run what it needs, and all the rest a second time later.
+    torch_xla.sync()
+    for bucket, on_device in zip(buckets, flat, strict=True):
+        on_host = on_device.cpu()  # waits: gloo needs the values
+        dist.all_reduce(on_host)
+        on_host /= world_size
+        averaged = on_host.to(device)
+        sizes = [p.numel() for p in bucket]
+        for parameter, gradient in zip(bucket, averaged.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+
+
+def _buckets_of_one_type(
+    parameters: list[nn.Parameter], capacity_bytes: int
+) -> list[list[nn.Parameter]]:
+    """Neighbours together up to `capacity_bytes`, one type a bucket; at least one each."""
+    buckets: list[list[nn.Parameter]] = []
+    filled_bytes = 0
+    for parameter in parameters:
+        size_bytes = parameter.numel() * parameter.element_size()
+        fits = buckets and filled_bytes + size_bytes <= capacity_bytes
+        if fits and buckets[-1][0].dtype == parameter.dtype:
+            buckets[-1].append(parameter)
+            filled_bytes += size_bytes
+        else:
+            buckets.append([parameter])
+            filled_bytes = size_bytes
+    return buckets

@@ -1,0 +1,89 @@
+"""Commands that install a missing optional package.
+
+accbench itself is on no package index.
+"""
+
+import shlex
+import sys
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+_CLONE = Path(__file__).parents[2]
+# The last Python that torch 2.8 and torch_xla 2.8.1 have wheels for.
+_LAST_PYTHON = {"xla": (3, 13), "xla-cuda12": (3, 13)}
+
+
+def install_command(extra: str) -> str:
+    """A shell command that installs an extra of pyproject.toml for the Python that runs this.
+
+    From a clone it installs the clone; else accbench is installed already, and the
+    command installs the packages that the extra adds to it.
+    """
+    if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "prepare.sh").is_file():
+        return _pip("-e", f"{_CLONE}[{extra}]")
+    try:
+        return _pip(*sorted(_requirements("accbench", extra) - _requirements("accbench")))
+    except metadata.PackageNotFoundError:  # its folder was copied here
+        return f"install accbench from its repository, with the extra [{extra}]"
+
+
+def not_installed(package: str, extra: str) -> str:
+    """Return `PACKAGE, which is not installed`, and how to install it or why that is impossible.
+
+    Where that changes torch, which other programs may use, this says so too.
+    """
+    last = _LAST_PYTHON.get(extra)
+    if last is not None and sys.version_info[:2] > last:
+        running, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], last))
+        return (
+            f"{package}, which is not installed and has no release for Python {running}: make an "
+            f"environment with Python {wanted}"
+        )
+    return f"{package}, which is not installed{_change_of_torch(extra)}: {install_command(extra)}"
+
+
+def _change_of_torch(extra: str) -> str:
+    from packaging.requirements import Requirement
+
+    try:
+        installed = metadata.version("torch")
+        requirements = map(Requirement, _requirements("accbench", extra))
+    except metadata.PackageNotFoundError:
+        return ""
+    for specifier in (needed.specifier for needed in requirements if needed.name == "torch"):
+        if not specifier.contains(installed, prereleases=True):
+            return f" (installing it changes torch {installed} to {str(specifier).lstrip('=')})"
+    return ""
+
+
+def dependency_command(package: str, dependency: str) -> str:
+    """Return a shell command that installs `dependency` in the version `package` asks for."""
+    matches = (line for line in _requirements(package) if line.startswith(dependency))
+    return _pip(next(matches, dependency))
+
+
+def without_paths(text: str) -> str:
+    """Replace the local paths in commands of this module, so that others may see `text`."""
+    return text.replace(str(_CLONE), "CLONE").replace(shlex.quote(sys.executable), "python")
+
+
+def _pip(*arguments: str) -> str:
+    pip = [sys.executable, "-m", "pip", "install"]
+    # Not by importlib.util.find_spec: setuptools' finder, asked for pip, takes the process for pip
+    # and then fails to import setuptools.
+    if PathFinder.find_spec("pip") is None:  # an environment made by uv
+        pip = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*pip, *arguments])
+
+
+def _requirements(package: str, extra: str = "") -> set[str]:
+    """Return what an installed package needs on this machine, with at most one extra."""
+    from packaging.requirements import Requirement
+
+    requirements = map(Requirement, metadata.requires(package) or ())
+    return {
+        f"{needed.name}{needed.specifier}"
+        for needed in requirements
+        if needed.marker is None or needed.marker.evaluate({"extra": extra})
+    }
