@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from accbench import config
+from accbench.config.field import flag
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.system.standard_streams import quiet_when_closed
 
@@ -55,10 +56,14 @@ class ReportFlags:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of runs or of comparisons, or records.jsonl files."""
-    format: Literal["table", "md", "html", "json"] = "table"
-    """How to write it; html is one page that needs no network."""
-    allow_mixed: bool = False
-    """Also of different machines, models, dtypes or global batches; they are marked."""
+    format: Literal["table", "md", "html", "json"] = flag(
+        "table",
+        "How to write it; html is one page that needs no network.",
+    )
+    allow_mixed: bool = flag(
+        False,
+        "Also of different machines, models, dtypes or global batches; they are marked.",
+    )
 
 
 def report(argv: Sequence[str]) -> int:
@@ -83,16 +88,11 @@ def report(argv: Sequence[str]) -> int:
 class MockFlags:
     """Make a mock ImageNet: real JPEG files, DIR/train and DIR/val, one folder a class."""
 
-    folder: Annotated[Path, tyro.conf.Positional] = Path("data/mock_imagenet")
-    """Where to."""
-    classes: int = 10
-    """Classes; at least 1."""
-    train_images: int = 64
-    """Training images a class; at least 1."""
-    val_images: int = 16
-    """Validation images a class; at least 1."""
-    seed: int = 0
-    """The same seed gives the same files."""
+    folder: Annotated[Path, tyro.conf.Positional] = flag(Path("data/mock_imagenet"), "Where to.")
+    classes: int = flag(10, "Classes; at least 1.")
+    train_images: int = flag(64, "Training images a class; at least 1.")
+    val_images: int = flag(16, "Validation images a class; at least 1.")
+    seed: int = flag(0, "The same seed gives the same files.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,10 @@ class ConvertFlags:
 class DigitsFlags:
     """Write scikit-learn's 1,797 scanned digits as image folders and as RecordIO files."""
 
-    folder: Annotated[Path, tyro.conf.Positional] = Path("data/digits")
-    """Where to: DIR/train and DIR/val, DIR/train.rec and DIR/val.rec."""
+    folder: Annotated[Path, tyro.conf.Positional] = flag(
+        Path("data/digits"),
+        "Where to: DIR/train and DIR/val, DIR/train.rec and DIR/val.rec.",
+    )
 
 
 def data(argv: Sequence[str]) -> int:
@@ -159,10 +161,14 @@ def _convert(argv: Sequence[str], prog: str) -> None:
 class DoctorFlags:
     """Tell what is on this machine and what can train on it."""
 
-    format: Literal["table", "json"] = "table"
-    """How to write it; json is for a bug report and holds nothing private."""
-    self_test: bool = False
-    """Also train three steps with every engine and device, alone and with two workers."""
+    format: Literal["table", "json"] = flag(
+        "table",
+        "How to write it; json is for a bug report and holds nothing private.",
+    )
+    self_test: bool = flag(
+        False,
+        "Also train three steps with every engine and device, alone and with two workers.",
+    )
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -191,13 +197,17 @@ class ExportFlags:
     """A run's folder, or a checkpoint's."""
     out: Annotated[Path, tyro.conf.Positional]
     """The file to write."""
-    format: Literal["state_dict", "safetensors", "onnx", "onnx_int8"] = "state_dict"
-    """state_dict: what torch.load gives to load_state_dict. safetensors: likewise, no pickle.
-    onnx: the whole network, from bytes to logits. onnx_int8: quantised, smaller, less exact."""
-    average: bool = True
-    """The moving average of the weights, where the run kept one."""
-    evaluate: bool = False
-    """Of onnx and onnx_int8: their top-1 on the run's validation set, beside torch's."""
+    format: Literal["state_dict", "safetensors", "onnx", "onnx_int8"] = flag(
+        "state_dict",
+        "state_dict: what torch.load gives to load_state_dict. safetensors: likewise, no "
+        "pickle. onnx: the whole network, from bytes to logits. onnx_int8: quantised, smaller, "
+        "less exact.",
+    )
+    average: bool = flag(True, "The moving average of the weights, where the run kept one.")
+    evaluate: bool = flag(
+        False,
+        "Of onnx and onnx_int8: their top-1 on the run's validation set, beside torch's.",
+    )
 
 
 def export(argv: Sequence[str]) -> int:

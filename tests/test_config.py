@@ -235,8 +235,10 @@ def tasks(draw) -> config.TaskConfig:
     used = {
         name: getattr(plugins.load(kind, name), "Options", None) for kind, name in chosen.items()
     }
-    for name, limit in config._MAXIMUM.items():
-        drawn[name] = None if drawn[name] is None else min(drawn[name], limit)
+    for field in dataclasses.fields(config.TaskConfig):
+        limit = field.metadata.get("maximum")
+        if limit is not None and drawn.get(field.name) is not None:
+            drawn[field.name] = min(drawn[field.name], limit)
     options = {
         name: draw(all_of(its)) for name, its in used.items() if its and dataclasses.fields(its)
     }

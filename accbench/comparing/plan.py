@@ -10,6 +10,7 @@ import tyro
 
 from accbench import config, launchers
 from accbench.config import TaskConfig, plugins
+from accbench.config.field import flag
 from accbench.errors import RequestError
 from accbench.report.comparison import ComparisonPlan, RowPlan
 
@@ -22,54 +23,83 @@ class CompareFlags(TaskConfig):
     on a CPU a small model, so that a comparison takes minutes.
     """
 
-    engines: str = "ddp,inductor,xla"
-    """What to compare, comma-separated; options of an engine behind it with colons:
-    `ddp:channels_last=false,ddp,xla`."""
-    baseline: str | None = None
-    """The row that others are held against. Unset: the first."""
-    repeats: int = 8
-    """Rounds; each runs every engine once in a fresh process. At least 2."""
-    min_effect: float = 0.02
-    """Smallest difference in speed that matters, as a part: 0.02 is 2 %."""
-    numerics_steps: int = 20
-    """Steps of the pass that compares losses, gradients and parameters; 0 leaves it out."""
-    input_round: bool = True
-    """One more round on synthetic data, which tells what input costs."""
-    price_per_hour: float | None = None
-    """Price of all devices together an hour, in any currency, for the price of an epoch."""
-    order_seed: int | None = None
-    """Of the order in which each round measures the rows. Unset: drawn, and written down."""
-    compare: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """What launch_single_task.py calls this command by."""
+    engines: str = flag(
+        "ddp,inductor,xla",
+        "What to compare, comma-separated; options of an engine behind it with colons: "
+        "`ddp:channels_last=false,ddp,xla`.",
+    )
+    baseline: str | None = flag(None, "The row that others are held against. Unset: the first.")
+    repeats: int = flag(8, "Rounds; each runs every engine once in a fresh process. At least 2.")
+    min_effect: float = flag(
+        0.02,
+        "Smallest difference in speed that matters, as a part: 0.02 is 2 %.",
+    )
+    numerics_steps: int = flag(
+        20,
+        "Steps of the pass that compares losses, gradients and parameters; 0 leaves it out.",
+    )
+    input_round: bool = flag(
+        True,
+        "One more round on synthetic data, which tells what input costs.",
+    )
+    price_per_hour: float | None = flag(
+        None,
+        "Price of all devices together an hour, in any currency, for the price of an epoch.",
+    )
+    order_seed: int | None = flag(
+        None,
+        "Of the order in which each round measures the rows. Unset: drawn, and written down.",
+    )
+    compare: Annotated[bool, tyro.conf.FlagCreatePairsOff] = flag(
+        False,
+        "What launch_single_task.py calls this command by.",
+    )
 
     # Unset: as DEFAULTS has it for the device.
-    model: str | None = None  # type: ignore[assignment]
-    """A model's name, or package.module:attribute. Unset: resnet10 on a CPU, else resnet50."""
-    image_size: int | None = None  # type: ignore[assignment]
-    """Height and width in pixels. Unset: 96 on a CPU, else 224."""
-    batch_size: int | None = None
-    """Samples a worker and step. Unset: 4 on a CPU, else 128."""
-    amp_level: Literal["O0", "O1"] | None = None
-    """O0: float32. O1: autocast. Unset: O0 on a CPU and with --script, else O1."""
-    lr: float | None = None  # type: ignore[assignment]
-    """The learning rate. Unset: 1e-4 on a CPU, else 1e-3."""
-    max_steps: int | None = None
-    """Steps of a run, warm-up included. Unset: 120 on a CPU, else 220."""
-    warmup_steps: int | None = None  # type: ignore[assignment]
-    """Steps of the first window. Unset: 20."""
-    log_interval: int | None = None  # type: ignore[assignment]
-    """Steps of every other window. Unset: 10 on a CPU, else 20."""
-    save_interval: int = 0
-    """Epochs between checkpoints; 0 makes none."""
-    eval_interval: int = 0
-    """Epochs between evaluations; 0 never evaluates."""
-    tensorboard: Literal["auto", "on", "off"] = "off"
-    """Write the rounds for TensorBoard as well."""
-    workers: int | None = None
-    """Data loading processes a worker. Unset: none on a CPU, where they would take the cores
-    from training, else cores / workers, at most 8."""
-    epochs: int | None = None  # type: ignore[assignment]
-    """Passes over the data. Unset: as many as --max_steps needs."""
+    model: str | None = flag(  # type: ignore[assignment]
+        None,
+        "A model's name, or package.module:attribute. Unset: resnet10 on a CPU, else resnet50.",
+    )
+    image_size: int | None = flag(  # type: ignore[assignment]
+        None,
+        "Height and width in pixels. Unset: 96 on a CPU, else 224.",
+    )
+    batch_size: int | None = flag(None, "Samples a worker and step. Unset: 4 on a CPU, else 128.")
+    amp_level: Literal["O0", "O1"] | None = flag(
+        None,
+        "O0: float32. O1: autocast. Unset: O0 on a CPU and with --script, else O1.",
+    )
+    lr: float | None = flag(  # type: ignore[assignment]
+        None,
+        "The learning rate. Unset: 1e-4 on a CPU, else 1e-3.",
+    )
+    max_steps: int | None = flag(
+        None,
+        "Steps of a run, warm-up included. Unset: 120 on a CPU, else 220.",
+    )
+    warmup_steps: int | None = flag(  # type: ignore[assignment]
+        None,
+        "Steps of the first window. Unset: 20.",
+    )
+    log_interval: int | None = flag(  # type: ignore[assignment]
+        None,
+        "Steps of every other window. Unset: 10 on a CPU, else 20.",
+    )
+    save_interval: int = flag(0, "Epochs between checkpoints; 0 makes none.")
+    eval_interval: int = flag(0, "Epochs between evaluations; 0 never evaluates.")
+    tensorboard: Literal["auto", "on", "off"] = flag(
+        "off",
+        "Write the rounds for TensorBoard as well.",
+    )
+    workers: int | None = flag(
+        None,
+        "Data loading processes a worker. Unset: none on a CPU, where they would take the cores "
+        "from training, else cores / workers, at most 8.",
+    )
+    epochs: int | None = flag(  # type: ignore[assignment]
+        None,
+        "Passes over the data. Unset: as many as --max_steps needs.",
+    )
 
 
 # setting -> (on a CPU, on an accelerator)
@@ -119,7 +149,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[ComparisonPlan, str | None]:
         numerics_steps=flags.numerics_steps, input_round=flags.input_round and not flags.script,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
     )  # fmt: skip
-    return plan, config.in_full("--output_dir", flags.output_dir)
+    return plan, config.expand_home("--output_dir", flags.output_dir)
 
 
 def _check(flags: Any) -> None:

@@ -1,18 +1,15 @@
 """A task's flags, the values that they take, and the plug-ins that they name."""
 
+from accbench.config.field import expand_home, flag
+from accbench.config.parsing import as_flags, parse, parse_flags, read_flags, task_of
 from accbench.config.task import (
     CONFIG_FILE,
     RECORDS_FILE,
     SCRIPTS_OWN,
     TaskConfig,
     amp_level,
-    as_flags,
     as_mapping,
     data_name,
-    parse,
-    parse_flags,
-    read_flags,
-    task_of,
 )
 
 __all__ = [
@@ -24,6 +21,8 @@ __all__ = [
     "as_flags",
     "as_mapping",
     "data_name",
+    "expand_home",
+    "flag",
     "parse",
     "parse_flags",
     "read_flags",

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from accbench import config, resolving
 from accbench.config import TaskConfig, plugins
+from accbench.config.field import flag
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.pjrt import gpu, nvidia
 from accbench.pjrt.gpu import GpuSpec
@@ -49,23 +50,27 @@ class PreflightFlags(TaskConfig):
     sheet.
     """
 
-    gpu: str = "h100"
-    """A GPU's name, or a YAML file that describes one."""
-    format: Literal["table", "md", "html", "json"] = "table"
-    """How to write it; html is one page that needs no network."""
-    find_batch: bool = False
-    """Also look for the largest batch size that fits, a multiple of 8."""
-    keep: Path | None = None
-    """A folder for what XLA made: the program, its optimised form, PTX, the executable."""
-    compare: tuple[Path, Path] | None = None
-    """Two results side by side instead, as folders of --keep or files of --format json."""
+    gpu: str = flag("h100", "A GPU's name, or a YAML file that describes one.")
+    format: Literal["table", "md", "html", "json"] = flag(
+        "table",
+        "How to write it; html is one page that needs no network.",
+    )
+    find_batch: bool = flag(
+        False,
+        "Also look for the largest batch size that fits, a multiple of 8.",
+    )
+    keep: Path | None = flag(
+        None,
+        "A folder for what XLA made: the program, its optimised form, PTX, the executable.",
+    )
+    compare: tuple[Path, Path] | None = flag(
+        None,
+        "Two results side by side instead, as folders of --keep or files of --format json.",
+    )
 
-    engine: str = "xla"
-    """What trains: an engine that compiles whole steps."""
-    data: str = "synthetic"
-    """As in a run; what matters is the number of classes."""
-    device: Literal["auto", "cuda"] = "auto"
-    """Always cuda."""
+    engine: str = flag("xla", "What trains: an engine that compiles whole steps.")
+    data: str = flag("synthetic", "As in a run; what matters is the number of classes.")
+    device: Literal["auto", "cuda"] = flag("auto", "Always cuda.")
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from accbench import data
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import decode, files, orientation
 from accbench.data.batch_samplers import groups_of_aspect_ratio
 from accbench.data.coco_annotations import Annotations
@@ -43,19 +44,23 @@ class Source(data.Source):
     class Options:
         """Options of the data source coco."""
 
-        train: str = "train2017"
-        """What is trained on: DIR/annotations/instances_TRAIN.json and the images in DIR/TRAIN."""
-        val: str = "val2017"
-        """What is evaluated, likewise, where there is such a file."""
-        shape: Literal["aspect", "square"] = "aspect"
-        """aspect: 4 to 3 or 3 to 4, of which a batch has one, the shorter side of --image_size.
-        square: stretched to --image_size both ways, as SSDs want it."""
-        augment: Literal["flip", "none"] = "flip"
-        """flip: mirrored or not. none: as it is."""
-        exif: Literal["auto", "turn", "ignore"] = "auto"
-        """Photographs with EXIF's orientation. turn: as that says, for boxes drawn on what a
-        browser or detectron2 shows. ignore: as stored, as torchvision shows them. auto: whichever
-        has the height and width of the annotations; as stored where both have."""
+        train: str = flag(
+            "train2017",
+            "What is trained on: DIR/annotations/instances_TRAIN.json and the images in DIR/TRAIN.",
+        )
+        val: str = flag("val2017", "What is evaluated, likewise, where there is such a file.")
+        shape: Literal["aspect", "square"] = flag(
+            "aspect",
+            "aspect: 4 to 3 or 3 to 4, of which a batch has one, the shorter side of "
+            "--image_size. square: stretched to --image_size both ways, as SSDs want it.",
+        )
+        augment: Literal["flip", "none"] = flag("flip", "flip: mirrored or not. none: as it is.")
+        exif: Literal["auto", "turn", "ignore"] = flag(
+            "auto",
+            "Photographs with EXIF's orientation. turn: as that says, for boxes drawn on what a "
+            "browser or detectron2 shows. ignore: as stored, as torchvision shows them. auto: "
+            "whichever has the height and width of the annotations; as stored where both have.",
+        )
 
     @classmethod
     def check(cls, location: str | None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from accbench import data
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import decode, files, mixing
 from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError, UnreadableSampleError
@@ -24,9 +25,12 @@ class Source(data.Source):
     class Options:
         """Options of the data source imagefolder."""
 
-        augment: Literal["crop", "flip", "part", "none"] = "crop"
-        """crop: a random part, mirrored or not. flip: the whole image, mirrored or not. part: 70 %
-        or more of it, not mirrored, as digits and text want it. none: the whole image."""
+        augment: Literal["crop", "flip", "part", "none"] = flag(
+            "crop",
+            "crop: a random part, mirrored or not. flip: the whole image, mirrored or not. "
+            "part: 70 % or more of it, not mirrored, as digits and text want it. none: the "
+            "whole image.",
+        )
 
     @classmethod
     def check(cls, location: str | None) -> None:

@@ -5,10 +5,11 @@ A folder holds train.rec and perhaps val.rec, each best with its .idx file.
 
 import dataclasses
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from accbench import data
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import decode, mixing
 from accbench.data.recordio.dataset import RecordIODataset, Samples
 from accbench.distributed.process_group import Topology
@@ -22,13 +23,17 @@ class Source(data.Source):
     class Options:
         """Options of the data source recordio."""
 
-        minimum: ClassVar = {"num_classes": 1}
-        num_classes: int | None = None
-        """Classes. Unset: the largest label counts, for which all headers are read once."""
-        augment: Literal["crop", "flip", "part", "none"] = "crop"
-        """crop: a random part, mirrored or not. flip: the whole image, mirrored or not, as
-        aligned faces want it. part: 70 % or more of it, not mirrored, as digits want it. none: the
-        whole image."""
+        num_classes: int | None = flag(
+            None,
+            "Classes. Unset: the largest label counts, for which all headers are read once.",
+            minimum=1,
+        )
+        augment: Literal["crop", "flip", "part", "none"] = flag(
+            "crop",
+            "crop: a random part, mirrored or not. flip: the whole image, mirrored or not, as "
+            "aligned faces want it. part: 70 % or more of it, not mirrored, as digits want it. "
+            "none: the whole image.",
+        )
 
     @classmethod
     def check(cls, location: str | None) -> None:

@@ -4,10 +4,10 @@ Below the prefix lie train/ and perhaps val/, or else the classes themselves.
 """
 
 import dataclasses
-from typing import ClassVar
 
 from accbench import data
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import decode, mixing
 from accbench.data.s3.bucket import Bucket
 from accbench.data.s3.dataset import S3ImageFolder, Samples, bucket_and_prefix
@@ -22,24 +22,38 @@ class Source(data.Source):
     class Options:
         """Options of the data source s3."""
 
-        minimum: ClassVar = {
-            "cache_gib": 0, "listing_max_age_s": 0, "timeout_s": 0.001, "attempts": 1,
-        }  # fmt: skip
-        maximum: ClassVar = {"cache_gib": 1e9, "timeout_s": 1e6}
-        endpoint_url: str | None = None
-        """The server, where it is not Amazon's; AWS_ENDPOINT_URL says the same."""
-        anonymous: bool = False
-        """Ask without signing."""
-        cache_dir: str | None = None
-        """The cache's folder. Unset: accbench/s3 in the user's cache folder."""
-        cache_gib: float = 50.0
-        """The most that the cache holds, in GiB; 0 keeps nothing."""
-        listing_max_age_s: float = 3600.0
-        """Seconds for which the list of keys is not asked for anew."""
-        timeout_s: float = 20.0
-        """Seconds without a byte after which a request counts as failed."""
-        attempts: int = 5
-        """Times that a request is tried which times out or is answered with a 5xx status."""
+        endpoint_url: str | None = flag(
+            None,
+            "The server, where it is not Amazon's; AWS_ENDPOINT_URL says the same.",
+        )
+        anonymous: bool = flag(False, "Ask without signing.")
+        cache_dir: str | None = flag(
+            None,
+            "The cache's folder. Unset: accbench/s3 in the user's cache folder.",
+            is_path=True,
+        )
+        cache_gib: float = flag(
+            50.0,
+            "The most that the cache holds, in GiB; 0 keeps nothing.",
+            minimum=0,
+            maximum=1000000000.0,
+        )
+        listing_max_age_s: float = flag(
+            3600.0,
+            "Seconds for which the list of keys is not asked for anew.",
+            minimum=0,
+        )
+        timeout_s: float = flag(
+            20.0,
+            "Seconds without a byte after which a request counts as failed.",
+            minimum=0.001,
+            maximum=1000000.0,
+        )
+        attempts: int = flag(
+            5,
+            "Times that a request is tried which times out or is answered with a 5xx status.",
+            minimum=1,
+        )
 
     @classmethod
     def check(cls, location: str | None) -> None:

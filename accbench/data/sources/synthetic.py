@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from accbench import data, models
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import mixing
 from accbench.distributed.process_group import Topology
 
@@ -21,13 +22,13 @@ class Source(data.Source):
     class Options:
         """Options of the data source synthetic."""
 
-        minimum: ClassVar = {"num_classes": 1, "num_batches": 1, "steps_per_epoch": 1}
-        num_classes: int | None = None
-        """Classes of the random labels, or the vocabulary. Unset: 1000, or the model's own."""
-        num_batches: int = 2
-        """Different batches a worker; they take turns."""
-        steps_per_epoch: int = 100
-        """Steps that count as one epoch."""
+        num_classes: int | None = flag(
+            None,
+            "Classes of the random labels, or the vocabulary. Unset: 1000, or the model's own.",
+            minimum=1,
+        )
+        num_batches: int = flag(2, "Different batches a worker; they take turns.", minimum=1)
+        steps_per_epoch: int = flag(100, "Steps that count as one epoch.", minimum=1)
 
     @classmethod
     def check(cls, location: str | None) -> None:

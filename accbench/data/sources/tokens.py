@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from accbench import data
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
@@ -35,13 +36,19 @@ class Source(data.Source):
     class Options:
         """Options of the data source tokens."""
 
-        minimum: ClassVar = {"vocab_size": 1, "eval_fraction": 0}
-        maximum: ClassVar = {"vocab_size": _MAX_TOKENS, "eval_fraction": 1}
-        vocab_size: int | None = None
-        """Tokens that the model knows. Unset: 257 for text; of arrays the highest token counts,
-        for which all are read once."""
-        eval_fraction: float = 0.1
-        """Part of the blocks, the last ones, that is held out to evaluate. 0: none."""
+        vocab_size: int | None = flag(
+            None,
+            "Tokens that the model knows. Unset: 257 for text; of arrays the highest token "
+            "counts, for which all are read once.",
+            minimum=1,
+            maximum=_MAX_TOKENS,
+        )
+        eval_fraction: float = flag(
+            0.1,
+            "Part of the blocks, the last ones, that is held out to evaluate. 0: none.",
+            minimum=0,
+            maximum=1,
+        )
 
     @classmethod
     def check(cls, location: str | None) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accbench import engines
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import used_parameters
@@ -53,13 +54,17 @@ class Engine(engines.Engine):
     class Options:
         """Options of the engine ddp."""
 
-        channels_last: bool = True
-        """Keep images and weights NHWC in memory, which convolutions are fastest in. A model that
-        joins channels and pixels by `view` has them NCHW all the same. In a script memory formats
-        are the script's own."""
-        find_unused_parameters: bool = False
-        """Of several workers: look in every step for parameters that the loss does not depend on.
-        A model that has such needs it, others are slowed down by it."""
+        channels_last: bool = flag(
+            True,
+            "Keep images and weights NHWC in memory, which convolutions are fastest in. A model "
+            "that joins channels and pixels by `view` has them NCHW all the same. In a script "
+            "memory formats are the script's own.",
+        )
+        find_unused_parameters: bool = flag(
+            False,
+            "Of several workers: look in every step for parameters that the loss does not "
+            "depend on. A model that has such needs it, others are slowed down by it.",
+        )
 
     collectives = "process_group"
 

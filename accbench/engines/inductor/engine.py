@@ -21,6 +21,7 @@ from torch import nn
 
 from accbench import engines
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.distributed.process_group import Topology
 from accbench.engines.common import (
     compile_cache_key,
@@ -112,14 +113,21 @@ class Engine(ddp.Engine):
     class Options(ddp.Engine.Options):
         """Options of the engine inductor."""
 
-        mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-        """torch.compile's mode."""
-        dynamic: Literal["off", "auto", "on"] = "off"
-        """Compile for sizes that may change. off: anew for each size. auto: for any size, from a
-        second one on. on: from the start."""
-        cache_dir: str | None = None
-        """Folder of the compile cache, with a folder in it for each kind of processor. Unset:
-        inductor's own in the temporary folder."""
+        mode: Literal["default", "reduce-overhead", "max-autotune"] = flag(
+            "default",
+            "torch.compile's mode.",
+        )
+        dynamic: Literal["off", "auto", "on"] = flag(
+            "off",
+            "Compile for sizes that may change. off: anew for each size. auto: for any size, "
+            "from a second one on. on: from the start.",
+        )
+        cache_dir: str | None = flag(
+            None,
+            "Folder of the compile cache, with a folder in it for each kind of processor. "
+            "Unset: inductor's own in the temporary folder.",
+            is_path=True,
+        )
 
     compiler = "inductor"
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from accbench import engines
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed.process_group import Topology
@@ -54,42 +55,68 @@ class Engine(engines.Engine):
     class Options:
         """Options of the engine jax."""
 
-        compile_cache: Literal["on", "off"] = "on"
-        """Keep compiled steps on disk."""
-        cache_dir: str | None = None
-        """The cache's folder. Unset: accbench/jax in the user's cache folder."""
-        torch_kernels: Literal["on", "off"] = "on"
-        """On a CPU, have torch's own kernels (oneDNN, MKL) compute convolutions, large products of
-        matrices, attention and max-pooling, called from XLA's program, as on a GPU it calls cuDNN
-        and cuBLAS."""
-        channels_last: Literal["auto", "on", "off"] = "auto"
-        """Carry images as NHWC from one convolution to the next. auto: on a CPU, for XLA chooses
-        layouts by itself elsewhere."""
-        products_for_1x1: Literal["auto", "on", "off"] = "auto"
-        """Compute 1 x 1 convolutions as products of matrices, channels last. auto: on a CPU."""
-        products_for_patches: Literal["auto", "on", "off"] = "auto"
-        """Likewise those whose windows lie side by side, as the patches of a vision transformer.
-        auto: on a CPU."""
-        products_for_small_images: Literal["auto", "on", "off"] = "auto"
-        """Likewise those with up to nine output pixels. auto: on a CPU."""
-        weights_by_image: Literal["auto", "on", "off"] = "auto"
-        """Compute the gradients of convolutions' weights as a product an image, where it has 128
-        output pixels and more, channels last. auto: on a CPU."""
-        pools_by_place: Literal["on", "off"] = "on"
-        """Compute the gradients of max-pooling as a sum over the places of a window."""
-        lean: Literal["auto", "on", "off"] = "auto"
-        """In 16 bits, have BatchNorm with its ReLU, and attention, as functions of accbench's own
-        which move fewer bytes, with CUDA's casts. auto: on CUDA."""
-        evaluation: Literal["auto", "compiled", "eager"] = "auto"
-        """Evaluate by compiled functions on the device, or by torch on the host. auto: compiled,
-        but for a CPU, where torch's operations are as fast and ready."""
-        flags: str = ""
-        """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
-        shard: bool = False
-        """Part parameters, and what the optimizer keeps of each, between the workers: less memory
-        on each, and gradients are reduced and parameters gathered in every step."""
-        find_unused_parameters: bool = False
-        """In loops of your own, of several workers: as --ddp.find_unused_parameters."""
+        compile_cache: Literal["on", "off"] = flag("on", "Keep compiled steps on disk.")
+        cache_dir: str | None = flag(
+            None,
+            "The cache's folder. Unset: accbench/jax in the user's cache folder.",
+            is_path=True,
+        )
+        torch_kernels: Literal["on", "off"] = flag(
+            "on",
+            "On a CPU, have torch's own kernels (oneDNN, MKL) compute convolutions, large "
+            "products of matrices, attention and max-pooling, called from XLA's program, as on "
+            "a GPU it calls cuDNN and cuBLAS.",
+        )
+        channels_last: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Carry images as NHWC from one convolution to the next. auto: on a CPU, for XLA "
+            "chooses layouts by itself elsewhere.",
+        )
+        products_for_1x1: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Compute 1 x 1 convolutions as products of matrices, channels last. auto: on a CPU.",
+        )
+        products_for_patches: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Likewise those whose windows lie side by side, as the patches of a vision "
+            "transformer. auto: on a CPU.",
+        )
+        products_for_small_images: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Likewise those with up to nine output pixels. auto: on a CPU.",
+        )
+        weights_by_image: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Compute the gradients of convolutions' weights as a product an image, where it has "
+            "128 output pixels and more, channels last. auto: on a CPU.",
+        )
+        pools_by_place: Literal["on", "off"] = flag(
+            "on",
+            "Compute the gradients of max-pooling as a sum over the places of a window.",
+        )
+        lean: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "In 16 bits, have BatchNorm with its ReLU, and attention, as functions of "
+            "accbench's own which move fewer bytes, with CUDA's casts. auto: on CUDA.",
+        )
+        evaluation: Literal["auto", "compiled", "eager"] = flag(
+            "auto",
+            "Evaluate by compiled functions on the device, or by torch on the host. auto: "
+            "compiled, but for a CPU, where torch's operations are as fast and ready.",
+        )
+        flags: str = flag(
+            "",
+            "More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win.",
+        )
+        shard: bool = flag(
+            False,
+            "Part parameters, and what the optimizer keeps of each, between the workers: less "
+            "memory on each, and gradients are reduced and parameters gathered in every step.",
+        )
+        find_unused_parameters: bool = flag(
+            False,
+            "In loops of your own, of several workers: as --ddp.find_unused_parameters.",
+        )
 
     @classmethod
     def find_device(cls, requested: str) -> str:

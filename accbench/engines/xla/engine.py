@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from accbench import engines
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import used_parameters
@@ -68,24 +69,40 @@ class Engine(engines.Engine):
     class Options:
         """Options of the engine xla."""
 
-        minimum: ClassVar = {"bucket_mib": 1, "host_bucket_mib": 1}
-        compile_cache: Literal["auto", "on", "off"] = "auto"
-        """Keep compiled graphs on disk. auto: on where the platform can load what it saved."""
-        cache_dir: str | None = None
-        """The cache's folder. Unset: accbench/xla in the user's cache folder."""
-        bucket_mib: int = 20
-        """Gradients averaged in the graph travel in buckets of this size, in MiB: each starts as
-        soon as the backward pass has its gradients."""
-        host_bucket_mib: int = 64
-        """Gradients averaged on the host travel in buckets of this size, in MiB."""
-        replay: Literal["auto", "on", "off"] = "auto"
-        """Run recorded steps without tracing them anew. auto: on where that is proven to
-        give the same numbers, which is one worker on a CPU."""
-        lean: Literal["auto", "on", "off"] = "auto"
-        """Spell BatchNorm, ReLU, max-pooling and AdamW so that a GPU moves few bytes. auto: off on
-        a CPU, where that is slower."""
-        flags: str = ""
-        """More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win."""
+        compile_cache: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Keep compiled graphs on disk. auto: on where the platform can load what it saved.",
+        )
+        cache_dir: str | None = flag(
+            None,
+            "The cache's folder. Unset: accbench/xla in the user's cache folder.",
+            is_path=True,
+        )
+        bucket_mib: int = flag(
+            20,
+            "Gradients averaged in the graph travel in buckets of this size, in MiB: each "
+            "starts as soon as the backward pass has its gradients.",
+            minimum=1,
+        )
+        host_bucket_mib: int = flag(
+            64,
+            "Gradients averaged on the host travel in buckets of this size, in MiB.",
+            minimum=1,
+        )
+        replay: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Run recorded steps without tracing them anew. auto: on where that is proven to "
+            "give the same numbers, which is one worker on a CPU.",
+        )
+        lean: Literal["auto", "on", "off"] = flag(
+            "auto",
+            "Spell BatchNorm, ReLU, max-pooling and AdamW so that a GPU moves few bytes. auto: "
+            "off on a CPU, where that is slower.",
+        )
+        flags: str = flag(
+            "",
+            "More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win.",
+        )
 
     @classmethod
     def find_device(cls, requested: str) -> str:

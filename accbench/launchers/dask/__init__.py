@@ -11,6 +11,7 @@ import tyro
 
 from accbench import launchers
 from accbench.config import TaskConfig
+from accbench.config.field import flag
 from accbench.errors import RequestError
 from accbench.launchers import Failure
 from accbench.launchers.dask import cluster, driving, rank_assignment
@@ -30,16 +31,20 @@ class Launcher(launchers.Launcher):
     class Options:
         """How to reach the cluster; Dask's configuration supplies TLS files that are not set."""
 
-        scheduler: Annotated[str | None, tyro.conf.arg(aliases=["--scheduler"])] = None
-        """The scheduler's address, tls://HOST:PORT; tcp:// on this machine alone."""
-        scheduler_file: Annotated[str | None, tyro.conf.arg(aliases=["--scheduler_file"])] = None
-        """The file in which the scheduler wrote its address."""
-        tls_ca_file: str | None = None
-        """Certificate (PEM) of the authority that signed the scheduler's certificate."""
-        tls_cert: str | None = None
-        """This client's certificate (PEM)."""
-        tls_key: str | None = None
-        """Key of this client's certificate (PEM)."""
+        scheduler: Annotated[str | None, tyro.conf.arg(aliases=["--scheduler"])] = flag(
+            None,
+            "The scheduler's address, tls://HOST:PORT; tcp:// on this machine alone.",
+        )
+        scheduler_file: Annotated[str | None, tyro.conf.arg(aliases=["--scheduler_file"])] = flag(
+            None,
+            "The file in which the scheduler wrote its address.",
+        )
+        tls_ca_file: str | None = flag(
+            None,
+            "Certificate (PEM) of the authority that signed the scheduler's certificate.",
+        )
+        tls_cert: str | None = flag(None, "This client's certificate (PEM).")
+        tls_key: str | None = flag(None, "Key of this client's certificate (PEM).")
 
     @classmethod
     def problem(cls, task: TaskConfig) -> str | None:

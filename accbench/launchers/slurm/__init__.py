@@ -10,10 +10,10 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import ClassVar
 
 from accbench import launchers, resolving
 from accbench.config import RECORDS_FILE, TaskConfig
+from accbench.config.field import flag
 from accbench.errors import RequestError
 from accbench.launchers import Failure
 from accbench.launchers.slurm import script
@@ -34,18 +34,18 @@ class Launcher(launchers.Launcher):
     class Options:
         """Options of the launcher slurm, which are sbatch's of the same name."""
 
-        minimum: ClassVar[dict[str, float]] = {"signal_s": 1}
-
-        partition: str | None = None
-        """The job's partition. Unset: the cluster's default."""
-        account: str | None = None
-        """The account to charge."""
-        time: str | None = None
-        """The job's time limit, as 4:00:00. Unset: the partition's."""
-        signal_s: int = 120
-        """Seconds before the time limit at which the run is told to save and end."""
-        sbatch_args: str = ""
-        """More flags of sbatch, in one string, quoted as in a shell: --qos=low --mem=64G."""
+        partition: str | None = flag(None, "The job's partition. Unset: the cluster's default.")
+        account: str | None = flag(None, "The account to charge.")
+        time: str | None = flag(None, "The job's time limit, as 4:00:00. Unset: the partition's.")
+        signal_s: int = flag(
+            120,
+            "Seconds before the time limit at which the run is told to save and end.",
+            minimum=1,
+        )
+        sbatch_args: str = flag(
+            "",
+            "More flags of sbatch, in one string, quoted as in a shell: --qos=low --mem=64G.",
+        )
 
     @classmethod
     def problem(cls, task: TaskConfig) -> str | None:

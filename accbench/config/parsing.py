@@ -1,0 +1,214 @@
+"""Command lines and YAML files to a `TaskConfig`, flags winning over the file."""
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from accbench.config import flag_values, plugins
+from accbench.config.field import check_ranges, expand_home, expand_homes
+from accbench.config.task import GROUPS, SCRIPTS_OWN, TaskConfig, data_name
+from accbench.errors import RequestError
+
+
+def parse(argv: Sequence[str], prog: str = "launch_single_task.py") -> TaskConfig:
+    """Return the task that command-line arguments ask for; nothing is looked up on the machine.
+
+    Raises:
+        RequestError: a flag, or a key of the YAML file, is unknown or of a wrong type.
+    """
+    return task_of(read_flags(argv, prog))
+
+
+def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConfig) -> Any:
+    """Return the flags of `base`, of every plug-in and of the YAML file, as one object.
+
+    Raises:
+        RequestError: a flag, or a key of the YAML file, is unknown or of a wrong type.
+    """
+    flags_class: Any = flags_class_of(base)  # type: ignore[arg-type]
+    flags = parse_flags(flags_class, argv, prog)
+    if flags.config is not None:
+        content = flag_values.read(Path(expand_home("--config", flags.config) or ""))
+        try:
+            from_file = flag_values.as_flags(content, flags_class)
+            # Of the flags it is known by now that they are right.
+            flags = parse_flags(flags_class, [*from_file, *argv], prog)
+        except RequestError as error:
+            raise RequestError(f"{flags.config}: {error}") from None
+    return flags
+
+
+def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
+    """Return an instance of a dataclass of flags; tyro's boxed messages become one line.
+
+    Raises:
+        RequestError: the arguments do not fit `flags_class`.
+    """
+    message = io.StringIO()
+    args = list(argv)
+    for index in range(len(args) - 1, 0, -1):  # its value most often begins as a flag does
+        if args[index - 1] in ("--script_args", "--script-args"):
+            args[index - 1 : index + 1] = [f"--script_args={args[index]}"]
+    try:
+        with contextlib.redirect_stderr(message):
+            parsed = tyro.cli(
+                _for_tyro(flags_class), args=args, prog=prog, use_underscores=True,
+                # No flag's text is a comment; the search takes longer than all else here.
+                config=(tyro.conf.HelptextFromCommentsOff,),
+            )  # fmt: skip
+    except SystemExit as exit_:
+        if not exit_.code:  # --help
+            raise
+        raise RequestError(_one_line(message.getvalue(), prog)) from None
+    return _as(flags_class, parsed)
+
+
+def _one_line(boxed: str, prog: str) -> str:
+    # tyro frames its message, where the terminal has no line-drawing characters by
+    # dashes; rules inside the frame end a part, and the first line is a title.
+    lines = [line.strip("│|╭╰+ ") for line in boxed.splitlines()]
+    parts = re.split(r"[─-]{4,}", "\n".join(line for line in lines if line), maxsplit=2)
+    message = " ".join((parts[1] if len(parts) > 1 else boxed).split("Got errors:")[0].split())
+    text = message.replace(" .", ".").strip("─╮ ").rstrip(".")
+    suggestion = re.search(r"Perhaps you meant:\s+(--[\w.-]+)", "\n".join(lines))
+    if suggestion:
+        text += f"; perhaps you meant {suggestion[1]}"
+    return f"{text}; see {prog} --help"
+
+
+@cache
+def flags_class_of(base: Any) -> type:
+    """Return `base` with one more field for every plug-in that has `Options`."""
+    options_by_name: list[tuple[str, Any, Any]] = []
+    for kind in plugins.KINDS:
+        for name, plugin in plugins.classes(kind).items():
+            options = getattr(plugin, "Options", None)
+            if options is not None and dataclasses.fields(options):
+                options_by_name.append((name, options, dataclasses.field(default_factory=options)))
+    flags = dataclasses.make_dataclass("Flags", options_by_name, bases=(base,), frozen=True)
+    flags.__doc__ = base.__doc__
+    return flags
+
+
+@cache
+def _for_tyro(flags_class: Any) -> Any:
+    """Return a dataclass of the same flags for tyro: with help, under the titles of `GROUPS`.
+
+    Fields that a subclass of `TaskConfig` adds or declares anew come before the groups.
+    """
+    fields = {field.name: field for field in dataclasses.fields(flags_class)}
+    if not any("help" in field.metadata for field in fields.values()):
+        return flags_class  # its help stands below its fields
+    hints = get_type_hints(flags_class, include_extras=True)
+    groups = []
+    for title, group in GROUPS.items():
+        names = [
+            name for name in (field.name for field in dataclasses.fields(group))
+            if name in fields and fields[name] is group.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        ]  # fmt: skip
+        if names:
+            made = dataclasses.make_dataclass(
+                "Group", [_member(hints[name], fields.pop(name)) for name in names], frozen=True
+            )
+            made.__doc__ = group.__doc__
+            marked = Annotated[made, tyro.conf.arg(name=title), tyro.conf.OmitArgPrefixes]  # type: ignore[valid-type]
+            groups.append(
+                (title.replace(" ", "_"), marked, dataclasses.field(default_factory=made))
+            )
+    own = [_member(hints[field.name], field) for field in fields.values()]
+    with_defaults = [member for member in own if _has_default(member[2])]
+    required = [member for member in own if not _has_default(member[2])]
+    made = dataclasses.make_dataclass("Flags", [*required, *groups, *with_defaults], frozen=True)
+    made.__doc__ = flags_class.__doc__
+    return made
+
+
+def _member(hint: Any, field: dataclasses.Field[Any]) -> tuple[str, Any, Any]:
+    """Return what `dataclasses.make_dataclass` takes for a flag, or for a plug-in's options."""
+    default: Any = dataclasses.field()
+    options: Any = hint
+    if dataclasses.is_dataclass(hint):
+        hint = _for_tyro(options)
+        default = dataclasses.field(default_factory=hint)
+    elif field.default_factory is not dataclasses.MISSING:
+        default = dataclasses.field(default_factory=field.default_factory)
+    elif field.default is not dataclasses.MISSING:
+        default = dataclasses.field(default=field.default)
+    if "help" in field.metadata:
+        hint = Annotated[hint, tyro.conf.arg(help=field.metadata["help"])]
+    return field.name, hint, default
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+
+
+def _as(flags_class: Any, parsed: Any) -> Any:
+    """Return an instance of `flags_class` of what tyro made of `_for_tyro(flags_class)`."""
+    if isinstance(parsed, flags_class):
+        return parsed
+    values = vars(parsed)
+    for title in GROUPS:
+        group = values.get(title.replace(" ", "_"))
+        values = {**values, **(vars(group) if group is not None else {})}
+    hints = get_type_hints(flags_class)
+    return flags_class(**{
+        field.name: _as(hints[field.name], values[field.name])
+        if dataclasses.is_dataclass(hints[field.name]) else values[field.name]
+        for field in dataclasses.fields(flags_class)
+    })  # fmt: skip
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return a task's values, as `as_mapping` has them or as text, as the flags of a run.
+
+    Raises:
+        RequestError: a value is neither on nor off where it must be one of them.
+    """
+    return flag_values.as_flags(values, flags_class_of(TaskConfig))
+
+
+def task_of(flags: Any) -> TaskConfig:
+    """Return the task that flags of `read_flags` ask for.
+
+    Raises:
+        RequestError: flags contradict each other, or a value is outside of its range.
+    """
+    engine = flags.engine
+    if flags.compiler_opt:
+        if engine not in ("xla", TaskConfig.engine):
+            raise RequestError(f"--compiler-opt means --engine xla, but --engine is {engine}")
+        engine = "xla"
+    values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(TaskConfig)}
+    used = {engine, flags.launcher, data_name(flags.data)[0]}
+    options = {
+        name: expand_homes(getattr(flags, name), f"{name}.")
+        for name in used
+        if hasattr(flags, name)
+    }
+    task = TaskConfig(**{**values, "engine": engine, "compiler_opt": False, "options": options})
+    task = expand_homes(task)
+    check_ranges(task)
+    if task.script is not None:
+        _check_script(task)
+    for name, group in options.items():
+        check_ranges(group, f"{name}.")
+    return task
+
+
+def _check_script(task: TaskConfig) -> None:
+    defaults = {f.name: f.default for f in dataclasses.fields(TaskConfig)}
+    for name in SCRIPTS_OWN:
+        # Checkpoints are made by nobody, which 0 says as well.
+        if getattr(task, name) not in (defaults[name], 0 if name == "save_interval" else None):
+            raise RequestError(
+                f"--{name} is not for a script, which decides that by itself: leave it out "
+                "with --script, or pass it on by --script_args"
+            )
