@@ -91,6 +91,7 @@ def apply_defaults(task: TaskConfig, device: Any) -> TaskConfig:
     if task.script is not None:
         return _resolve_script(task)
     plugins.load("data", config.data_name(task.data)[0])
+    plugins.load("optimizers", task.optimizer)
     check_kind(task)
     task = dataclasses.replace(
         task,

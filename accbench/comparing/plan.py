@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from accbench import config, launchers
+from accbench.comparing import update_rules
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.errors import RequestError
@@ -160,6 +161,8 @@ def _check(flags: Any) -> None:
         raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
     if flags.compiler_opt or flags.engine != TaskConfig.engine:
         raise RequestError("compare takes --engines A,B,... in place of --engine or --compiler-opt")
+    if flags.numerics_steps:
+        update_rules.check(flags.optimizer)
     if flags.optimizer == "sgd" and not flags.momentum and flags.numerics_steps:
         raise RequestError(
             "compare reads gradients from the optimizer's momentum, and --momentum 0 keeps none: "

@@ -13,8 +13,10 @@ import math
 import torch
 
 from accbench.config import TaskConfig
+from accbench.engines import optimizers
 from accbench.engines.common import complex_numbers, optimizer_state
 from accbench.engines.common.training_state import Tensors
+from accbench.errors import RequestError
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
@@ -29,7 +31,7 @@ class Rule(abc.ABC):
     def keys(self) -> tuple[str, ...]:
         """What is kept of a parameter, each a tensor of its shape."""
         average = (optimizer_state.AVERAGE,) if self.task.ema_decay else ()
-        return (*optimizer_state.STATE_KEYS[self.task.optimizer], *average)
+        return (*optimizers.of_task(self.task).state_keys, *average)
 
     def step(
         self, parameter: torch.Tensor, state: Tensors, gradient: torch.Tensor, num_steps: int
@@ -103,10 +105,31 @@ class SGD(Rule):
         return complex_numbers.wide(after["momentum_buffer"]) - kept - penalty
 
 
+RULES: dict[str, type[Rule]] = {"adamw": AdamW, "sgd": SGD}
+
+
 def of_task(task: TaskConfig) -> Rule:
-    """What `--optimizer` does."""
-    rules: dict[str, type[Rule]] = {"adamw": AdamW, "sgd": SGD}
-    return rules[task.optimizer](task)
+    """Return the rule of the task's optimizer.
+
+    Raises:
+        RequestError: it has none here.
+    """
+    check(task.optimizer)
+    return RULES[task.optimizer](task)
+
+
+def check(optimizer: str) -> None:
+    """Look whether an optimizer has a rule here.
+
+    Raises:
+        RequestError: it has none.
+    """
+    if optimizer not in RULES:
+        raise RequestError(
+            f"--optimizer {optimizer} has no float64 rule in accbench/comparing/update_rules.py, "
+            f"so its updates cannot be checked as those of {' and '.join(RULES)} are: add "
+            "--numerics_steps 0"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Kind(NamedTuple):
 
 KINDS: Mapping[str, Kind] = {
     "engines": Kind("accbench.engines", "Engine", "engine"),
+    "optimizers": Kind("accbench.engines.optimizers", "Optimizer", "optimizer"),
     "models": Kind("accbench.models", "Family", "model family"),
     "data": Kind("accbench.data.sources", "Source", "data source"),
     "launchers": Kind("accbench.launchers", "Launcher", "launcher"),

@@ -230,9 +230,11 @@ class Steps:
 class Optimization:
     """The optimizer, and its learning rate."""
 
-    optimizer: Literal["adamw", "sgd"] = flag(
+    optimizer: str = flag(
         "adamw",
-        "torch's own, in its fused form, and under XLA in the one that never waits for the host.",
+        "What updates the weights: adamw, sgd, or another file's name in "
+        "accbench/engines/optimizers; in torch's fused form, and under XLA in one that never waits "
+        "for the host.",
         of_scripts=False,
     )
     lr: float = flag(

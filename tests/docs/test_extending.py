@@ -1,17 +1,29 @@
 """docs/extending.md: its examples are plug-ins that the contracts accept."""
 
 import contextlib
+import importlib.util
 import inspect
+import os
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from accbench.recording import records
+from tests.conftest import ROOT, python
 
 with contextlib.suppress(ImportError):  # sets environment variables, so before any test
     import jax  # noqa: F401
 
+ENGINES = (
+    pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++")),
+    pytest.param("jax", marks=pytest.mark.skipif(
+        not importlib.util.find_spec("jax"), reason="no jax")),
+    pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.skipif(
+        not importlib.util.find_spec("torch_xla"), reason="no torch_xla")]),
+)  # fmt: skip
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
@@ -50,3 +62,39 @@ def test_lowering_is_in_the_table():
         assert table.row("aten.foo.default").function(1, 2, alpha=3) == 7
     finally:
         del table._rows["aten.foo.default"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_is_one_file_in_every_engine(engine, tmp_path, plain_losses):
+    """The page's example, as a package of one's own has it; torch's class is the measure."""
+    losses = train(engine, tmp_path)
+    assert losses == pytest.approx(plain_losses, rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory) -> list[float]:
+    return train("ddp", tmp_path_factory.mktemp("ddp"))
+
+
+def train(engine: str, folder: Path) -> list[float]:
+    """Train three steps with the page's optimizer, and return each step's loss."""
+    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+                if "--optimizer adagrad" in b)  # fmt: skip
+    (folder / "adagrad.py").write_text(block)
+    metadata = folder / "of_ones_own-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: of-ones-own\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[accbench.optimizers]\nadagrad = adagrad:Optimizer\n"
+    )
+    done = python(
+        "-m", "accbench", "run", "--model=accbench.machine.self_test:net", "--data=synthetic",
+        "--image_size=32", "--batch_size=4", "--device=cpu", f"--engine={engine}",
+        "--optimizer=adagrad", "--amp_level=O0", "--max_steps=3", "--warmup_steps=1",
+        "--log_interval=1", "--workers=0", "--save_interval=0", "--eval_interval=0",
+        f"--output_dir={folder / 'run'}", PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    windows = records.read(folder / "run" / "records.jsonl")
+    return [record.loss for record in windows if isinstance(record, records.WindowRecord)]

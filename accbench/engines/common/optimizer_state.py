@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
+from accbench.engines import optimizers
 from accbench.engines.common.training_state import Tensors, TrainingState
 
-# Optimizer -> what it keeps of each parameter, in its shape, beside a count of `step`s.
-STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-# Beside those: the exponential moving average of the parameter itself.
+# Beside `Optimizer.state_keys`: the exponential moving average of the parameter itself.
 AVERAGE = "average"
 
 
@@ -31,14 +30,6 @@ def groups(task: TaskConfig, model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in split if group["params"]]
 
 
-def arguments(task: TaskConfig) -> dict[str, Any]:
-    """Of torch's class, and of those made like it."""
-    found = {"lr": task.lr, "weight_decay": task.weight_decay}
-    if task.optimizer == "sgd":
-        found |= {"momentum": task.momentum, "nesterov": task.nesterov}
-    return found
-
-
 def make_state(
     task: TaskConfig,
     optimizer: torch.optim.Optimizer,
@@ -53,7 +44,7 @@ def make_state(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state = {key: zeros_like(parameter) for key in STATE_KEYS[task.optimizer]}
+            state = {key: zeros_like(parameter) for key in optimizers.of_task(task).state_keys}
             if task.ema_decay:
                 state[AVERAGE] = copy(parameter.detach())
             optimizer.state[parameter] = {"step": zeros_like(scalar), **state}

@@ -21,6 +21,7 @@ from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import used_parameters
 from accbench.distributed.process_group import Topology
+from accbench.engines import optimizers
 from accbench.engines.common import complex_parameters, optimizer_state, tied_parameters
 from accbench.engines.common.complex_numbers import real
 from accbench.engines.ddp import layouts
@@ -173,13 +174,14 @@ class Engine(engines.Engine):
         self._averaged = trained(model)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        entry = optimizers.of_task(self.task)
+        fused = {"fused": True} if entry.has_fused else {}
         optimizer = complex_parameters.built(
-            kinds[self.task.optimizer], optimizer_state.groups(self.task, model),
-            **optimizer_state.arguments(self.task), fused=True,
+            entry.torch_class, optimizer_state.groups(self.task, model),
+            **entry.arguments(self.task), **fused,
         )  # fmt: skip
         optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
-        if self.task.optimizer == "sgd":
+        if not entry.counts_steps:
             optimizer_state.count_steps(optimizer)
         self._optimizer = optimizer
         return optimizer
@@ -290,8 +292,14 @@ class Engine(engines.Engine):
             self.scaler.unscale_(optimizer)
         self.clip(optimizer)
         # A fused optimizer unscales and skips on overflow by a tensor, so nothing waits.
-        self.scaler.step(optimizer)
+        if not self._waits_to_skip() or not self.found_inf:
+            self.scaler.step(optimizer)
         self.scaler.update()
+
+    def _waits_to_skip(self) -> bool:
+        """Return whether a step is skipped on the host: by an optimizer that no tensor tells."""
+        fused = optimizers.of_task(self.task).has_fused or self.task.script is not None
+        return self.task.on_nan == "skip" and not (fused or self.scaler.is_enabled())
 
     def wait(self) -> None:
         if self.device.type == "cuda":

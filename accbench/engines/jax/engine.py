@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from accbench import engines
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed.process_group import Topology
+from accbench.engines import optimizers
 from accbench.engines.common import (
     cuda_autocast,
     extra_inputs,
@@ -218,9 +219,9 @@ class Engine(engines.Engine):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from accbench.engines.jax import mirror
 
-        kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
-            optimizer_state.groups(self.task, model), **optimizer_state.arguments(self.task)
+        entry = optimizers.of_task(self.task)
+        optimizer = entry.torch_class(
+            optimizer_state.groups(self.task, model), **entry.arguments(self.task)
         )
         optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
         self._mirror = mirror.Mirror(
@@ -415,7 +416,9 @@ class Engine(engines.Engine):
             plan = self._plan(model, optimizer, batch)
             workers = self.topology.world_size, self.task.device
             key = kept_steps.key_of(digest, plan, workers, arguments=arguments)
-            if key is not None and not saved.draws_random_numbers():
+            # The key has the text of accbench's own optimizers alone.
+            is_ours = self.task.optimizer in plugins.modules("optimizers")
+            if key is not None and is_ours and not saved.draws_random_numbers():
                 return key, tuple(reads)
         return None
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accbench.distributed import process_group
+from accbench.engines import optimizers
 from accbench.engines.common import optimizer_state
 from accbench.engines.jax import arrays
 from accbench.engines.jax.workers import Workers
@@ -166,12 +167,10 @@ def _holds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 def keys_of(task: Any) -> list[str]:
     """What the task's optimizer keeps of each parameter, in its shape."""
     average = [optimizer_state.AVERAGE] if task.ema_decay else []
-    return [*optimizer_state.STATE_KEYS[task.optimizer], *average]
+    return [*optimizers.of_task(task).state_keys, *average]
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The groups' `lr` and `kept` as a step takes them, (groups,) float32 each."""
-    groups = optimizer.param_groups
-    lr = [float(group["lr"]) for group in groups]
-    kept = [1 - rate * g["weight_decay"] for rate, g in zip(lr, groups, strict=True)]
-    return {"lr": jnp.asarray(lr, jnp.float32), "kept": jnp.asarray(kept, jnp.float32)}
+    """Return each group's `lr` as a step takes it, (groups,) float32."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return {"lr": jnp.asarray(rates, jnp.float32)}

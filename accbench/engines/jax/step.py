@@ -1,12 +1,13 @@
 """The whole training step as one function of JAX arrays, around a captured graph."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from accbench.config import plugins
 from accbench.engines.common import optimizer_state
 from accbench.engines.jax import updates
 from accbench.engines.jax.capture import Captured
@@ -50,8 +51,8 @@ def build(captured: Captured, plan: Plan, workers: Workers) -> Callable[..., Any
 
     It takes, and gives back first, `state`: parameters (in the model's order), what the optimizer
     keeps of each (key -> arrays in that order), counts (parameters,) float32 of steps taken, and
-    scale and tracker where the loss is scaled; and `own`: the model's buffers. Then `rates` (lr
-    and kept, (groups,) float32), and `given`: inputs (the batch's and those beside it) and random
+    scale and tracker where the loss is scaled; and `own`: the model's buffers. Then `rates` (lr,
+    (groups,) float32), and `given`: inputs (the batch's and those beside it) and random
     ((2,) uint32: seed, number of the step). The loss comes last, float32 ().
     """
     axes = [plan.axes[place] for place in captured.trained]
@@ -155,17 +156,18 @@ def _updated(
     trained = jnp.asarray(captured.trained)
     taken = jnp.where(overflow, 0.0, 1.0) if may_skip else 1.0
     counts = state["counts"].at[trained].add(taken)
-    keys = optimizer_state.STATE_KEYS[plan.optimizer]
+    optimizer = plugins.load("optimizers", plan.optimizer)
+    keys = optimizer.state_keys
     of_trained = dict(zip(captured.trained, gradients, strict=True))
-    if plan.rules.torch_updates and plan.optimizer == "adamw" and not may_skip:
-        _update_by_torch(plan, state, rates, of_trained, counts)
+    update_group = optimizer.jax_group_update()
+    if plan.rules.torch_updates and update_group is not None and not may_skip:
+        _update_by_torch(plan, update_group, keys, state, rates, of_trained, counts)
     for place, gradient in of_trained.items():
         group, parameter = plan.group_of[place], state["parameters"][place]
         before = {key: state[key][place] for key in keys}
-        moved, after = updates.RULES[plan.optimizer](
-            plan.groups[group], updates.Rates(rates["lr"][group], rates["kept"][group]),
-            _parts_of(parameter), gradient, {k: _parts_of(a) for k, a in before.items()},
-            counts[place],
+        moved, after = optimizer.update(
+            jnp, plan.groups[group], rates["lr"][group], _parts_of(parameter), gradient,
+            {key: _parts_of(array) for key, array in before.items()}, counts[place],
         )  # fmt: skip
         moved, after = _like(parameter, moved), {k: _like(before[k], a) for k, a in after.items()}
         pairs = {"parameters": (parameter, moved)} | {k: (before[k], after[k]) for k in keys}
@@ -180,8 +182,9 @@ def _updated(
 
 
 def _update_by_torch(
-    plan: Plan, state: Tree, rates: Tree, gradients: dict[int, Any], counts: Any
-) -> None:
+    plan: Plan, update_group: Any, keys: Sequence[str], state: Tree, rates: Tree,
+    gradients: dict[int, Any], counts: Any,
+) -> None:  # fmt: skip
     """Take a group's float32 parameters together out of `gradients`, and update their state."""
     for group, settings in enumerate(plan.groups):
         places = [
@@ -191,8 +194,7 @@ def _update_by_torch(
         ]  # fmt: skip
         if not places:
             continue
-        keys = optimizer_state.STATE_KEYS[plan.optimizer]
-        moved = updates.adamw_by_torch(
+        moved = update_group(
             settings, rates["lr"][group], [state["parameters"][place] for place in places],
             [gradients.pop(place) for place in places],
             [{key: state[key][place] for key in keys} for place in places], counts, places,

@@ -27,6 +27,7 @@ from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import used_parameters
 from accbench.distributed.process_group import Topology
+from accbench.engines import optimizers
 from accbench.engines.common import (
     compile_cache_key,
     extra_inputs,
@@ -274,13 +275,12 @@ class Engine(engines.Engine):
         return nested.with_tensors(given, copies), gradient
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        from torch_xla.amp import syncfree
-
         from accbench.engines.xla import sync_free
 
-        kinds: dict[str, Any] = {"adamw": sync_free.AdamW, "sgd": syncfree.SGD}
-        optimizer: torch.optim.Optimizer = kinds[self.task.optimizer](
-            optimizer_state.groups(self.task, model), **optimizer_state.arguments(self.task)
+        entry = optimizers.of_task(self.task)
+        xla_class = entry.xla_class() or sync_free.class_by_rule(entry)
+        optimizer: Any = xla_class(
+            optimizer_state.groups(self.task, model), **entry.arguments(self.task)
         )
 
         def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -289,9 +289,10 @@ class Engine(engines.Engine):
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             return self.to_device((tensor.cpu(),))[0]
 
-        if self.task.optimizer == "adamw":
-            optimizer.as_vectors = self._lean  # type: ignore[attr-defined]
-            optimizer.anew = self._anew  # type: ignore[attr-defined]
+        if isinstance(optimizer, sync_free.AdamW):
+            optimizer.as_vectors = self._lean
+        if isinstance(optimizer, sync_free.SharedCounts):
+            optimizer.anew = self._anew
         if isinstance(optimizer, sync_free.SharedCounts) and self._replay is not None:
             optimizer.is_recorded = lambda: self._replay.recording  # type: ignore[method-assign, union-attr]
             self._replay.settle = lambda: optimizer.keep_apart(
@@ -328,8 +329,10 @@ class Engine(engines.Engine):
         self.xla.sync()
 
     def _place_counts(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.task.optimizer == "adamw":
-            optimizer.share_counts(lambda count: self.to_device((count,))[0])  # type: ignore[attr-defined]
+        from accbench.engines.xla import sync_free
+
+        if isinstance(optimizer, sync_free.SharedCounts):
+            optimizer.share_counts(lambda count: self.to_device((count,))[0])
         # torch moves what it loads to the parameters' device, but not the step counts.
         for kept in optimizer.state.values():
             if kept["step"].device != self.device:

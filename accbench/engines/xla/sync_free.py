@@ -149,6 +149,39 @@ class SGD(SharedCounts, torch.optim.SGD):
                     _descend(group, parameter, self.state[parameter], taken)
 
 
+def class_by_rule(entry: Any) -> type[torch.optim.Optimizer]:
+    """Return a class that steps as `entry.update` says and skips by a tensor.
+
+    Args:
+        entry: an `accbench.engines.optimizers.Optimizer`.
+    """
+
+    class ByRule(SharedCounts, entry.torch_class):
+        """An optimizer by its formula alone."""
+
+        @torch.no_grad()
+        def step(  # type: ignore[override]
+            self, closure: Callable[[], Any] | None = None, found_inf: torch.Tensor | None = None
+        ) -> None:
+            """One step where `found_inf` is 0; where it is not, nothing changes."""
+            counts, taken = self._count(closure, found_inf)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter not in counts:
+                        continue
+                    assert parameter.grad is not None
+                    state, count = self.state[parameter], counts[parameter]
+                    before = {key: state[key] for key in entry.state_keys}
+                    updated, after = entry.update(
+                        torch, group, _rate(group, count), parameter, parameter.grad, before, count
+                    )
+                    for old, new in [(parameter, updated), *((before[k], after[k]) for k in after)]:
+                        old.copy_(torch.where(taken, new, old))
+
+    ByRule.__name__ = ByRule.__qualname__ = entry.torch_class.__name__
+    return ByRule
+
+
 def _descend(
     group: dict[str, Any], parameter: torch.Tensor, state: dict[str, torch.Tensor],
     taken: torch.Tensor,
