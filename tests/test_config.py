@@ -212,14 +212,14 @@ def values_of(declared: Any) -> st.SearchStrategy[Any]:
 
 
 def all_of(options: type) -> st.SearchStrategy[Any]:
-    hints, maximum = get_type_hints(options), getattr(options, "maximum", {})
+    hints = get_type_hints(options)
 
-    def values(name: str) -> st.SearchStrategy[Any]:
-        limit = maximum.get(name)
-        found = values_of(hints[name])
+    def values(field: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
+        limit = field.metadata.get("maximum")
+        found = values_of(hints[field.name])
         return found if limit is None else found.map(lambda v: None if v is None else min(v, limit))
 
-    return st.builds(options, **{f.name: values(f.name) for f in dataclasses.fields(options)})
+    return st.builds(options, **{f.name: values(f) for f in dataclasses.fields(options)})
 
 
 USED = ("engines", "launchers", "data")

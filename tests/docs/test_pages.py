@@ -11,7 +11,9 @@ DOCS = ROOT / "docs"
 # Dated results name the code of their day.
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 ALL = [*PAGES, *sorted(DOCS.glob("results/*.md")), *sorted(ROOT.glob("*/*/README.md"))]
-GROUPS = {"accbench.lowerings"}  # of entry points, without a package of that name
+ASKED_FOR = {"accbench/engines/optimizers/adagrad.py"}  # of a reader, to be written
+# Groups of entry points, without a package of that name.
+GROUPS = {"accbench.lowerings", "accbench.optimizers"}
 MOST_LINES = 130
 
 
@@ -48,7 +50,7 @@ def test_paths_are_there(page):
     folders = "accbench|benchmarks|docs|examples|notebooks|recipes|requirements|tests"
     text = re.sub(r"accbench/\w+ in the user's cache folder", "", prose(page))
     for path in re.findall(rf"(?<![\w/.:-])(?:{folders})/[\w./-]*\w", text):
-        if "NAME" not in path:
+        if "NAME" not in path and path not in ASKED_FOR:
             assert (ROOT / path).exists(), f"{path} is not there"
 
 
