@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from accbench.comparing.reference import LOSS_SCALE, Reference
+from accbench.distributed.complex_numbers import wide
 from accbench.engines.common import extra_state, optimizer_state
-from accbench.engines.common.complex_numbers import wide
 from accbench.engines.common.training_state import Tensors, TrainingState
 
 Extra = dict[str, Any] | None

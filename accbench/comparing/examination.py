@@ -87,7 +87,7 @@ class Examination:
         for draw in range(self.num_draws):
             self._load_perturbed(self.against.state, step, draw)
             self._draw(step)
-            with roundings.other_norms(self.engine.autocast_dtype):
+            with roundings.other_norms(self.engine.precision.autocast_dtype):
                 loss = self._step(batch)
             self.engine.wait()
             own = self.engine.training_state(self.net, self.optimizer)
@@ -98,7 +98,7 @@ class Examination:
         """Other draws in each pass, for the floors are two; that it can be loaded is known."""
         name = f"{self.logger.path.parent.name} {self.task.seed} {step} {draw}"
         weights = {n: state.model[n] for n in self.against.weights.parameters}
-        dtype = self.engine.autocast_dtype
+        dtype = self.engine.precision.autocast_dtype
         weights = roundings.perturbed(weights, dtype, zlib.crc32(name.encode()))
         state = dataclasses.replace(state, model={**state.model, **weights})
         self.engine.load_training_state(self.net, self.optimizer, state)
@@ -156,7 +156,7 @@ class Examination:
         self._train_freely("free")
         for draw in range(self.num_draws):
             self._load_perturbed(self.against.start_state, self.num_steps + 1, draw)
-            with roundings.other_norms(self.engine.autocast_dtype):
+            with roundings.other_norms(self.engine.precision.autocast_dtype):
                 self._train_freely("noise of free")
 
     def _train_freely(self, phase: str) -> None:

@@ -49,7 +49,7 @@ def check(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: 
         raise RequestError(f"the reference in {reference_dir} is of another task")
     (source,) = reference.sources(task, [topology])
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
-    engine.prove_reduction()
+    engine.strategy.prove()
     examination = Examination(task, topology, engine, against, logger, num_draws)
     examination.build(source.num_classes)
     try:

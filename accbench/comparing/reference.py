@@ -25,14 +25,10 @@ from accbench.comparing import dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested
+from accbench.distributed import complex_numbers
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch
-from accbench.engines.common import (
-    complex_numbers,
-    extra_state,
-    model_state,
-    tied_parameters,
-)
+from accbench.engines.common import extra_state, model_state, tied_parameters
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.models.tasks import trainable

@@ -20,10 +20,10 @@ from accbench.comparing import distances, dropout, script_reference
 from accbench.comparing.script_reference import Step
 from accbench.config import TaskConfig
 from accbench.data import nested
-from accbench.distributed import process_group
+from accbench.distributed import complex_numbers, process_group
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch, ddp
-from accbench.engines.common import complex_numbers, tied_parameters
+from accbench.engines.common import tied_parameters
 from accbench.engines.common.training_state import NotLoadableError, TrainingState
 from accbench.errors import RequestError
 from accbench.recording import records

@@ -12,9 +12,9 @@ from torch import nn
 from accbench.comparing import distances
 from accbench.comparing.reference import FOLDER, LOSS_SCALE
 from accbench.data import nested
-from accbench.distributed import process_group
+from accbench.distributed import complex_numbers, process_group
 from accbench.engines import Batch
-from accbench.engines.common import complex_numbers, extra_state
+from accbench.engines.common import extra_state
 from accbench.engines.common.training_state import (
     NotLoadableError,
     Tensors,

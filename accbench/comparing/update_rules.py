@@ -13,8 +13,9 @@ import math
 import torch
 
 from accbench.config import TaskConfig
+from accbench.distributed import complex_numbers
 from accbench.engines import optimizers
-from accbench.engines.common import complex_numbers, optimizer_state
+from accbench.engines.common import optimizer_state
 from accbench.engines.common.training_state import Tensors
 from accbench.errors import RequestError
 

@@ -1,34 +1,30 @@
-"""The engine contract: what differs between training plainly and through a compiler.
+"""The engine contract: compile a training step, run it, wait for it and count.
 
-`accbench/engines/<name>.py` defines `class Engine(engines.Engine)`. The training
-loop knows this contract and nothing below it.
+`accbench/engines/<name>.py` defines `class Engine(engines.Engine)`, or, where a step can be taken
+in parts as a loop of a user's own takes it, `class Engine(loops.LoopEngine)`. The training loop
+knows these contracts and nothing below them. How work is spread over ranks is the engine's
+`strategy` (`accbench.distributed.strategies`), its types are its `precision`.
 """
 
 import abc
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import OptState
 
-from accbench.config import TaskConfig, amp_level
-from accbench.distributed.process_group import Topology, from_rank0_tensor, gather_values
-from accbench.engines.common import (
-    activation_checkpointing,
-    complex_parameters,
-    model_state,
-    tied_parameters,
-)
+from accbench.config import TaskConfig
+from accbench.distributed.process_group import Topology, from_rank0_tensor
+from accbench.distributed.strategies import Strategy
+from accbench.engines.common import activation_checkpointing, model_state, tied_parameters
 from accbench.engines.common import (
     training_state as state,
 )
 from accbench.engines.common.training_state import Tensors, TrainingState
-from accbench.errors import ReductionError
+from accbench.engines.precision import Precision
 from accbench.models.tasks import trainable
 
 Batch = Any
@@ -57,7 +53,7 @@ class CompileStats:
 
 
 class Engine(abc.ABC):
-    """One worker's way to train. Made in the worker, after the process group."""
+    """What runs whole training steps. Made in the worker, after the process group."""
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -66,26 +62,22 @@ class Engine(abc.ABC):
         Class variables `minimum` and `maximum`, knob -> value, say what is refused.
         """
 
-    collectives: str
-    """Where gradients are reduced: in_graph, process_group or host."""
+    strategy: Strategy
+    """How the ranks share a step."""
     compiler: str | None = None
     """Which compiler this engine is meant to train through; None if it is eager."""
     step_tracer: str | None = None
     """A module that traces a step without running it, for `accbench preflight`."""
-    scaler: Any = None
-    """The GradScaler, where there is one."""
+    precision: Precision
+    """The types of a step, and its loss scale."""
     computed_again: activation_checkpointing.Again | None = None
     """For `--checkpoint_modules`, see there."""
-    found_inf: torch.Tensor
-    """1 after a step with a gradient that is not finite, else 0; only with `--on_nan skip`."""
 
     def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
         self.task = task
         self.options = options
         self.topology = topology
-        self.autocast_dtype = (
-            getattr(torch, task.amp_dtype) if amp_level(task) == "O1" and task.amp_dtype else None
-        )
+        self.precision = Precision(task)
         self._resident: list[Batch] = []
 
     # Asked by the launcher, before any backend is imported.
@@ -108,8 +100,8 @@ class Engine(abc.ABC):
     # In the worker.
 
     @classmethod
-    def for_loops(cls) -> type["Engine"]:
-        """What runs loops of a user's own; it is made with this engine's options."""
+    def for_loops(cls) -> Any:
+        """Return the `LoopEngine` for loops of a user's own; it takes this engine's options."""
         return cls
 
     @property
@@ -142,111 +134,6 @@ class Engine(abc.ABC):
         """Batches on the device, copied while the step before computes where that can be."""
 
     @abc.abstractmethod
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The forward pass runs in this."""
-
-    def run_score(self, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
-        """`spec.score`, (4,), of a batch on the device, for nobody to wait for; in evaluation."""
-        with self.autocast():
-            score: torch.Tensor = spec.score(model, batch)
-        return score
-
-    @abc.abstractmethod
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Gradients of the (scaled) loss; `retain_graph` as `torch.Tensor.backward` has it."""
-
-    @abc.abstractmethod
-    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients over ranks, unscale, step; nothing on overflow."""
-
-    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes in this average nothing yet: `apply_gradients` will."""
-        return nullcontext()
-
-    # For a loop of a user's own: how it calls the model, and `apply_gradients` in parts.
-
-    def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The loop's calls of what `prepare` gave run in this."""
-        return self.autocast()
-
-    def given(self, batch: Batch) -> Batch:
-        """A batch on the device, as the loop may do anything with."""
-        return batch
-
-    def leave_batches(self) -> None:  # noqa: B027
-        """The loop has left a pass over a loader, maybe in the middle of a step."""
-
-    def results(self, nest: Any) -> Any:
-        """What the model has returned, as the loop may do anything with."""
-        return nest
-
-    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Make an optimizer that a user built one for this engine; it stays the same object.
-
-        Args:
-            optimizer: of the parameters that `model`, which is prepared, has now.
-
-        Raises:
-            RequestError: the engine cannot do what it is set to.
-        """
-        return
-
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients over ranks, where `backward` has not done so."""
-        return
-
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the loss scale out of the gradients, at most once a step."""
-        if self.scaler is not None:
-            with complex_parameters.as_real(optimizer):
-                self.scaler.unscale_(optimizer)
-
-    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with gradients that are averaged; unscale those that are not; skip on overflow."""
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            if complex_parameters.of(optimizer) and self._is_scaled(optimizer):
-                self.unscale_gradients(optimizer)
-            self.scaler.step(optimizer)
-            self.scaler.update()
-
-    def _is_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        if not self.scaler.is_enabled():
-            return False
-        return self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-
-    def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""
-        if self.task.clip_norm is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self.task.clip_norm)
-
-    def keep_buffers(self, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """With `--on_nan skip`: buffers, and copies of them for `take_back_buffers`."""
-        if self.task.on_nan != "skip":
-            return []
-        return [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def take_back_buffers(self, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Give buffers what they had before a step that was skipped; does not wait."""
-        for buffer, before in kept:
-            buffer.copy_(torch.where(self.found_inf > 0, before, buffer))
-
-    @torch.no_grad()
-    def find_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for NaN and infinity in the averaged gradients; does not wait."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self.found_inf = torch.zeros((), device=parameters[0].device)
-        one = torch.ones((), device=parameters[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, one)
-
-    def end_step(self) -> None:
-        """Hand the step to the device; never waits."""
-        return
-
     def run_step(
         self,
         step: Callable[..., torch.Tensor],
@@ -255,8 +142,23 @@ class Engine(abc.ABC):
         optimizer: torch.optim.Optimizer,
         batch: Batch,
     ) -> torch.Tensor:
-        """The loop's `train_step` on a batch; an engine may run one that it recorded instead."""
-        return step(self, model, spec, optimizer, batch)
+        """Take one training step on a batch, and return its loss, for nobody to wait for.
+
+        Args:
+            step: the loop's `train_step`, for engines that take a step in its parts.
+            model: from `prepared`.
+            spec: the model's spec.
+            optimizer: from `build_optimizer`.
+            batch: on the device.
+        """
+
+    @abc.abstractmethod
+    def run_score(self, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
+        """Return `spec.score`, (4,), of a batch on the device, for nobody to wait for."""
+
+    def end_step(self) -> None:
+        """Hand the step to the device; never waits."""
+        return
 
     @abc.abstractmethod
     def wait(self) -> None:
@@ -265,10 +167,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
         """Peak of the device's allocator; on a CPU, of the process's resident size."""
-
-    @abc.abstractmethod
-    def averaged_probe(self, value: float) -> list[float]:
-        """Average a gradient of `value` over ranks, the way training does, and return it."""
 
     def seed(self, seed: int) -> None:
         """Where the model's own random numbers begin, dropout's for one; another on each rank."""
@@ -283,18 +181,12 @@ class Engine(abc.ABC):
         if "torch" in states:
             torch.set_rng_state(states["torch"])
 
-    def loss_scale(self) -> float | None:
-        """The GradScaler's factor; None without one. Waits for the device."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return None
-        return float(self.scaler.get_scale())
-
     def gather_state(self) -> None:  # noqa: B027
         """All ranks call it before one of them alone reads the training state."""
 
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """All that training changes, on the host; `net` is what `prepare` was given."""
-        return state.read(net, optimizer, self.scaler)
+        return state.read(net, optimizer, self.precision.scaler)
 
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
@@ -304,7 +196,7 @@ class Engine(abc.ABC):
         Raises:
             NotLoadableError: it does not fit.
         """
-        state.load(net, optimizer, self.scaler, saved)
+        state.load(net, optimizer, self.precision.scaler, saved)
         self.end_step()  # or the next step would have the copies in it
 
     def compile_stats(self) -> CompileStats:
@@ -386,26 +278,6 @@ class Engine(abc.ABC):
                 buffer.copy_(from_rank0_tensor(buffer.cpu()))
         model_state.share(net)
         self.end_step()
-
-    def prove_reduction(self) -> None:
-        """Average known values, a different one on each rank, and look at the result.
-
-        Raises:
-            ReductionError: on every rank, if it is wrong on any.
-        """
-        world_size = self.topology.world_size
-        if world_size == 1:
-            return
-        expected = (world_size + 1) / 2  # mean of 1..world_size
-        averaged = self.averaged_probe(float(self.topology.rank + 1))
-        wrong = [value for value in averaged if abs(value - expected) > 1e-6]
-        of_ranks = [rank for rank, (bad,) in enumerate(gather_values([len(wrong)])) if bad]
-        if of_ranks:
-            raise ReductionError(
-                f"gradients are not averaged over the {world_size} ranks ({self.collectives}): "
-                f"rank {self.topology.rank} has {averaged[0]} where {expected} is right; "
-                f"wrong on ranks {of_ranks}"
-            )
 
     @staticmethod
     def applied_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -162,7 +162,7 @@ class FakeTensorDdpEngine(ddp.Engine):
         return model
 
     def autocast(self) -> AbstractContextManager[None]:
-        return self.rules.autocast(self.autocast_dtype)
+        return self.rules.autocast(self.precision.autocast_dtype)
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         if self.task.clip_norm is not None:

@@ -12,7 +12,8 @@ from accbench.data import shared_memory
 from accbench.data.loader import naming_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.distributed.process_group import Topology
-from accbench.engines import Batch, Engine
+from accbench.engines import Batch
+from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError
 from accbench.training.gathering import BatchPosition
 
@@ -20,7 +21,7 @@ from accbench.training.gathering import BatchPosition
 class Passes(Protocol):
     """Is told of each pass over a loader."""
 
-    engine: Engine
+    engine: LoopEngine
 
     def batches(self, loader: "Loader", on_device: Iterator[Batch]) -> Iterator[Batch]:
         """The batches as the loop gets them."""

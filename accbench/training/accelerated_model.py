@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.engines import Engine
+from accbench.engines.loops import LoopEngine
 
 
-def accelerate(model: nn.Module, prepared: nn.Module, engine: Engine) -> None:
+def accelerate(model: nn.Module, prepared: nn.Module, engine: LoopEngine) -> None:
     """Have `model(...)` run `prepared(...)` under the engine's autocast; results are float32.
 
     The object stays, of a subclass of its class: attributes, methods and names of parameters are
@@ -32,7 +32,7 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: Engine) -> None:
         finally:
             running = False
         outputs = engine.results(outputs)
-        if engine.autocast_dtype is None:
+        if engine.precision.autocast_dtype is None:
             return outputs
         return nested.mapped(outputs, _as_float32, doing="made float32")
 

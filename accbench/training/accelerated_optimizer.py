@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines import Engine
+from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError
 
 Names = dict[int, str]
@@ -92,7 +92,7 @@ def accelerate(optimizer: torch.optim.Optimizer, take_step: Callable[[], None]) 
         vars(optimizer)["step"] = counted
 
 
-def plainly(optimizer: Any, engine: Engine) -> None:
+def plainly(optimizer: Any, engine: LoopEngine) -> None:
     """The engine's step, by the optimizer as it was before `accelerate`."""
     accelerated, counted = type(optimizer), vars(optimizer).pop("step", None)
     optimizer.__class__ = accelerated.__base__

@@ -11,9 +11,13 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.distributed import process_group  # fmt: skip
-from accbench.engines import Batch, Engine
-from accbench.engines.common import complex_parameters, model_state
+from accbench.distributed import (
+    complex_parameters,
+    process_group,  # fmt: skip
+)
+from accbench.engines import Batch
+from accbench.engines.common import model_state
+from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError, RunEnded, end_status
 from accbench.logger import RunLogger
 from accbench.models.tasks import trainable
@@ -67,7 +71,8 @@ class Run:
             for loader in loaders
         ]  # fmt: skip
         random_state = torch.get_rng_state()
-        self.engine: Engine = begun.engine or engine_of(self.task, self.topology)
+        engine: Any = begun.engine or engine_of(self.task, self.topology)
+        self.engine: LoopEngine = engine
         self.model, self.optimizer = model, optimizer
         given = [*model.parameters()]
         self._prepare(names)
@@ -105,7 +110,7 @@ class Run:
         self._stack.enter_context(self._foreign)
 
     def _prepare(self, names: accelerated_optimizer.Names) -> None:
-        self.engine.prove_reduction()
+        self.engine.strategy.prove()
         self.engine.check_model(self.model)
         if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
             self.model.to("cpu")
@@ -198,7 +203,7 @@ class Run:
         """Take the loss scale out of the gradients, so that they can be looked at or changed."""
         if not self._is_unscaled:
             self._is_unscaled = True
-            self.engine.unscale_gradients(self.optimizer)
+            self.engine.precision.unscale(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` of the model's gradients as the step will use them."""
@@ -271,7 +276,7 @@ class Run:
         self._end_if_done()
 
     def _refuse_float16(self) -> None:
-        if self.engine.loss_scale() is not None:
+        if self.engine.precision.loss_scale() is not None:
             raise RequestError(
                 "an optimizer steps that accbench.accelerate was not given, with gradients that "
                 "hold float16's loss scale: give accelerate that optimizer, or use --amp_dtype "
@@ -383,7 +388,7 @@ class Run:
         log.info(
             f"{task.engine} on {self.topology.world_size} x {self.engine.device_name}, "
             f"{header.model}, {task.amp_level}"
-            f"{' ' + str(task.amp_dtype) if self.engine.autocast_dtype else ''}, "
+            f"{' ' + str(task.amp_dtype) if self.engine.precision.autocast_dtype else ''}, "
             f"batch {task.batch_size} a worker, records in {task.run_dir}"
         )
 
@@ -448,7 +453,7 @@ class Run:
 
     def _num_skipped(self, by_state: int | None) -> int | None:
         """A step that overflows is not called, or called and does nothing."""
-        if self.engine.loss_scale() is None:
+        if self.engine.precision.loss_scale() is None:
             return 0
         called = self.timer.num_steps - self._num_applied
         has_counts = any("step" in state for state in self.optimizer.state.values())

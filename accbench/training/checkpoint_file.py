@@ -19,7 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from accbench.engines.common import complex_numbers, extra_state
+from accbench.distributed import complex_numbers
+from accbench.engines.common import extra_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 
 FORMAT = 1

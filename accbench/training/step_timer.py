@@ -193,7 +193,7 @@ class StepTimer:
                 f"the loss is not finite at step {self.num_steps - 1}: {list(losses)} by rank; "
                 + remedy
             )
-        scale = self.engine.loss_scale()
+        scale = self.engine.precision.loss_scale()
         if scale is not None and scale < MIN_LOSS_SCALE:
             raise NonFiniteLossError(
                 f"gradients overflow in step after step, the loss scale is down to {scale:.2g} at "

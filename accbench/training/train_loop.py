@@ -1,4 +1,4 @@
-"""The one training loop, for training and for measuring. It knows `Engine` and nothing below."""
+"""The one training loop, for training and for measuring. It knows engines' contracts alone."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -10,16 +10,17 @@ from torch import nn
 from accbench.data import nested
 from accbench.distributed.process_group import gather_values
 from accbench.engines import Batch, Engine
+from accbench.engines.loops import LoopEngine
 from accbench.recording.records import EvalRecord, finite_or_none
 from accbench.training.step_timer import StepTimer
 
 
 def train_step(
-    engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: Batch
+    engine: LoopEngine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> torch.Tensor:
     """One optimizer step; returns the loss on the device, for nobody to wait for."""
     optimizer.zero_grad(set_to_none=True)
-    kept = engine.keep_buffers(model)
+    copies = engine.precision.copy_buffers(model)
     *earlier, last = nested.chunks(batch, engine.task.accumulate)
     total = None
     for part in earlier:
@@ -28,12 +29,12 @@ def train_step(
         total = loss if total is None else total + loss
     loss = _backward(engine, model, spec, last)
     engine.apply_gradients(optimizer)
-    engine.take_back_buffers(kept)
+    engine.precision.restore_buffers(copies)
     engine.end_step()
     return loss if total is None else total + loss
 
 
-def _backward(engine: Engine, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
+def _backward(engine: LoopEngine, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
     with engine.autocast():
         loss: torch.Tensor = spec.loss(model, batch)
     if engine.task.accumulate > 1:

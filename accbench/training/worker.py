@@ -171,10 +171,10 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     logger.write(header)
     log.info(
         f"{task.engine} on {topology.world_size} x {engine.device_name}, {task.model}, "
-        f"{task.amp_level}{' ' + str(task.amp_dtype) if engine.autocast_dtype else ''}, "
+        f"{task.amp_level}{' ' + str(task.amp_dtype) if engine.precision.autocast_dtype else ''}, "
         f"batch {task.batch_size} a worker, records in {task.run_dir}"
     )
-    engine.prove_reduction()
+    engine.strategy.prove()
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
     model = trainable.plain(spec.build(source.num_classes))
@@ -272,7 +272,7 @@ class Reporter:
                 log.warning(f"left the compiler: {line}")
         assert self.task.batch_size is not None
         self.display.window(record, self.task.batch_size)
-        if self.task.on_nan == "skip" and self.engine.loss_scale() is None:
+        if self.task.on_nan == "skip" and self.engine.precision.loss_scale() is None:
             before = self.num_skipped
             self._count_skipped(record.first_step + record.num_steps)
             if record.mean_loss is None and self.num_skipped == before:
@@ -315,7 +315,7 @@ def run_record(
         amp_dtype=task.amp_dtype if config.amp_level(task) == "O1" else None,
         device_type=task.device,
         device_name=engine.device_name,
-        collectives=engine.collectives,
+        collectives=engine.strategy.collectives,
         compile_cache=engine.compile_cache,
         num_threads=torch.get_num_threads(),
         versions=provenance.versions(),

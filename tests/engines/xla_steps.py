@@ -49,8 +49,8 @@ def make_engine(replay: str, amp: str = "O0", world_size: int = 1, lean: str = "
     )  # fmt: skip
     topology = Topology(0, 0, world_size, world_size)
     engine = Engine(task, Engine.Options(replay=replay, lean=lean), topology)
-    if engine.scaler is not None:
-        engine.scaler._init_scale = 2.0**24  # overflows, and is halved, for some steps
+    if engine.precision.scaler is not None:
+        engine.precision.scaler._init_scale = 2.0**24  # overflows, and is halved, for some steps
     return engine
 
 
@@ -206,7 +206,7 @@ def batchnorm_run(mode: str, _argument: str) -> dict:
 def graph(amp: str) -> dict:
     """The real step's graph as eight workers with collectives in the graph would have it."""
     engine = make_engine("off", amp, world_size=8)
-    engine.collectives = "in_graph"
+    engine.strategy.collectives = "in_graph"
     engine.xm.set_replication(engine.device, engine.xm.get_xla_supported_devices())
     model, optimizer = start(engine)
     batch = engine.to_device(make_batches()[0])
@@ -216,8 +216,8 @@ def graph(amp: str) -> dict:
     roots = [*model.parameters(), *model.buffers(), loss]
     for state in optimizer.state.values():
         roots += [state["step"], state["exp_avg"], state["exp_avg_sq"]]
-    if engine.scaler is not None:
-        roots += [engine.scaler._scale, engine.scaler._growth_tracker]
+    if engine.precision.scaler is not None:
+        roots += [engine.precision.scaler._scale, engine.precision.scaler._growth_tracker]
     hlo = engine.xla._XLAC._get_xla_tensors_hlo(roots)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return {"hlo": hlo, "parameters": len(list(model.parameters())), "bytes": num_bytes}

@@ -27,7 +27,7 @@ def main(out: str, flags: list[str]) -> None:
     apply_environment(task, topology)
     process_group.start(topology, task.device, task.timeout_s)
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
-    engine.prove_reduction()
+    engine.strategy.prove()
     name, location = config.data_name(task.data)
     source = plugins.load("data", name)(location, task, task.options.get(name), topology)
     spec = models.of_task(task)

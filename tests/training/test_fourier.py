@@ -114,11 +114,11 @@ def test_float16s_loss_scale_is_taken_out_and_overflows_are_skipped():
         engine.step_optimizer(optimizer)
         of_plain.step()
     assert torch.equal(weight, plain)
-    scale = engine.loss_scale()
+    scale = engine.precision.loss_scale()
     engine.backward((weight.conj() * weight).real.sum() * float("inf"))
     engine.step_optimizer(optimizer)
     assert torch.equal(weight, plain)
-    assert engine.loss_scale() == scale / 2
+    assert engine.precision.loss_scale() == scale / 2
 
 
 @pytest.mark.xla

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accbench.engines.common import complex_numbers
+from accbench.distributed import complex_numbers
 
 SUFFIX = "_extra_state"  # torch's, of the keys in a state_dict
 _ALLOWED = "tensors, numbers, strings, bytes, None, and lists, tuples and dicts of these"

@@ -1,8 +1,6 @@
 """The baseline: eager PyTorch under DistributedDataParallel, as a careful user sets it up."""
 
-import contextlib
 import dataclasses
-import inspect
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -10,31 +8,22 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accbench import engines
 from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.distributed import used_parameters
+from accbench.distributed import complex_parameters
 from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.engines import optimizers
-from accbench.engines.common import complex_parameters, optimizer_state, tied_parameters
-from accbench.engines.common.complex_numbers import real
+from accbench.engines.common import optimizer_state, tied_parameters
 from accbench.engines.ddp import layouts
-from accbench.errors import RequestError
+from accbench.engines.loops import LoopEngine
 from accbench.recording import provenance
 from accbench.recording.terminal import log
-
-# The flag's name from torch 2.15 on, and the one before, which warns there.
-_SYNC_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 
 def peak_resident_bytes() -> int:
@@ -43,12 +32,7 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def trained(model: nn.Module) -> list[bool]:
-    """Which of its parameters do."""
-    return [parameter.requires_grad for parameter in model.parameters()]
-
-
-class Engine(engines.Engine):
+class Engine(LoopEngine):
     """DDP over NCCL (CUDA) or gloo (CPU), autocast, a fused optimizer."""
 
     @dataclasses.dataclass(frozen=True)
@@ -66,8 +50,6 @@ class Engine(engines.Engine):
             "Of several workers: look in every step for parameters that the loss does not "
             "depend on. A model that has such needs it, others are slowed down by it.",
         )
-
-    collectives = "process_group"
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -93,7 +75,6 @@ class Engine(engines.Engine):
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
-        self._is_checked = self._will_average = False
         self._optimizer: torch.optim.Optimizer | None = None
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
@@ -102,8 +83,11 @@ class Engine(engines.Engine):
         # Scripts have the numbers of the plain script, to the bit.
         is_last = options.channels_last and task.script is None
         self.memory_format = torch.channels_last if is_last else torch.contiguous_format
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=self.autocast_dtype is torch.float16
+        self.precision.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.precision.needs_loss_scale
+        )
+        self.strategy: DataParallel = DataParallel(
+            topology, self.device, task.engine, options.find_unused_parameters
         )
 
     @property
@@ -113,7 +97,7 @@ class Engine(engines.Engine):
         return provenance.cpu_name()
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return self._in_channels_last(self._distributed(self._moved(model)))
+        return self._in_channels_last(self.strategy.wrap(self._moved(model)))
 
     def _in_channels_last(self, net: nn.Module) -> nn.Module:
         """What `prepare` gives; contiguous from its first call on, if it cannot be this."""
@@ -122,8 +106,7 @@ class Engine(engines.Engine):
             self.memory_format = torch.contiguous_format
             layouts.make_contiguous(net, self._optimizer)
             self._forget_compiled()
-            if isinstance(net, DistributedDataParallel):
-                self._distribute_anew(net)  # which has gradients laid out as they were
+            self.strategy.rebuild(net)  # which has gradients laid out as they were
             if self.topology.rank == 0:
                 log.info(
                     "the model views what is not contiguous in channels_last, so that all stays "
@@ -148,30 +131,6 @@ class Engine(engines.Engine):
 
     def _forget_compiled(self) -> None:
         """What was compiled for parameters in channels_last."""
-
-    def _distributed(self, model: nn.Module) -> nn.Module:
-        if self.topology.world_size == 1 or not complex_parameters.leave_out_of_buckets(model):
-            return model
-        self._averaged = trained(model)
-        return DistributedDataParallel(model, **self._settings())
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "device_ids": [self.device] if self.device.type == "cuda" else None,
-            "gradient_as_bucket_view": True,
-            "find_unused_parameters": self.options.find_unused_parameters,
-            # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
-            # statistics are those of the rank's shard.
-            _SYNC_BUFFERS: False,
-        }
-
-    def _distribute_anew(self, wrapper: DistributedDataParallel) -> None:
-        """For what parameters are by now; whoever holds the wrapper need not know."""
-        model, call = wrapper.module, vars(wrapper).get("_compiled_call_impl")
-        DistributedDataParallel.__init__(wrapper, model, **self._settings())
-        wrapper.train(model.training)
-        wrapper._compiled_call_impl = call
-        self._averaged = trained(model)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         entry = optimizers.of_task(self.task)
@@ -207,99 +166,52 @@ class Engine(engines.Engine):
 
     def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
         """See the base class."""
-        if (
-            isinstance(model, DistributedDataParallel)
-            and torch.is_grad_enabled()
-            and trained(model) != self._averaged
-        ):
-            self._distribute_anew(model)  # it averages what trained when it was made
-        if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
-            self._will_average |= model.require_backward_grad_sync
+        self.strategy.before_call(model)
         return self.autocast()
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """See the base class. DDP averages in a backward pass if it was called before, and not
-        where a loop calls methods of the model, or goes back twice."""
-        if self.topology.world_size == 1:
-            return
-        if not self._will_average:
-            self._average([p for group in optimizer.param_groups for p in group["params"]])
-            return
-        self._average(complex_parameters.of(optimizer))
-        if not self._is_checked:
-            self._check_all_reduced(optimizer)
-            self._is_checked = True
-        self._will_average = False
-
-    def _average(self, parameters: list[nn.Parameter]) -> None:
-        if self.topology.world_size == 1 or not parameters:
-            return
-        for parameter in used_parameters.with_gradients(
-            parameters, used_parameters.somewhere(parameters)
-        ):
-            assert parameter.grad is not None
-            gradient = complex_parameters.materialized(parameter.grad)
-            total = real(gradient).contiguous()  # gloo takes no other
-            total = total.clone() if total.data_ptr() == gradient.data_ptr() else total
-            dist.all_reduce(total)
-            real(gradient).copy_(total / self.topology.world_size)
-            parameter.grad = gradient
-
-    def results(self, nest: Any) -> Any:
         """See the base class."""
-        return layouts.contiguous(nest) if self.memory_format is torch.channels_last else nest
+        self.strategy.reduce_after_loop(optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(
-            self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
-        )
+        dtype = self.precision.autocast_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        self.scaler.scale(loss).backward(
-            retain_graph=retain_graph
-        )  # DDP averages the gradients in here
+        # DDP averages the gradients in here.
+        self.precision.scaled(loss).backward(retain_graph=retain_graph)
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
-        if isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return contextlib.nullcontext()
-
-    def _check_all_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """DDP sends a bucket when all of it have a gradient; the other ones are not averaged."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        unused = [tuple(p.shape) for p in parameters if p.requires_grad and p.grad is None]
-        if unused and not self.options.find_unused_parameters:
-            raise RequestError(
-                f"the loss does not depend on {len(unused)} parameters, the first of shape "
-                f"{unused[0]}; with several workers say --{self.task.engine}.find_unused_parameters"
-                ", or freeze them (requires_grad = False)"
-            )
+        """See the base class."""
+        return self.strategy.without_reduction(model)
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self._average(complex_parameters.of(optimizer))
+        self.strategy.reduce_after_step(optimizer)
         with complex_parameters.as_real(optimizer):
             self._apply_gradients(optimizer)
 
     def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.topology.world_size > 1 and not self._is_checked:
-            self._check_all_reduced(optimizer)
-            self._is_checked = True
-        if self.task.on_nan == "skip":
-            self.find_nonfinite(optimizer)
-            if not self.scaler.is_enabled():  # or it tells the optimizer, in these two
-                optimizer.grad_scale, optimizer.found_inf = None, self.found_inf  # type: ignore[attr-defined]
+        precision = self.precision
+        if precision.skips_nonfinite:
+            precision.find_nonfinite(optimizer)
+            if not precision.has_loss_scale:  # or it tells the optimizer, in these two
+                optimizer.grad_scale, optimizer.found_inf = None, precision.found_inf  # type: ignore[attr-defined]
         if self.task.clip_norm is not None:
-            self.scaler.unscale_(optimizer)
+            precision.scaler.unscale_(optimizer)
         self.clip(optimizer)
         # A fused optimizer unscales and skips on overflow by a tensor, so nothing waits.
-        if not self._waits_to_skip() or not self.found_inf:
-            self.scaler.step(optimizer)
-        self.scaler.update()
+        if not (self._waits_to_skip() and precision.found_inf):
+            precision.scaler.step(optimizer)
+        precision.scaler.update()
 
     def _waits_to_skip(self) -> bool:
-        """Return whether a step is skipped on the host: by an optimizer that no tensor tells."""
-        fused = optimizers.of_task(self.task).has_fused or self.task.script is not None
-        return self.task.on_nan == "skip" and not (fused or self.scaler.is_enabled())
+        """Return whether the host skips a step, because the optimizer does not by a tensor."""
+        skips = self.precision.skips_nonfinite and not self.precision.has_loss_scale
+        return skips and not optimizers.of_task(self.task).has_fused
+
+    def results(self, nest: Any) -> Any:
+        """See the base class."""
+        return layouts.contiguous(nest) if self.memory_format is torch.channels_last else nest
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -309,11 +221,3 @@ class Engine(engines.Engine):
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return peak_resident_bytes()
-
-    def averaged_probe(self, value: float) -> list[float]:
-        probe = nn.Linear(2, 1, bias=False).to(self.device)
-        inputs = torch.full((1, 2), value, device=self.device)
-        distributed = self._distributed(probe)  # kept by name: it averages while it lives
-        distributed(inputs).sum().backward()
-        assert probe.weight.grad is not None
-        return probe.weight.grad.flatten().tolist()

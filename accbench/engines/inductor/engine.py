@@ -23,6 +23,7 @@ from accbench import engines
 from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies.data_parallel import requires_grad
 from accbench.engines.common import (
     compile_cache_key,
     decompositions,
@@ -75,7 +76,7 @@ def _compile_anew_where_others_train(model: nn.Module) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
             return model._call_impl(*args, **kwargs)
-        now = [*ddp.trained(model), *python_state.hooks(model)]
+        now = [*requires_grad(model), *python_state.hooks(model)]
         if before and now != before:
             torch._dynamo.reset_code_caches()
         before[:] = now
@@ -264,7 +265,7 @@ class Engine(ddp.Engine):
             yield
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return self._in_channels_last(self._distributed(self._compiled(self._moved(model))))
+        return self._in_channels_last(self.strategy.wrap(self._compiled(self._moved(model))))
 
     def _forget_compiled(self) -> None:
         torch._dynamo.reset_code_caches()  # its guards don't look at how parameters are laid out

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from accbench.engines.common import complex_numbers
+from accbench.distributed import complex_numbers
 from accbench.errors import RequestError
 
 # XLA on the CPU reads arrays at such addresses only.

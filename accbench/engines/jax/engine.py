@@ -35,6 +35,7 @@ from accbench.engines.common.index_ranges import Ranges
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
 from accbench.engines.jax import changing, starting
+from accbench.engines.precision import Precision
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance, terminal
@@ -49,7 +50,6 @@ class Engine(engines.Engine):
     """JAX: forward, backward, reduction and update in one jitted function."""
 
     compiler = "xla"
-    collectives = "in_graph"
     step_tracer = "accbench.preflight.tracing.jax"
 
     @dataclasses.dataclass(frozen=True)
@@ -162,15 +162,18 @@ class Engine(engines.Engine):
         starting.configure(task.device, options.flags)
         import jax
 
-        from accbench.engines.jax import arrays
+        from accbench.engines.jax import arrays, data_parallel
 
         self._cache = self._start_cache()
         self.jax, self._workers = jax, self._meet()
         self.device = torch.device("cpu")  # where torch's tensors are
-        self.scaler = None
-        if self.autocast_dtype is torch.float16:
-            self.scaler = torch.amp.GradScaler("cpu")
-            self.scaler._lazy_init_scale_growth_tracker(self.device)
+        self.strategy = data_parallel.DataParallel(
+            topology, self._workers, options.shard, self._greetings_to_log
+        )
+        self.precision = _Precision(task, lambda: self._mirror)
+        if self.precision.needs_loss_scale:
+            self.precision.scaler = torch.amp.GradScaler("cpu")
+            self.precision.scaler._lazy_init_scale_growth_tracker(self.device)
         self._mirror: Any = None
         self._net: nn.Module | None = None
         self._steps: dict[Any, _Step] = {}
@@ -225,7 +228,7 @@ class Engine(engines.Engine):
         )
         optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
         self._mirror = mirror.Mirror(
-            model, optimizer, self.scaler, mirror.keys_of(self.task), self._workers
+            model, optimizer, self.precision.scaler, mirror.keys_of(self.task), self._workers
         )
         return optimizer
 
@@ -244,20 +247,15 @@ class Engine(engines.Engine):
             batches, self.topology.local_rank, prefetch.ON_DEVICE, to_device=self.to_device
         )
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        # What torch computes by itself, an evaluation for one, is to have the newest weights.
-        self._bring_back()
-        return self._hosts_autocast()
-
     def _hosts_autocast(self) -> AbstractContextManager[Any]:
-        if self.autocast_dtype is None:
+        if self.precision.autocast_dtype is None:
             return nullcontext()
         # The graph's backward pass is traced apart, and must not find casts of the forward's.
-        return torch.autocast("cpu", self.autocast_dtype, cache_enabled=False)
+        return torch.autocast("cpu", self.precision.autocast_dtype, cache_enabled=False)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """In a capture: that of the device which is to compute."""
-        if self.autocast_dtype is None:
+        if self.precision.autocast_dtype is None:
             return nullcontext()
         lean = self.options.lean == "on" or (
             self.options.lean == "auto" and self.task.device == "cuda"
@@ -265,14 +263,10 @@ class Engine(engines.Engine):
         if self.task.device == "cuda" or lean:  # torch's rules there are not those for a CPU
             from accbench.engines.jax import lean as spelled
 
-            return cuda_autocast.autocast(self.autocast_dtype, spelled.SPELLINGS if lean else None)
+            return cuda_autocast.autocast(
+                self.precision.autocast_dtype, spelled.SPELLINGS if lean else None
+            )
         return self._hosts_autocast()
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        raise NotImplementedError("run_step takes whole steps; see for_loops")
-
-    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        raise NotImplementedError("run_step takes whole steps; see for_loops")
 
     def run_step(
         self, step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,
@@ -350,7 +344,7 @@ class Engine(engines.Engine):
     def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
         how = self.options.evaluation
         if how == "eager" or (how == "auto" and self.task.device == "cpu") or self._mirror is None:
-            return super().run_score(model, spec, batch)
+            return self._score_on_host(model, spec, batch)
         if self._evaluation is None:
             from accbench.engines.jax import evaluation
 
@@ -368,7 +362,13 @@ class Engine(engines.Engine):
         score: torch.Tensor | None = self._evaluation.score(
             net, spec, batch, weights, self._inputs(batch)
         )
-        return super().run_score(model, spec, batch) if score is None else score
+        return self._score_on_host(model, spec, batch) if score is None else score
+
+    def _score_on_host(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
+        self._bring_back()
+        with self._hosts_autocast():
+            score: torch.Tensor = spec.score(model, batch)
+        return score
 
     def _compiled(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
@@ -446,7 +446,7 @@ class Engine(engines.Engine):
         plan = self._plan(model, optimizer, batch)
         captured = capture.capture(
             model, spec.loss, part, self._autocast, lowering.decompositions(),
-            whole_attention=starting.attends(plan.rules, self.autocast_dtype),
+            whole_attention=starting.attends(plan.rules, self.precision.autocast_dtype),
         )  # fmt: skip
         built = step.build(captured, plan, self._workers)
         return self._workers.function(built, self._mirror.state), captured.reads
@@ -466,9 +466,11 @@ class Engine(engines.Engine):
             clip_norm=self.task.clip_norm,
             ema_decay=self.task.ema_decay or None,
             skips=self.task.on_nan == "skip",
-            scaling=_scaling(self.scaler),
+            scaling=_scaling(self.precision.scaler),
             # Where there is a loss scale, updates wait for the search for overflows.
-            waits=self.topology.world_size > 1 and self.task.device != "cpu" and not self.scaler,
+            waits=self.topology.world_size > 1
+            and self.task.device != "cpu"
+            and not self.precision.scaler,
             axes=[self._workers.axis_of(parameter.shape) for parameter in model.parameters()],
             rules=starting.rules(self.task.device, self.options),
         )
@@ -502,12 +504,6 @@ class Engine(engines.Engine):
         self._bring_back()
         return engines.Engine.applied_steps(optimizer)
 
-    def loss_scale(self) -> float | None:
-        if self.scaler is None or self._mirror is None:
-            return None
-        scale: float = self._mirror.scale()
-        return scale
-
     def seed(self, seed: int) -> None:
         super().seed(seed)
         self._seed, self._num_run = seed, 0
@@ -537,24 +533,6 @@ class Engine(engines.Engine):
             return peak_resident_bytes()
         return int(self._workers.device.memory_stats()["peak_bytes_in_use"])
 
-    def averaged_probe(self, value: float) -> list[float]:
-        # Long enough to be reduced in parts, where large gradients are.
-        length = 1024 * self.topology.world_size if self.options.shard else 2
-        gradient = self.jax.numpy.full((length,), value, self.jax.numpy.float32)
-        axis = self._workers.axis_of(gradient.shape)
-
-        def average(state: Any, own: Any, given: Any, own_given: Any) -> tuple[Any, Any, Any]:
-            (part,) = self._workers.mean_parts(own_given, [axis])
-            return [self._workers.whole(part, axis)], own, given
-
-        with self._greetings_to_log():
-            averaged, _, _ = self._workers.function(average)(
-                *(self._workers.shared([]), self._workers.own([])),
-                *(self._workers.shared([]), self._workers.own([gradient])),
-            )
-            found: list[float] = self._workers.here(averaged[0]).tolist()
-        return found
-
     def _greetings_to_log(self) -> AbstractContextManager[object]:
         # gloo's, at the first collective, as those of torch's process group.
         if self.task.output_dir is None or self.topology.world_size == 1:
@@ -570,6 +548,20 @@ class Engine(engines.Engine):
 
         self.wait()
         workers.leave()
+
+
+class _Precision(Precision):
+    """The types of a step of JAX's, which has the loss scale among its state."""
+
+    def __init__(self, task: TaskConfig, state: Callable[[], Any]) -> None:
+        super().__init__(task)
+        self._state = state
+
+    def loss_scale(self) -> float | None:
+        if self.scaler is None or self._state() is None:
+            return None
+        scale: float = self._state().scale()
+        return scale
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.distributed import used_parameters
 from accbench.distributed.process_group import Topology
 from accbench.engines import optimizers
 from accbench.engines.common import (
@@ -38,6 +37,8 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
+from accbench.engines.loops import LoopEngine
+from accbench.engines.precision import Precision
 from accbench.engines.xla import (
     autocast,
     checking,
@@ -60,7 +61,17 @@ from accbench.system import cache_folders, extras
 _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
 
 
-class Engine(engines.Engine):
+class _Precision(Precision):
+    """The types of a step on XLA's device."""
+
+    def loss_scale(self) -> float | None:
+        # Not `get_scale()`, which counts as an operation that left the compiler.
+        if self.scaler is None or self.scaler._scale is None:
+            return None
+        return float(self.scaler._scale.cpu().item())
+
+
+class Engine(LoopEngine):
     """torch_xla: one graph a step, a syncfree optimizer, gradients averaged in the graph."""
 
     compiler = "xla"
@@ -154,25 +165,27 @@ class Engine(engines.Engine):
         self._cache = self._start_cache()
         self.device = self._open_device()
         xm.set_replication(self.device, xm.get_xla_supported_devices())
-        self.collectives = "host" if task.device == "cpu" else "in_graph"
-        self.scaler = None
-        if self.autocast_dtype is torch.float16:
+        in_graph = task.device != "cpu"
+        mib = options.bucket_mib if in_graph else options.host_bucket_mib
+        self.strategy: reduction.DataParallel = reduction.DataParallel(
+            topology, self.device, in_graph, mib * 2**20
+        )
+        self.precision = _Precision(task)
+        if self.precision.needs_loss_scale:
             from accbench.engines.xla import sync_free
 
             with warnings.catch_warnings():  # torch_xla names its parent by an old name
                 warnings.simplefilter("ignore", FutureWarning)
-                self.scaler = sync_free.GradScaler()
+                self.precision.scaler = sync_free.GradScaler()
         self._no_overflow = torch.zeros(()).to(self.device)
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         kernels.register_all(self._lean)
         self._replay = self._start_replay()
         self._anew = self._lean and self._replay is None  # a recording has its places
-        if self.scaler is not None:
-            self.scaler.anew = self._anew
+        if self.precision.scaler is not None:
+            self.precision.scaler.anew = self._anew
         self._num_run = 0
         self._indices = index_watch.IndexWatch()
-        self._trained: list[bool] = []
-        self._used_somewhere: list[bool] = []
         self._left_compiler: list[str] = []
 
     def _open_device(self) -> torch.device:
@@ -197,7 +210,7 @@ class Engine(engines.Engine):
             return None
         from accbench.engines.xla.replay import StepReplay
 
-        return StepReplay(self.device, self.scaler, log.info)
+        return StepReplay(self.device, self.precision.scaler, log.info)
 
     def _start_cache(self) -> str:
         # Before the first computation, and void across versions: torch_xla's two rules.
@@ -304,8 +317,8 @@ class Engine(engines.Engine):
         optimizer_state.make_state(self.task, optimizer, zeros_like, copy)
         self._place_counts(optimizer)
         optimizer.register_load_state_dict_post_hook(self._place_counts)
-        if self.scaler is not None:
-            self._make_scaler_state(self.scaler)
+        if self.precision.scaler is not None:
+            self._make_scaler_state(self.precision.scaler)
         self.xla.sync()
         return optimizer
 
@@ -324,8 +337,8 @@ class Engine(engines.Engine):
 
         self._note_places(model)
         adopting.adopt(optimizer, lambda t: self.to_device((t,))[0], self._lean)
-        if self.scaler is not None:
-            self._make_scaler_state(self.scaler)
+        if self.precision.scaler is not None:
+            self._make_scaler_state(self.precision.scaler)
         self.xla.sync()
 
     def _place_counts(self, optimizer: torch.optim.Optimizer) -> None:
@@ -354,7 +367,7 @@ class Engine(engines.Engine):
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
     ) -> None:
         """See the base class."""
-        training_state.load(net, optimizer, self.scaler, saved)
+        training_state.load(net, optimizer, self.precision.scaler, saved)
         # What is copied is not free for a step to write over, which would be another graph, and be
         # compiled beside the one after it; what an operation gives is.
         self.xm.optimization_barrier_(self._changed_by_steps(net, optimizer))
@@ -375,12 +388,6 @@ class Engine(engines.Engine):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = self.to_device((buffer.detach().cpu(),))[0]
-
-    def loss_scale(self) -> float | None:
-        # Not `get_scale()`, which counts as an operation that left the compiler.
-        if self.scaler is None or self.scaler._scale is None:
-            return None
-        return float(self.scaler._scale.cpu().item())
 
     def rng_state(self) -> Tensors:
         seed = int(self.xm.get_rng_state(str(self.device)))
@@ -407,9 +414,9 @@ class Engine(engines.Engine):
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        if self.autocast_dtype is None:
+        if self.precision.autocast_dtype is None:
             return nullcontext()
-        return autocast.autocast(self.autocast_dtype, self._lean)
+        return autocast.autocast(self.precision.autocast_dtype, self._lean)
 
     @contextmanager
     def calling(self, model: nn.Module) -> Iterator[None]:
@@ -438,8 +445,7 @@ class Engine(engines.Engine):
         self._indices.look()
         try:
             with autocast.in_reach():
-                scaled = loss if self.scaler is None else self.scaler.scale(loss)
-                scaled.backward(retain_graph=retain_graph)
+                self.precision.scaled(loss).backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if "device_ready_queues_" not in str(error):
                 raise
@@ -451,67 +457,33 @@ class Engine(engines.Engine):
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.reduce_gradients(optimizer)
-        if self.task.on_nan == "skip":
-            self.find_nonfinite(optimizer)
-        if self.scaler is not None and self.task.clip_norm is not None:
-            self.scaler.unscale_(optimizer)
+        precision = self.precision
+        if precision.skips_nonfinite:
+            precision.find_nonfinite(optimizer)
+        if precision.scaler is not None and self.task.clip_norm is not None:
+            precision.scaler.unscale_(optimizer)
         self.clip(optimizer)
-        if self.scaler is None:
-            found_inf = self.found_inf if self.task.on_nan == "skip" else self._no_overflow
+        if precision.scaler is None:
+            found_inf = precision.found_inf if precision.skips_nonfinite else self._no_overflow
             optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
         else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+            precision.scaler.step(optimizer)
+            precision.scaler.update()
         # Or the step's graph would have every gradient as a result, and keep it in memory.
         optimizer.zero_grad(set_to_none=True)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._average(sorted(parameters, key=self._places.__getitem__))
+        self.strategy.reduce(sorted(parameters, key=self._places.__getitem__))
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         from accbench.engines.xla import adopting, sync_free
 
         adopting.make_state(optimizer, lambda t: self.to_device((t,))[0])  # of a group added late
-        if self.scaler is None and isinstance(optimizer, sync_free.SharedCounts):
+        if self.precision.scaler is None and isinstance(optimizer, sync_free.SharedCounts):
             optimizer.step(found_inf=self._no_overflow)
         else:
             super().step_optimizer(optimizer)
-
-    def _average(self, parameters: list[nn.Parameter]) -> None:
-        """Average gradients over the ranks, in place."""
-        if self.topology.world_size == 1:
-            return
-        parameters = self._used(parameters)
-        if self.collectives == "in_graph":
-            reduction.average_in_graph(
-                parameters, self.device, self.topology.world_size, self.options.bucket_mib * 2**20
-            )
-        else:
-            bucket_bytes = self.options.host_bucket_mib * 2**20
-            reduction.average_on_host(
-                parameters, self.device, self.topology.world_size, bucket_bytes
-            )
-
-    def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those with a gradient on some rank: on the others it is zeros from here on.
-
-        What is averaged in the graph must be the same in all steps, so ranks tell each other in the
-        first one, and when other parameters train.
-
-        Raises:
-            RequestError: a gradient is there that was nowhere in the first step.
-        """
-        trained = [p.requires_grad for p in parameters]
-        if self.collectives == "host" or trained != self._trained:
-            self._trained, self._used_somewhere = trained, used_parameters.somewhere(parameters)
-        if any(p.grad is not None and not is_used
-               for p, is_used in zip(parameters, self._used_somewhere, strict=True)):  # fmt: skip
-            raise RequestError(
-                "the loss depends on parameters that it did not depend on in the first step, on "
-                "any worker; freeze them until then (requires_grad = False)"
-            )
-        return used_parameters.with_gradients(parameters, self._used_somewhere)
 
     def end_step(self) -> None:
         self._indices.end()
@@ -576,7 +548,8 @@ class Engine(engines.Engine):
     ) -> torch.Tensor:  # fmt: skip
         if self._replay is None:
             # On the host's reduction a step ends in two graphs, and both would give all of it back.
-            if self._lean and (self.collectives == "in_graph" or self.topology.world_size == 1):
+            is_one_graph = self.strategy.collectives == "in_graph" or self.topology.world_size == 1
+            if self._lean and is_one_graph:
                 self._read_state_in_order(model, optimizer)
             return step(self, model, spec, optimizer, batch)
 
@@ -622,13 +595,6 @@ class Engine(engines.Engine):
         if self.task.device == "cpu":
             return peak_resident_bytes()
         return int(self.xm.get_memory_info(self.device)["peak_bytes_used"])
-
-    def averaged_probe(self, value: float) -> list[float]:
-        probe = nn.Parameter(torch.zeros(2).to(self.device))
-        probe.grad = torch.full((2,), value).to(self.device)
-        self._average([probe])
-        self.xla.sync()
-        return probe.grad.cpu().tolist()
 
     def start_profile(self, folder: Path, expected_s: float) -> Callable[[], None]:
         return profiling.start(folder, self.topology.rank, expected_s)

@@ -7,6 +7,76 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accbench.distributed import used_parameters
+from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies import Strategy
+from accbench.errors import RequestError
+
+
+class DataParallel(Strategy):
+    """Data parallel in XLA's graph, or on the host where processes have no collectives.
+
+    Args:
+        topology: the ranks.
+        device: XLA's.
+        in_graph: whether XLA reduces.
+        bucket_bytes: gradients are reduced together up to this size.
+    """
+
+    def __init__(
+        self, topology: Topology, device: torch.device, in_graph: bool, bucket_bytes: int
+    ) -> None:
+        super().__init__(topology)
+        self.device, self.bucket_bytes = device, bucket_bytes
+        self.collectives = "in_graph" if in_graph else "host"
+        self._requires_grad: list[bool] = []
+        self._used_on_any_rank: list[bool] = []
+
+    def reduce(self, parameters: list[nn.Parameter]) -> None:
+        """Average gradients over the ranks, in place.
+
+        Args:
+            parameters: in the order in which a forward pass uses them, as far as is known.
+
+        Raises:
+            RequestError: a gradient is there that was on no rank in the first step.
+        """
+        if self.topology.world_size == 1:
+            return
+        average = average_in_graph if self.collectives == "in_graph" else average_on_host
+        average(self._used(parameters), self.device, self.topology.world_size, self.bucket_bytes)
+
+    def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those with a gradient on some rank; on the others it is zeros from here on.
+
+        What is averaged in the graph must be the same in all steps, so ranks tell each other in the
+        first one, and when other parameters train.
+        """
+        requires_grad = [p.requires_grad for p in parameters]
+        if self.collectives == "host" or requires_grad != self._requires_grad:
+            self._requires_grad = requires_grad
+            self._used_on_any_rank = used_parameters.somewhere(parameters)
+        if any(
+            p.grad is not None and not is_used
+            for p, is_used in zip(parameters, self._used_on_any_rank, strict=True)
+        ):
+            raise RequestError(
+                "the loss depends on parameters that it did not depend on in the first step, on "
+                "any worker; freeze them until then (requires_grad = False)"
+            )
+        return used_parameters.with_gradients(parameters, self._used_on_any_rank)
+
+    def average_probe(self, value: float) -> list[float]:
+        import torch_xla
+
+        probe = nn.Parameter(torch.zeros(2).to(self.device))
+        probe.grad = torch.full((2,), value).to(self.device)
+        self.reduce([probe])
+        torch_xla.sync()
+        averaged: list[float] = probe.grad.cpu().tolist()
+        return averaged
+
+
 # The parameters that are used first have their gradients last, and nothing is left to be done
 # beside their reduction: it is kept short.
 _LAST_BUCKET_BYTES = 2**20

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accbench.engines.common.complex_numbers import real
+from accbench.distributed.complex_numbers import real
 
 
 def are_in(net: nn.Module) -> bool:

@@ -1,0 +1,153 @@
+"""Data parallel by PyTorch's DistributedDataParallel, which averages in the backward pass."""
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accbench.distributed import complex_parameters, used_parameters
+from accbench.distributed.complex_numbers import real
+from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies import Strategy
+from accbench.errors import RequestError
+
+# The flag's name from torch 2.15 on, and the one before, which warns there.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class DataParallel(Strategy):
+    """Each rank has the whole model and a part of the batch.
+
+    Args:
+        topology: the ranks.
+        device: this rank's.
+        engine: the engine's name, for a flag in messages.
+        find_unused_parameters: look in every step for parameters that the loss does not depend on.
+    """
+
+    collectives = "process_group"
+
+    def __init__(
+        self, topology: Topology, device: torch.device, engine: str, find_unused_parameters: bool
+    ) -> None:
+        super().__init__(topology)
+        self.device, self.engine = device, engine
+        self.find_unused_parameters = find_unused_parameters
+        self._is_checked = self._will_average = False
+        self._averaged: list[bool] = []
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model in DistributedDataParallel, or as it is where nothing is averaged."""
+        if self.topology.world_size == 1 or not complex_parameters.leave_out_of_buckets(model):
+            return model
+        self._averaged = requires_grad(model)
+        return DistributedDataParallel(model, **self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "device_ids": [self.device] if self.device.type == "cuda" else None,
+            "gradient_as_bucket_view": True,
+            "find_unused_parameters": self.find_unused_parameters,
+            # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
+            # statistics are those of the rank's shard.
+            _SYNC_BUFFERS: False,
+        }
+
+    def rebuild(self, wrapper: nn.Module) -> None:
+        """Rebuild a DistributedDataParallel wrapper in place, after its parameters changed."""
+        if not isinstance(wrapper, DistributedDataParallel):
+            return
+        model, call = wrapper.module, vars(wrapper).get("_compiled_call_impl")
+        DistributedDataParallel.__init__(wrapper, model, **self._settings())
+        wrapper.train(model.training)
+        wrapper._compiled_call_impl = call
+        self._averaged = requires_grad(model)
+
+    def before_call(self, model: nn.Module) -> None:
+        """Note that a loop of a user's own is about to call what `wrap` returned."""
+        if not isinstance(model, DistributedDataParallel) or not torch.is_grad_enabled():
+            return
+        if requires_grad(model) != self._averaged:
+            self.rebuild(model)  # it averages what trained when it was made
+        self._will_average |= model.require_backward_grad_sync
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes average nothing."""
+        if isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return contextlib.nullcontext()
+
+    def reduce_after_loop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients of a loop of a user's own, where its backward pass has not.
+
+        DistributedDataParallel averages in a backward pass if it was called before, and not where
+        a loop calls methods of the model, or goes back twice.
+        """
+        if self.topology.world_size == 1:
+            return
+        if not self._will_average:
+            self._average([p for group in optimizer.param_groups for p in group["params"]])
+            return
+        self._average(complex_parameters.of(optimizer))
+        self._check_once(optimizer)
+        self._will_average = False
+
+    def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average what DistributedDataParallel leaves out in the backward pass of a step."""
+        self._average(complex_parameters.of(optimizer))
+        if self.topology.world_size > 1:
+            self._check_once(optimizer)
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        if self.topology.world_size == 1 or not parameters:
+            return
+        for parameter in used_parameters.with_gradients(
+            parameters, used_parameters.somewhere(parameters)
+        ):
+            assert parameter.grad is not None
+            gradient = complex_parameters.materialized(parameter.grad)
+            total = real(gradient).contiguous()  # gloo takes no other
+            total = total.clone() if total.data_ptr() == gradient.data_ptr() else total
+            dist.all_reduce(total)
+            real(gradient).copy_(total / self.topology.world_size)
+            parameter.grad = gradient
+
+    def _check_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that every gradient is there: a bucket is sent when all of it have one."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        unused = [tuple(p.shape) for p in parameters if p.requires_grad and p.grad is None]
+        if unused and not self.find_unused_parameters:
+            raise RequestError(
+                f"the loss does not depend on {len(unused)} parameters, the first of shape "
+                f"{unused[0]}; with several workers say --{self.engine}.find_unused_parameters"
+                ", or freeze them (requires_grad = False)"
+            )
+
+    def average_probe(self, value: float) -> Sequence[float]:
+        probe = nn.Linear(2, 1, bias=False).to(self.device)
+        inputs = torch.full((1, 2), value, device=self.device)
+        of_model = self._averaged
+        wrapped = self.wrap(probe)  # kept by name: it averages while it lives
+        self._averaged = of_model
+        wrapped(inputs).sum().backward()
+        assert probe.weight.grad is not None
+        averaged: list[float] = probe.weight.grad.flatten().tolist()
+        return averaged
+
+
+def requires_grad(model: nn.Module) -> list[bool]:
+    """Return each parameter's `requires_grad`."""
+    return [parameter.requires_grad for parameter in model.parameters()]

@@ -1,0 +1,51 @@
+"""Data parallel in the jitted step: gradients are averaged over the mesh of all devices."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax.numpy as jnp
+
+from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies import Strategy
+from accbench.engines.jax.workers import Workers
+
+
+class DataParallel(Strategy):
+    """Data parallel in the jitted step, over the mesh of all ranks' devices.
+
+    Args:
+        topology: the ranks.
+        mesh: their devices.
+        shards: whether large arrays are reduced in parts (`--jax.shard`).
+        quietly: entered around the first collective, whose libraries print greetings.
+    """
+
+    collectives = "in_graph"
+
+    def __init__(
+        self,
+        topology: Topology,
+        mesh: Workers,
+        shards: bool,
+        quietly: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__(topology)
+        self.mesh, self._shards, self._quietly = mesh, shards, quietly
+
+    def average_probe(self, value: float) -> list[float]:
+        # Long enough to be reduced in parts, where large gradients are.
+        length = 1024 * self.topology.world_size if self._shards else 2
+        gradient = jnp.full((length,), value, jnp.float32)
+        mesh, axis = self.mesh, self.mesh.axis_of(gradient.shape)
+
+        def average(state: Any, own: Any, given: Any, own_given: Any) -> tuple[Any, Any, Any]:
+            (part,) = mesh.mean_parts(own_given, [axis])
+            return [mesh.whole(part, axis)], own, given
+
+        with self._quietly():
+            averaged, _, _ = mesh.function(average)(
+                mesh.shared([]), mesh.own([]), mesh.shared([]), mesh.own([gradient])
+            )
+            values: list[float] = mesh.here(averaged[0]).tolist()
+        return values

@@ -1,0 +1,97 @@
+"""The contract of engines that take a step in parts: forward, backward, reduce, update.
+
+A loop of a user's own calls these parts (`accbench.accelerate`), and so does accbench's own
+`train_step`. An engine that compiles whole steps does not meet it, and names another that does
+(`Engine.for_loops`).
+"""
+
+import abc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench.engines import Batch, Engine
+
+
+class LoopEngine(Engine):
+    """What runs a step in parts."""
+
+    def run_step(
+        self,
+        step: Callable[..., torch.Tensor],
+        model: nn.Module,
+        spec: Any,
+        optimizer: torch.optim.Optimizer,
+        batch: Batch,
+    ) -> torch.Tensor:
+        """Run the loop's `train_step` on a batch; an engine may replay one that it recorded."""
+        return step(self, model, spec, optimizer, batch)
+
+    def run_score(self, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
+        """Return `spec.score`, (4,), of a batch on the device, for nobody to wait for."""
+        with self.autocast():
+            score: torch.Tensor = spec.score(model, batch)
+        return score
+
+    # The parts of `train_step`.
+
+    @abc.abstractmethod
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The forward pass runs in this."""
+
+    @abc.abstractmethod
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Gradients of the (scaled) loss; `retain_graph` as `torch.Tensor.backward` has it."""
+
+    @abc.abstractmethod
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average gradients over ranks, unscale, step; nothing on overflow."""
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Backward passes in this average nothing yet: `apply_gradients` will."""
+        return nullcontext()
+
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""
+        if self.task.clip_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.task.clip_norm)
+
+    # For a loop of a user's own: how it calls the model, and `apply_gradients` in parts.
+
+    def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The loop's calls of what `prepare` gave run in this."""
+        return self.autocast()
+
+    def given(self, batch: Batch) -> Batch:
+        """A batch on the device, as the loop may do anything with."""
+        return batch
+
+    def leave_batches(self) -> None:  # noqa: B027
+        """The loop has left a pass over a loader, maybe in the middle of a step."""
+
+    def results(self, nest: Any) -> Any:
+        """What the model has returned, as the loop may do anything with."""
+        return nest
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Make an optimizer that a user built one for this engine; it stays the same object.
+
+        Args:
+            optimizer: of the parameters that `model`, which is prepared, has now.
+
+        Raises:
+            RequestError: the engine cannot do what it is set to.
+        """
+        return
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average gradients over ranks, where `backward` has not done so."""
+        return
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with gradients that are averaged; unscale those that are not; skip on overflow."""
+        self.precision.step(optimizer)
