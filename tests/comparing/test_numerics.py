@@ -11,6 +11,7 @@ import torch
 from accbench.comparing import update_rules
 from accbench.comparing.update_rules import Weights
 from accbench.config import TaskConfig
+from accbench.engines import optimizers
 from accbench.engines.common import optimizer_state
 from benchmarks import planted
 from benchmarks.numerics_passes import FLOORS, folder_of, judge, start_setting
@@ -210,9 +211,8 @@ def test_rules_are_torchs(task):
     parameters = {n: torch.nn.Parameter(tensor.double()) for n, tensor in start.items()}
     classes = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     net = torch.nn.ParameterDict(parameters)
-    optimizer = classes[task.optimizer](
-        optimizer_state.groups(task, net), **optimizer_state.arguments(task)
-    )
+    arguments = optimizers.of_task(task).arguments(task)
+    optimizer = classes[task.optimizer](optimizer_state.groups(task, net), **arguments)
     for step in range(10):
         gradients = {n: torch.randn(t.shape, generator=generator) for n, t in start.items()}
         if step % 3 == 2:

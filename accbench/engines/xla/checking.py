@@ -1,68 +1,86 @@
-"""Calls of a model that are wrong, found before torch_xla: that ends the process, by abort().
+"""Errors of a model's own operations, as plain PyTorch raises them.
 
 Of operands whose shapes do not fit torch_xla 2.8 raises an error of its own, with a stack of C++,
-or for some operations, products of matrices among them, none at all. So each new signature of
-arguments is tried on shapes and types alone first; what fails there, and in plain torch on the host
-likewise, is raised as plain torch has it.
+or for products of matrices none at all: it ends the process by abort(). So in the first call of
+each signature products are tried on shapes alone, and an operation that fails is tried on the host;
+what plain PyTorch raises is raised. The model itself runs once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accbench.data import nested
-from accbench.engines.common import extra_inputs, model_errors, python_state
+
+# Names of functions that contract dimensions, in torch, torch.Tensor and torch.nn.functional.
+_PRODUCTS = frozenset({
+    "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm",
+    "addbmm", "baddbmm", "addmv", "einsum", "tensordot", "linear", "bilinear", "multi_dot", "chain_matmul",
+    "multi_head_attention_forward", "scaled_dot_product_attention",
+})  # fmt: skip
 
 
 def check_calls(model: nn.Module) -> None:
-    """Have calls of the model be tried as said above."""
+    """Have the first call of each signature of a model raise plain PyTorch's errors."""
     seen: set[Any] = set()
+    entered: list[_PlainErrors] = []
 
-    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         signature = nested.signature((args, kwargs)), module.training
-        # A trial would take what those give to the step's own pass.
-        if signature in seen or extra_inputs.sources:
-            return
-        seen.add(signature)  # the trials below come by here
-        error = _fails_on_shapes(module, args, kwargs)
-        if error is None:
-            return
-        by_itself = model_errors.of_call(module, lambda: _on_host(module, args, kwargs))
-        if type(by_itself) is type(error):
-            raise by_itself from None
+        if signature not in seen and not entered:
+            seen.add(signature)
+            entered.append(_PlainErrors())
+            entered[-1].__enter__()
 
-    model.register_forward_pre_hook(check, with_kwargs=True)
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
-def _fails_on_shapes(module: nn.Module, args: Any, kwargs: Any) -> Exception | None:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with python_state.restored(module), model_errors.unlogged():
+class _PlainErrors(TorchFunctionMode):
+    """Raises plain PyTorch's error where an operation on XLA's device fails."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in _PRODUCTS and _on_xla((args, kwargs)):
+            is_wrong = _error(function, args, kwargs, "meta") is not None
+            plain = _error(function, args, kwargs, "cpu") if is_wrong else None
+            if plain is not None:
+                raise plain
         try:
-            with mode, torch.no_grad():
-                _call(module, args, kwargs, mode.from_tensor)
-        except Exception as error:
-            return error
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            plain = _error(function, args, kwargs, "cpu") if _on_xla((args, kwargs)) else None
+            raise (error if plain is None else plain) from None
+
+
+def _on_xla(nest: Any) -> bool:
+    return any(isinstance(t, torch.Tensor) and t.device.type == "xla" for t in tree_leaves(nest))
+
+
+def _error(function: Any, args: Any, kwargs: Any, device: str) -> Exception | None:
+    """Return what a function raises of copies on another device, of shapes alone on `meta`."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if device == "meta":
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+            )
+        return tensor.detach().cpu()
+
+    try:
+        with torch.no_grad():
+            args, kwargs = tree_map_only(torch.Tensor, copied, (args, kwargs))
+            function(*args, **kwargs)
+    except Exception as error:
+        return error
     return None
-
-
-def _on_host(module: nn.Module, args: Any, kwargs: Any) -> None:
-    with torch.no_grad():
-        _call(module, args, kwargs, lambda tensor: tensor.detach().cpu())
-
-
-def _call(module: nn.Module, args: Any, kwargs: Any, other: Any) -> None:
-    """Call a module with another tensor in the place of each of its own and of the call's."""
-    known: dict[int, torch.Tensor] = {}
-
-    def of(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in known:  # tied ones stay tied
-            known[id(tensor)] = other(tensor)
-        return known[id(tensor)]
-
-    tensors = {name: of(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    tensors |= {name: of(b) for name, b in module.named_buffers(remove_duplicate=False)}
-    args, kwargs = tree_map_only(torch.Tensor, of, (args, kwargs))
-    torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)

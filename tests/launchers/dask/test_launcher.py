@@ -189,7 +189,7 @@ REFUSED = [
     ([], "--launcher dask needs one of --scheduler tls://HOST:PORT and --scheduler_file FILE"),
     (["--scheduler=tcp://10.9.8.7:8786"], "beyond this machine Dask has to be on TLS"),
     (["--scheduler=10.9.8.7:8786"], "beyond this machine Dask has to be on TLS"),
-    (["--scheduler_file=absent.json"], "--scheduler_file absent.json: it is no file of a Dask"),
+    (["--scheduler_file=absent.json"], "--scheduler_file absent.json: it is not a file of a Dask"),
     (["--scheduler=tls://10.9.8.7:1", "--dask.tls_cert=absent.pem"], "cannot read absent.pem"),
 ]
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_in_a_line(capsys, flags, told):
 def test_too_few_workers_and_what_a_machine_lacks_are_refused(on_tls, capsys, tmp_path):
     output = f"--output_dir={tmp_path / 'run'}"
     for flags, told in (
-        (["--nproc_per_node=3"], "the cluster has 2 Dask workers, and 3 needed"),
+        (["--nproc_per_node=3"], "the cluster has 2 Dask workers, but 3 are needed"),
         (["--data=imagefolder:/absent"], "there is no folder /absent (on "),
     ):
         assert cli.run([*on_tls.flags, *flags, output]) == 2
