@@ -30,6 +30,7 @@ CASES = {
     "numerics_trials": (["FOLDER"], {}, ["| ddp:again | same |", "| dropout_off | found |"]),
     "preflight_table": (["FOLDER"], {}, ["| benchmarks.nets:tiny, 4 | xla | 1 x h100 | float16 |"]),
     "scaling": ([], {}, ["of which reducing", "| ddp |"]),
+    "structure": ([], {}, ["| rooms of accbench | 19 |", "| arrows in circles | 0 |"]),
     "two_nodes": ([], {}, ["| ddp | 1 |", "equal"]),
     "verdict_trials": (["FOLDER"], {}, ["same: ", "slowed: "]),
 }  # fmt: skip

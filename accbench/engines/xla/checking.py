@@ -19,8 +19,8 @@ from accbench.data import nested
 # Names of functions that contract dimensions, in torch, torch.Tensor and torch.nn.functional.
 _PRODUCTS = frozenset({
     "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm",
-    "addbmm", "baddbmm", "addmv", "einsum", "tensordot", "linear", "bilinear", "multi_dot", "chain_matmul",
-    "multi_head_attention_forward", "scaled_dot_product_attention",
+    "addbmm", "baddbmm", "addmv", "einsum", "tensordot", "linear", "bilinear", "multi_dot",
+    "chain_matmul", "multi_head_attention_forward", "scaled_dot_product_attention",
 })  # fmt: skip
 
 
