@@ -24,6 +24,7 @@ from accbench.models.tasks import trainable
 from accbench.recording import records, tensorboard_writer
 from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
+from accbench.system import malloc
 from accbench.training import (
     accelerated_loader,
     accelerated_model,
@@ -391,6 +392,8 @@ class Run:
             f"{' ' + str(task.amp_dtype) if self.engine.precision.autocast_dtype else ''}, "
             f"batch {task.batch_size} a worker, records in {task.run_dir}"
         )
+        if malloc.is_kept:
+            log.info(malloc.NOTICE)
 
     def let_go(self) -> None:
         """Close what is under way, passes over loaders and the display, and wait for nobody."""

@@ -41,7 +41,7 @@ from accbench.models.tasks import trainable
 from accbench.recording import provenance, records, run_folder, tensorboard_writer, terminal
 from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
-from accbench.system import cache_folders, standard_streams
+from accbench.system import cache_folders, malloc, standard_streams
 from accbench.system.stop_signals import die_with_parent
 from accbench.training import checkpoints, flops, resume, script
 from accbench.training.epochs import Epochs
@@ -133,6 +133,8 @@ def apply_environment(task: TaskConfig, topology: Topology) -> None:
             tempfile.tempdir = None  # which keeps what it found first
     assert task.threads is not None
     torch.set_num_threads(task.threads)
+    if task.device == "cpu":
+        malloc.keep_memory()  # which a launcher says before the process starts
 
 
 def shared_output_dir(
@@ -174,6 +176,8 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         f"{task.amp_level}{' ' + str(task.amp_dtype) if engine.precision.autocast_dtype else ''}, "
         f"batch {task.batch_size} a worker, records in {task.run_dir}"
     )
+    if malloc.is_kept:
+        log.info(malloc.NOTICE)
     engine.strategy.prove()
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
