@@ -10,8 +10,8 @@ _PACKAGES = ("accbench", "torch", "torchvision", "torch_xla", "numpy", "pillow")
 
 # Prefixes of environment variables that change how fast a run is.
 _SPEED_PREFIXES = (
-    "ACCBENCH_MALLOC", "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_",
-    "NCCL_", "OMP_", "PJRT_DEVICE", "PYTORCH_", "TORCHINDUCTOR_", "XLA_",
+    "ACCBENCH_MALLOC", "CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "GOMP_", "KMP_", "LD_PRELOAD",
+    "MALLOC_", "MKL_", "NCCL_", "OMP_", "PJRT_DEVICE", "PYTORCH_", "TORCHINDUCTOR_", "XLA_",
 )  # fmt: skip
 
 
