@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from accbench.engines.jax.lowering.dtypes import of_number, wide_int
+from accbench.engines.jax.lowering.dtypes import dtype_of_number, int64_dtype
 from accbench.engines.jax.lowering.table import lowering
 
 
 @lowering("aten.full.default")
 def full(size: Sequence[int], fill_value: Any, dtype: Any = None) -> Any:
-    return jnp.full(size, fill_value, of_number(fill_value) if dtype is None else dtype)
+    return jnp.full(size, fill_value, dtype_of_number(fill_value) if dtype is None else dtype)
 
 
 @lowering("aten.full_like.default")
@@ -80,7 +80,7 @@ def arange_step(start: Any, end: Any, step: Any = 1, dtype: Any = None) -> Any:
     """Computed in float64 or int64 on the host, as torch computes them, and rounded once."""
     whole = all(isinstance(n, int) for n in (start, end, step))
     if dtype is None:
-        dtype = wide_int() if whole else jnp.dtype(jnp.float32)
+        dtype = int64_dtype() if whole else jnp.dtype(jnp.float32)
     length = max(-(-(end - start) // step) if whole else int(np.ceil((end - start) / step)), 0)
     values = start + np.arange(length, dtype=np.int64 if whole else np.float64) * step
     return jnp.asarray(values.astype(dtype))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from accbench.engines.jax.lowering.dtypes import opmath, result_type, wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype, opmath, result_type
 from accbench.engines.jax.lowering.table import lowering
 from accbench.errors import RequestError
 
@@ -219,4 +219,4 @@ def searchsorted(
     dtype = result_type(sorted_sequence, self)
     side = "right" if right or side == "right" else "left"
     found = jnp.searchsorted(sorted_sequence.astype(dtype), self.astype(dtype), side)
-    return found.astype(jnp.int32 if out_int32 else wide_int())
+    return found.astype(jnp.int32 if out_int32 else int64_dtype())

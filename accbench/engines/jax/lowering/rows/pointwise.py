@@ -12,11 +12,11 @@ from jax import lax
 from jax.scipy import special
 
 from accbench.engines.jax.lowering.dtypes import (
-    floating,
     is_complex,
     is_floating,
     opmath,
     result_type,
+    to_floating,
 )
 from accbench.engines.jax.lowering.table import lowering
 
@@ -67,7 +67,7 @@ def _float_function(name: str, function: Callable[..., Any]) -> None:
     """A function whose result is a float: of integers and bools, float32."""
 
     def row(self: Any) -> Any:
-        return computed(function, floating(self.dtype), self)
+        return computed(function, to_floating(self.dtype), self)
 
     lowering(f"aten.{name}.default", pointwise=True)(row)
 
@@ -241,7 +241,7 @@ def _times(alpha: Any, array: Any) -> Any:
 
 @lowering("aten.div.Tensor", "aten.div.Scalar", pointwise=True)
 def div(self: Any, other: Any) -> Any:
-    return computed(jnp.divide, floating(result_type(self, other)), self, other)
+    return computed(jnp.divide, to_floating(result_type(self, other)), self, other)
 
 
 @lowering("aten.div.Tensor_mode", "aten.div.Scalar_mode", pointwise=True)
@@ -309,12 +309,12 @@ def round_decimals(self: Any, decimals: int = 0) -> Any:
 
 @lowering("aten.copysign.Tensor", "aten.copysign.Scalar", pointwise=True)
 def copysign(self: Any, other: Any) -> Any:
-    return computed(jnp.copysign, floating(result_type(self, other)), self, other)
+    return computed(jnp.copysign, to_floating(result_type(self, other)), self, other)
 
 
 @lowering("aten.hypot.default", pointwise=True)
 def hypot(self: Any, other: Any) -> Any:
-    return computed(jnp.hypot, floating(result_type(self, other)), self, other)
+    return computed(jnp.hypot, to_floating(result_type(self, other)), self, other)
 
 
 @lowering("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", pointwise=True)
@@ -395,4 +395,4 @@ def lerp(self: Any, end: Any, weight: Any) -> Any:
 
 @lowering("aten.polygamma.default", pointwise=True)
 def polygamma(n: int, self: Any) -> Any:
-    return computed(lambda x: special.polygamma(n, x), floating(self.dtype), self)
+    return computed(lambda x: special.polygamma(n, x), to_floating(self.dtype), self)

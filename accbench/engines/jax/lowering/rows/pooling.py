@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from accbench.engines.jax.lowering.context import Context
-from accbench.engines.jax.lowering.dtypes import is_floating, opmath, wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype, is_floating, opmath
 from accbench.engines.jax.lowering.rows.windows import Windows, windows
 from accbench.engines.jax.lowering.table import lowering
 from accbench.engines.xla_common import resampling
@@ -59,7 +59,7 @@ def _largest_places(x: Any, w: Windows) -> Any:
             flat = flat * w.size[axis] + along
             inside = (along >= 0) & (along < w.size[axis])
             flat = np.where(inside & (flat >= 0), flat, -1 << 20)
-        here = jnp.broadcast_to(flat.astype(wide_int()), values.shape)
+        here = jnp.broadcast_to(flat.astype(int64_dtype()), values.shape)
         if best is None:
             best, places = values, here
             continue
@@ -106,7 +106,7 @@ def gradient_of_largest(
         total += lax.pad(share, jnp.zeros((), grads.dtype), [none] * before + ends + [none] * after)
     if x.dtype == total.dtype:
         return total
-    # Or XLA, which takes pairs of casts away, writes it in float32 for those that read it so.
+    # Or XLA, which removes pairs of casts, writes it in float32 for those that read it so.
     return lax.optimization_barrier(total.astype(x.dtype))
 
 
@@ -288,7 +288,7 @@ def _adaptive_max(rank: int) -> Any:
         order = [*range(leading), *range(leading, x.ndim, 2), *range(leading + 1, x.ndim, 2)]
         cells = jnp.transpose(x, order).reshape(*self.shape[:leading], *output_size, -1)
         order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]
-        places = flat.transpose(order).reshape(*output_size, -1).astype(wide_int())
+        places = flat.transpose(order).reshape(*output_size, -1).astype(int64_dtype())
         best = jnp.argmax(cells, -1, keepdims=True)
         index = jnp.take_along_axis(jnp.broadcast_to(places, cells.shape), best, -1)
         return jnp.max(cells, -1), index[..., 0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from accbench.engines.jax.lowering.context import Context
-from accbench.engines.jax.lowering.dtypes import opmath, wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype, opmath
 from accbench.engines.jax.lowering.table import lowering
 
 
@@ -88,7 +88,7 @@ def exponential(context: Context, self: Any, lambd: float = 1) -> Any:
 
 def _whole_numbers(context: Context, low: int, high: int, size: Sequence[int], dtype: Any) -> Any:
     values = jax.random.randint(context.next_key(), size, low, high)
-    return values.astype(wide_int() if dtype is None else dtype)
+    return values.astype(int64_dtype() if dtype is None else dtype)
 
 
 @lowering("aten.randint.default", context=True)
@@ -116,7 +116,7 @@ def randint_like_low(context: Context, self: Any, low: int, high: int, dtype: An
 @lowering("aten.randperm.default", context=True)
 def randperm(context: Context, n: int, dtype: Any = None) -> Any:
     order = jax.random.permutation(context.next_key(), n)
-    return order.astype(wide_int() if dtype is None else dtype)
+    return order.astype(int64_dtype() if dtype is None else dtype)
 
 
 @lowering("aten.rrelu_with_noise_functional.default", context=True)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from accbench.engines.jax.lowering.dtypes import floating, is_complex, opmath, wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype, is_complex, opmath, to_floating
 from accbench.engines.jax.lowering.table import lowering
 
 Dims = int | Sequence[int] | None
@@ -30,7 +30,7 @@ def _summed_dtype(array: Any, dtype: Any) -> Any:
     if dtype is not None:
         return dtype
     is_whole = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return wide_int() if is_whole else jnp.dtype(array.dtype)
+    return int64_dtype() if is_whole else jnp.dtype(array.dtype)
 
 
 @lowering("aten.sum.default")
@@ -89,11 +89,11 @@ def min_all(self: Any) -> Any:
 
 def _arg(function: Callable[..., Any], self: Any, dim: int | None, keepdim: bool) -> Any:
     if not self.ndim:
-        return jnp.zeros((), wide_int())
+        return jnp.zeros((), int64_dtype())
     if dim is None:
-        index = function(self.reshape(-1)).astype(wide_int())
+        index = function(self.reshape(-1)).astype(int64_dtype())
         return index.reshape((1,) * self.ndim) if keepdim else index
-    return function(self, dim, keepdims=keepdim).astype(wide_int())
+    return function(self, dim, keepdims=keepdim).astype(int64_dtype())
 
 
 @lowering("aten.argmax.default")
@@ -201,7 +201,7 @@ def cumprod(self: Any, dim: int, dtype: Any = None) -> Any:
 @lowering("aten.logcumsumexp.default")
 def logcumsumexp(self: Any, dim: int) -> Any:
     if not self.ndim:
-        return self.astype(floating(self.dtype))
+        return self.astype(to_floating(self.dtype))
     x = self.astype(opmath(self.dtype))
     return lax.cumlogsumexp(x, dim % self.ndim).astype(self.dtype)
 
@@ -209,9 +209,9 @@ def logcumsumexp(self: Any, dim: int) -> Any:
 def _extreme_scan(better: Callable[..., Any], self: Any, dim: int) -> tuple[Any, Any]:
     """Running extremes and where they stand; of equal ones the last, as in torch."""
     if not self.ndim:
-        return self, jnp.zeros((), wide_int())
+        return self, jnp.zeros((), int64_dtype())
     axis = dim % self.ndim
-    places = lax.broadcasted_iota(wide_int(), self.shape, axis)
+    places = lax.broadcasted_iota(int64_dtype(), self.shape, axis)
 
     def best(a: Any, b: Any) -> Any:
         second = better(b[0], a[0]) | (b[0] != b[0])

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from accbench.engines.jax.lowering.dtypes import wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype
 from accbench.engines.jax.lowering.table import lowering
 
 
@@ -13,10 +13,10 @@ from accbench.engines.jax.lowering.table import lowering
 def sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
     """Sorted values and where they were; equal ones keep their order."""
     if not self.ndim:
-        return self, jnp.zeros((), wide_int())
+        return self, jnp.zeros((), int64_dtype())
     axis = dim % self.ndim
     order = jnp.argsort(self, axis=axis, stable=True, descending=descending)
-    return jnp.take_along_axis(self, order, axis), order.astype(wide_int())
+    return jnp.take_along_axis(self, order, axis), order.astype(int64_dtype())
 
 
 @lowering("aten.sort.stable")
@@ -31,7 +31,7 @@ def topk(
     self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Any, Any]:
     if not self.ndim:
-        return self, jnp.zeros((), wide_int())
+        return self, jnp.zeros((), int64_dtype())
     values, order = sort(self, dim, largest)
     axis = dim % self.ndim
     return (
@@ -43,7 +43,7 @@ def topk(
 @lowering("aten.kthvalue.default")
 def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
     if not self.ndim:
-        return self, jnp.zeros((), wide_int())
+        return self, jnp.zeros((), int64_dtype())
     axis = dim % self.ndim
     found = [lax.index_in_dim(a, k - 1, axis, keepdim) for a in sort(self, dim, False)]
     return found[0], found[1]
@@ -53,14 +53,14 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[A
 def median_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     """The lower of two in the middle; NaN where there is one, as torch's median has it."""
     if not self.ndim:
-        return self, jnp.zeros((), wide_int())
+        return self, jnp.zeros((), int64_dtype())
     return _medians(self, dim, keepdim, skip_nan=False)
 
 
 @lowering("aten.nanmedian.dim")
 def nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     if not self.ndim:
-        return self, jnp.zeros((), wide_int())
+        return self, jnp.zeros((), int64_dtype())
     return _medians(self, dim, keepdim, skip_nan=True)
 
 

@@ -18,7 +18,7 @@ from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.rows.windows import Windows
 from accbench.engines.jax.lowering.table import lowering
-from accbench.engines.jax.lowering.torch_calls import takes, torch_call
+from accbench.engines.jax.lowering.torch_calls import supports, torch_call
 
 Sizes = Sequence[int]
 
@@ -77,7 +77,7 @@ def convolves(context: Context, x: Any, w: Any, shape: Sizes, how: Sequence[Any]
         shape: of what it gives; the order of axes doesn't matter.
         how: of torch's convolution, from stride to groups.
     """
-    if 0 in shape or not takes(x, w):
+    if 0 in shape or not supports(x, w):
         return False
     if _is_product(w, how):
         return _pays(context, x, math.prod(shape) * w.shape[1])
@@ -155,7 +155,7 @@ def _matrix(a: Any, b: Any, turned: list[bool], added: Any = None) -> Any:
 
 def multiplies(context: Context, a: Any, b: Any) -> bool:
     """Whether the product of a (..., M, K) and b (..., K, N) is torch's to compute."""
-    fits = takes(a, b) and a.dtype == b.dtype
+    fits = supports(a, b) and a.dtype == b.dtype
     return fits and _pays(context, a, math.prod(a.shape) * b.shape[-1])
 
 
@@ -201,7 +201,7 @@ def _multiply(read: list[torch.Tensor], write: list[torch.Tensor], turned: list[
 
 def pools(context: Context, x: Any, w: Windows) -> bool:
     """Whether max-pooling of x, or its gradient, is torch's to compute."""
-    return context.rules.torch_pools and w.rank == 2 and takes(x)
+    return context.rules.torch_pools and w.rank == 2 and supports(x)
 
 
 @torch_call

@@ -9,7 +9,7 @@ import torch
 
 from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.rows.torch_kernels import channels_second, like
-from accbench.engines.jax.lowering.torch_calls import takes, torch_call
+from accbench.engines.jax.lowering.torch_calls import supports, torch_call
 
 
 def normalizes(context: Context, x: Any, weight: Any, momentum: Any, *of_channels: Any) -> bool:
@@ -25,7 +25,7 @@ def normalizes(context: Context, x: Any, weight: Any, momentum: Any, *of_channel
     wide = weight is not None or str(x.dtype) == "float32"
     return (
         str(x.dtype) in context.rules.torch_norms
-        and takes(x)
+        and supports(x)
         and x.ndim in (4, 5)  # torch writes no other with its channels last
         and x.size > x.shape[-1]  # a single value has no variance
         and isinstance(momentum, int | float)

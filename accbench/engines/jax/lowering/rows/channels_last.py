@@ -10,7 +10,13 @@ from jax import lax
 
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.engines.jax.lowering.dtypes import opmath
-from accbench.engines.jax.lowering.layout import ChannelsLast, axis_of, channels_last, last, plain
+from accbench.engines.jax.lowering.layout import (
+    ChannelsLast,
+    channels_last,
+    channels_last_axis,
+    to_channels_first,
+    to_channels_last,
+)
 from accbench.engines.jax.lowering.rows import (
     gemm_convolution,
     normalization,
@@ -75,12 +81,14 @@ def convolution(
     whole = (stride, padding, dilation, transposed, output_padding, groups)
     n, c, *spatial = context.node.meta["val"].shape
     if torch_kernels.convolves(context, input, weight, (n, c, *spatial), whole):
-        x, shape = last(input), (n, *spatial, c)
-        return ChannelsLast(torch_kernels.convolution(x, plain(weight), bias, shape, whole))
+        x, shape = to_channels_last(input), (n, *spatial, c)
+        return ChannelsLast(
+            torch_kernels.convolution(x, to_channels_first(weight), bias, shape, whole)
+        )
     if transposed:
         return NotImplemented
     how = (stride, padding, dilation, groups)
-    y = _convolve(context.rules, last(input), plain(weight), *how)
+    y = _convolve(context.rules, to_channels_last(input), to_channels_first(weight), *how)
     if bias is not None:
         wide = opmath(y.dtype)
         y = (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
@@ -106,7 +114,7 @@ def convolution_backward(
     by_torch = torch_kernels.convolves(context, input, weight, grad_output.shape, whole)
     if transposed and not by_torch:
         return NotImplemented
-    g, x, w = last(grad_output), last(input), plain(weight)
+    g, x, w = to_channels_last(grad_output), to_channels_last(input), to_channels_first(weight)
     how = (stride, padding, dilation, groups)
     of_input = of_weight = of_bias = None
     if by_torch:
@@ -159,7 +167,7 @@ def _normalizing(context: Context) -> normalization.Train:
 def batch_norm_backward(context: Context, grad_out: Any, input: Any, *args: Any) -> Any:
     if not isinstance(input, ChannelsLast):
         return NotImplemented
-    g, x = last(grad_out), input.array
+    g, x = to_channels_last(grad_out), input.array
     weight, _, _, mean, invstd, train, eps, mask = args[:8]
     if train and torch_norms.normalizes(context, x, weight, 0, mean, invstd) and g.dtype == x.dtype:
         of_input, *rest = torch_norms.batch_norm_backward(g, x, weight, mean, invstd, eps, mask)
@@ -213,11 +221,11 @@ def max_pool_backward(
     if not isinstance(self, ChannelsLast) or set(w.dilation) != {1}:
         return NotImplemented
     if torch_kernels.pools(context, self.array, w):
-        g = last(grad_output)
+        g = to_channels_last(grad_output)
         return ChannelsLast(torch_kernels.gradient_of_largest(g, self.array, w))
     by_place = context.rules.pools_by_place
     return ChannelsLast(
-        pooling.gradient_of_largest(last(grad_output), self.array, w, by_place, after=1)
+        pooling.gradient_of_largest(to_channels_last(grad_output), self.array, w, by_place, after=1)
     )
 
 
@@ -258,7 +266,7 @@ def avg_pool_backward(
     def average(x: Any) -> Any:
         return pooling.averaged(x, w, count_include_pad, divisor_override, after=1)
 
-    return ChannelsLast(jax.vjp(average, self.array)[1](last(grad_output))[0])
+    return ChannelsLast(jax.vjp(average, self.array)[1](to_channels_last(grad_output))[0])
 
 
 @channels_last("aten.mean.dim", "aten.sum.dim_IntList")
@@ -272,7 +280,7 @@ def reduction(
     if not keepdim and 1 in left and max(left) > 1:
         return NotImplemented  # what is left would be in another order
     function = reductions.mean if "mean" in str(context.node.target) else reductions.sum_
-    moved = [axis_of(d, self.ndim) for d in dims]
+    moved = [channels_last_axis(d, self.ndim) for d in dims]
     result = function(self.array, moved, keepdim, dtype)
     return ChannelsLast(result) if keepdim else result
 
@@ -294,7 +302,7 @@ def expand(context: Context, self: Any, size: Sizes, implicit: bool = False) -> 
     if not carried and math.prod(size[2:]) == 1:
         return NotImplemented
     full = [n if m == -1 else m for n, m in zip(self.shape, size, strict=True)]
-    return ChannelsLast(jnp.broadcast_to(last(self), (full[0], *full[2:], full[1])))
+    return ChannelsLast(jnp.broadcast_to(to_channels_last(self), (full[0], *full[2:], full[1])))
 
 
 @channels_last("aten.cat.default")
@@ -302,7 +310,9 @@ def cat(context: Context, tensors: Sequence[Any], dim: int = 0) -> Any:
     ndim = tensors[0].ndim
     if not any(isinstance(t, ChannelsLast) for t in tensors) or {t.ndim for t in tensors} != {ndim}:
         return NotImplemented
-    return ChannelsLast(shapes.cat([last(t) for t in tensors], axis_of(dim, ndim)))
+    return ChannelsLast(
+        shapes.cat([to_channels_last(t) for t in tensors], channels_last_axis(dim, ndim))
+    )
 
 
 @channels_last("aten.slice.Tensor")
@@ -311,7 +321,9 @@ def slice_(
 ) -> Any:
     if not isinstance(self, ChannelsLast):
         return NotImplemented
-    return ChannelsLast(shapes.slice_(self.array, axis_of(dim, self.ndim), start, end, step))
+    return ChannelsLast(
+        shapes.slice_(self.array, channels_last_axis(dim, self.ndim), start, end, step)
+    )
 
 
 @channels_last("aten.split.Tensor", "aten.split_with_sizes.default")
@@ -319,7 +331,9 @@ def split(context: Context, self: Any, sizes: Any, dim: int = 0) -> Any:
     if not isinstance(self, ChannelsLast):
         return NotImplemented
     function = shapes.split if isinstance(sizes, int) else shapes.split_with_sizes
-    return [ChannelsLast(a) for a in function(self.array, sizes, axis_of(dim, self.ndim))]
+    return [
+        ChannelsLast(a) for a in function(self.array, sizes, channels_last_axis(dim, self.ndim))
+    ]
 
 
 @channels_last("aten.constant_pad_nd.default")
