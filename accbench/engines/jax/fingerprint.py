@@ -52,7 +52,7 @@ def step_digest(
     Raises:
         UnknownError: the forward pass does not determine the graph.
     """
-    trained = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
+    trained = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
     with capture.fake_inputs(trained, model, batch) as tensors, _refuse_hooks():
         mode = _DigestMode(tensors)
         with mode:

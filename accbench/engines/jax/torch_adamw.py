@@ -44,7 +44,7 @@ def update_group(
     changed = [*parameters, *(s["exp_avg"] for s in states), *(s["exp_avg_sq"] for s in states)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed]
     updated = _adamw_in_place(
-        results, *changed, *gradients, lr, counts, in_place=len(changed), places=indices,
+        results, *changed, *gradients, lr, counts, in_place=len(changed), indices=indices,
         settings=arguments | {"eps": settings["eps"]},
     )  # fmt: skip
     num = len(parameters)

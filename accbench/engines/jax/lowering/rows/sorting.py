@@ -1,4 +1,4 @@
-"""Sorting, and what is largest."""
+"""Sorting, and selection of the largest."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from accbench.engines.jax.lowering.table import lowering
 
 @lowering("aten.sort.default")
 def sort(self: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
-    """Sorted values and where they were; equal ones keep their order."""
+    """Return sorted values and where they were; equal ones keep their order."""
     if not self.ndim:
         return self, jnp.zeros((), int64_dtype())
     axis = dim % self.ndim
@@ -45,13 +45,13 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[A
     if not self.ndim:
         return self, jnp.zeros((), int64_dtype())
     axis = dim % self.ndim
-    found = [lax.index_in_dim(a, k - 1, axis, keepdim) for a in sort(self, dim, False)]
-    return found[0], found[1]
+    results = [lax.index_in_dim(a, k - 1, axis, keepdim) for a in sort(self, dim, False)]
+    return results[0], results[1]
 
 
 @lowering("aten.median.dim")
 def median_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    """The lower of two in the middle; NaN where there is one, as torch's median has it."""
+    """Return the lower of two medians; NaN where there is one, as torch does."""
     if not self.ndim:
         return self, jnp.zeros((), int64_dtype())
     return _medians(self, dim, keepdim, skip_nan=False)
@@ -77,12 +77,12 @@ def nanmedian(self: Any) -> Any:
 def _medians(self: Any, dim: int, keepdim: bool, skip_nan: bool) -> tuple[Any, Any]:
     axis = dim % self.ndim
     nans = jnp.sum(self != self, axis, keepdims=True)
-    counted = self.shape[axis] - nans
+    num_numbers = self.shape[axis] - nans
     # NaNs are sorted to the end.
-    middle = jnp.maximum(counted - 1, 0) // 2
+    middle = jnp.maximum(num_numbers - 1, 0) // 2
     if not skip_nan:
-        middle = jnp.where(nans > 0, counted, middle)
-    found = [jnp.take_along_axis(a, middle, axis) for a in sort(self, axis)]
+        middle = jnp.where(nans > 0, num_numbers, middle)
+    results = [jnp.take_along_axis(a, middle, axis) for a in sort(self, axis)]
     if not keepdim:
-        found = [jnp.squeeze(a, axis) for a in found]
-    return found[0], found[1]
+        results = [jnp.squeeze(a, axis) for a in results]
+    return results[0], results[1]
