@@ -112,11 +112,11 @@ def capture(
 ) -> tuple[torch.fx.GraphModule, Any]:
     """The flat graph of a module without inputs, of forward alone or with backward."""
     from accbench.engines.jax import lowering
-    from accbench.engines.jax.noting import Noting  # as the engine captures
+    from accbench.engines.jax.kernel_dtypes import KernelDtypeFakeMode  # as the engine captures
 
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH][not whole_attention :]
     # torch leaves a variable of inductor's behind.
-    with mock.patch.dict(os.environ), sdpa_kernel(backends), Noting():
+    with mock.patch.dict(os.environ), sdpa_kernel(backends), KernelDtypeFakeMode():
         return aot_export_module(
             module,
             (),

@@ -145,10 +145,10 @@ def num_found(engine_name: str) -> int:
 KEPT = {"found": 0}
 
 
-def count_kept_steps() -> None:
-    from accbench.engines.jax import kept_steps
+def count_cached_steps() -> None:
+    from accbench.engines.jax import step_cache
 
-    plain = kept_steps.KeptSteps.get
+    plain = step_cache.StepCache.get
 
     def get(self: Any, key: str, arguments: Any, build: Callable[[], Any]) -> Any:
         built: list[Any] = []
@@ -156,7 +156,7 @@ def count_kept_steps() -> None:
         KEPT["found"] += not built
         return found
 
-    kept_steps.KeptSteps.get = get  # type: ignore[method-assign]
+    step_cache.StepCache.get = get  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -166,10 +166,10 @@ def main() -> None:
     sys.dont_write_bytecode = True
     found = {}
     if engine_name == "jax":
-        import accbench.engines.jax.starting
+        import accbench.engines.jax.runtime
 
-        accbench.engines.jax.starting.configure("cpu", "")
-        count_kept_steps()
+        accbench.engines.jax.runtime.configure("cpu", "")
+        count_cached_steps()
     for edit in OF_ENGINE[engine_name]:
         torch.set_default_dtype(torch.float64 if edit == "type" else torch.float32)
         torch.backends.cuda.enable_flash_sdp(edit != "kernels")

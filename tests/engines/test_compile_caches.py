@@ -125,7 +125,7 @@ def own_environment():
 def test_jax_keeps_what_it_compiles_in_the_processors_folder(tmp_path, monkeypatch):
     import jax
 
-    from accbench.engines.jax import engine, starting
+    from accbench.engines.jax import engine, runtime
 
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
@@ -134,7 +134,7 @@ def test_jax_keeps_what_it_compiles_in_the_processors_folder(tmp_path, monkeypat
         for name in ("one", "other"):
             monkeypatch.setattr(compile_cache_key, "processor", lambda name=name: name)
             options = engine.Engine.Options(cache_dir=str(tmp_path))
-            found.append(Path(starting.keep_compiled("cpu", options)))
+            found.append(Path(runtime.enable_compile_cache("cpu", options)))
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

@@ -31,8 +31,8 @@ def said(gradients):
 """
 BY_JAX = """
 import jax
-from accbench.engines.jax.updates import nonfinite
-search = jax.jit(nonfinite)
+from accbench.engines.jax.gradient_ops import any_nonfinite
+search = jax.jit(any_nonfinite)
 def said(gradients):
     of_all = search([jax.numpy.asarray(gradient.numpy()) for gradient in gradients])
     return list(of_all.shape), float(of_all)

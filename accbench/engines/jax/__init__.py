@@ -1,4 +1,4 @@
-"""Training compiled by XLA through JAX, for any torch: the engine, and what it is made of."""
+"""Engine jax: training compiled by XLA through JAX, for every torch."""
 
 from accbench.engines.jax.engine import Engine
 

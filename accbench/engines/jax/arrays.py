@@ -1,4 +1,4 @@
-"""Tensors of torch on the host to arrays of JAX, and back."""
+"""Conversions between torch's tensors on the host and JAX's arrays."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,7 @@ from jax import lax
 from accbench.distributed import complex_numbers
 from accbench.errors import RequestError
 
-# XLA on the CPU reads arrays at such addresses only.
+# XLA on the CPU reads arrays only at addresses that this divides.
 _ALIGNED_BYTES = 64
 _INT32 = torch.iinfo(torch.int32)
 _FLOAT8 = {
@@ -22,15 +22,15 @@ _FLOAT8 = {
 }
 
 
-def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
-    """The tensor as an array that only reads it: its own memory, where that can be.
+def from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
+    """Return the tensor as an array that is only read: in the tensor's own memory, if possible.
 
-    Where JAX has no int64 (`jax_enable_x64`), int64 is int32.
+    Where JAX has no int64 (`jax_enable_x64`), int64 becomes int32.
 
     Raises:
         RequestError: a number is too large for that.
     """
-    tensor = _narrowed(tensor.detach().resolve_conj().resolve_neg())
+    tensor = _to_jax_dtype(tensor.detach().resolve_conj().resolve_neg())
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     if tensor.data_ptr() % _ALIGNED_BYTES:
@@ -38,36 +38,36 @@ def lent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     array = _from_dlpack(tensor)
     if device.platform != "cpu":
         return jax.device_put(array, device)
-    # JAX keeps the tensor by its capsule, which is enough for what reads it later.
+    # The array holds the tensor's DLPack capsule, which keeps its memory for later readers.
     return array
 
 
-def owned(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
-    """A copy of the tensor, which a step may write to; it is made when this returns."""
-    array = lent(tensor, device)
+def copy_from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
+    """Copy the tensor to an array that a step may overwrite; waits for the copy."""
+    array = from_torch(tensor, device)
     if device.platform == "cpu":
         array = array.copy()
     return array.block_until_ready()
 
 
-def tensor_of(array: jax.Array) -> torch.Tensor:
-    """What an array holds, on the host; waits for it, and is not to be written to."""
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """Return the array's values as a read-only tensor on the host; waits for the array."""
     if next(iter(array.devices())).platform != "cpu":
         array = jax.device_put(array, jax.devices("cpu")[0])
-    for dtype, own in _FLOAT8.items():
-        if array.dtype == own:
+    for dtype, jax_dtype in _FLOAT8.items():
+        if array.dtype == jax_dtype:
             return torch.from_dlpack(lax.bitcast_convert_type(array, jnp.uint8)).view(dtype)
     return torch.from_dlpack(array)
 
 
 def _from_dlpack(tensor: torch.Tensor) -> jax.Array:
-    if tensor.dtype in _FLOAT8:  # which dlpack has no name for
+    if tensor.dtype in _FLOAT8:  # DLPack has no name for them
         data = jax.dlpack.from_dlpack(tensor.view(torch.uint8))
         return lax.bitcast_convert_type(data, _FLOAT8[tensor.dtype])
     return jax.dlpack.from_dlpack(tensor)
 
 
-def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
+def _to_jax_dtype(tensor: torch.Tensor) -> torch.Tensor:
     if jax.config.read("jax_enable_x64"):
         return tensor
     if tensor.dtype in (torch.float64, torch.complex128):
@@ -84,40 +84,42 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32)
 
 
-class Pending(torch.Tensor):
-    """Numbers that are being computed, as a tensor: waits for them where torch does anything but
-    add them to others."""
+class PendingTensor(torch.Tensor):
+    """A tensor whose values JAX is still computing.
+
+    It waits for them where torch does anything but add such tensors.
+    """
 
     _array: jax.Array
 
     @staticmethod
-    def of(array: jax.Array) -> "Pending":
-        made: Pending = torch.empty(array.shape).as_subclass(Pending)
-        made._array = array
-        return made
+    def of(array: jax.Array) -> "PendingTensor":
+        pending: PendingTensor = torch.empty(array.shape).as_subclass(PendingTensor)
+        pending._array = array
+        return pending
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.Tensor.add and all(isinstance(a, Pending) for a in args):
-            return Pending.of(args[0]._array + args[1]._array)
-        known = [tensor_of(a._array).clone() if isinstance(a, Pending) else a for a in args]
-        return function(*known, **(kwargs or {}))
+        if function is torch.Tensor.add and all(isinstance(a, PendingTensor) for a in args):
+            return PendingTensor.of(args[0]._array + args[1]._array)
+        computed = [to_torch(a._array).clone() if isinstance(a, PendingTensor) else a for a in args]
+        return function(*computed, **(kwargs or {}))
 
 
-class Sent:
-    """Arrays of tensors that were sent to the device, for as long as the tensors are there."""
+class DeviceArrays:
+    """The arrays of tensors that were sent to the device, as long as the tensors live."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, jax.Array] = {}
 
-    def keep(self, tensor: torch.Tensor, array: jax.Array) -> None:
-        """Remember it."""
-        number = id(tensor)
-        self._arrays[number] = array
-        weakref.finalize(tensor, self._arrays.pop, number, None)
+    def add(self, tensor: torch.Tensor, array: jax.Array) -> None:
+        """Remember the tensor's array."""
+        key = id(tensor)
+        self._arrays[key] = array
+        weakref.finalize(tensor, self._arrays.pop, key, None)
 
     def get(self, tensor: torch.Tensor) -> jax.Array | None:
-        """The tensor's array, if it was sent."""
+        """Return the tensor's array, or None if it was not sent."""
         return self._arrays.get(id(tensor))

@@ -1,8 +1,9 @@
-"""A training step of a torch module as one graph: the loss, its gradients, and what buffers become.
+"""Capture of a training step of a torch module as one graph.
 
-By torch's own `aot_export_module`: the joint graph of forward and backward pass in ATen, free of
-side effects. The function is private, so it is used here alone. Python's branches are in the graph
-as they were taken.
+The graph computes the loss, its gradients, and the new values of buffers. torch's own
+`aot_export_module` makes it: the joint graph of forward and backward pass in ATen, free of side
+effects. That function is private, so it is used here alone. Python's branches are in the graph as
+they were taken.
 """
 
 import contextlib
@@ -28,47 +29,54 @@ from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
 
 Tensors = list[torch.Tensor]
-_NO_GRADIENT = "did not receive a gradient"
+_NO_GRADIENT_MESSAGE = "did not receive a gradient"
 
 
 @dataclasses.dataclass(frozen=True)
-class Captured:
-    """A graph of one signature of batches.
+class CapturedStep:
+    """A graph for one signature of batches.
 
-    It takes `trained`, then `kept`, the factor, the batch's tensors and those beside it; it gives
-    the new values of `mutated`, those of tensors of the batch that were written to, the loss times
-    the factor, the loss, and the gradients.
+    It takes the tensors of `trained`, then all other parameters and buffers, the loss's factor, the
+    batch's tensors and the extra inputs. It returns the new values of `mutated_buffers`, those of
+    tensors of the batch that were written to, the loss times the factor, the loss, and the
+    gradients.
     """
 
     graph: torch.fx.GraphModule
     trained: list[int]
-    """Which parameters have a gradient, by their place among the model's."""
-    mutated: list[int]
-    """Which buffers are written to, by their place among the model's."""
-    num_written: int
-    """How many tensors of the batch are written to, which nobody sees."""
+    """Indices of the model's parameters that have a gradient."""
+    mutated_buffers: list[int]
+    """Indices of the model's buffers that are written to."""
+    num_mutated_inputs: int
+    """How many tensors of the batch are written to; the results are dropped."""
     reads: list[int]
-    """How many tensors a forward pass reads of each source of `beside`."""
+    """How many tensors a forward pass reads of each source of extra inputs."""
 
-    def inputs(self, parameters: Sequence[Any], buffers: Sequence[Any], *given: Any) -> list[Any]:
-        """The graph's, from all parameters and buffers in the model's order, and what follows."""
+    def inputs(self, parameters: Sequence[Any], buffers: Sequence[Any], *inputs: Any) -> list[Any]:
+        """Order the graph's inputs.
+
+        Args:
+            parameters: all, in the model's order.
+            buffers: all, in the model's order.
+            *inputs: what follows them: the factor, the batch's tensors and the extra inputs.
+        """
         trained = set(self.trained)
-        others = [p for place, p in enumerate(parameters) if place not in trained]
-        return [*(parameters[place] for place in self.trained), *others, *buffers, *given]
+        others = [p for index, p in enumerate(parameters) if index not in trained]
+        return [*(parameters[index] for index in self.trained), *others, *buffers, *inputs]
 
     def outputs(self, values: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
-        """(new values of `mutated`, the loss, gradients of `trained`) from the graph's."""
-        num = len(self.mutated)
-        loss = num + self.num_written + 1
-        return list(values[:num]), values[loss], list(values[loss + 1 :])
+        """Split the graph's results: (new `mutated_buffers`, loss, gradients of `trained`)."""
+        num_buffers = len(self.mutated_buffers)
+        loss_index = num_buffers + self.num_mutated_inputs + 1
+        return list(values[:num_buffers]), values[loss_index], list(values[loss_index + 1 :])
 
 
 class ReshapedBufferError(RequestError):
-    """In a forward pass another tensor, of another shape, takes a buffer's place."""
+    """A forward pass replaces a buffer by a tensor of another shape."""
 
 
-class _Loss(nn.Module):
-    """The loss of a batch, in the form in which other tensors can be put into the model."""
+class _LossModule(nn.Module):
+    """The loss of a batch as a module, so that `functional_call` can replace tensors."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -78,7 +86,7 @@ class _Loss(nn.Module):
         before = dict(self.model.named_buffers())
         loss = self.loss(self.model, batch)
         for name, buffer in self.model.named_buffers():
-            if name in before and buffer is not before[name]:  # another tensor has its place
+            if name in before and buffer is not before[name]:  # it was replaced
                 if buffer.shape != before[name].shape:
                     raise ReshapedBufferError(
                         f"--engine jax cannot have the shape of a buffer change in a step, as that "
@@ -89,89 +97,98 @@ class _Loss(nn.Module):
         return loss
 
 
-class _Holder(nn.Module):
-    """Each tensor of the model once, whatever its names, so that gradients of tied ones add up."""
+class _FunctionalLoss(nn.Module):
+    """Holds each tensor of the model once, whatever its names.
 
-    def __init__(self, trained: Tensors, kept: Tensors, loss: Callable[..., Any]) -> None:
+    So the gradients of tied parameters add up.
+    """
+
+    def __init__(self, trained: Tensors, others: Tensors, loss: Callable[..., Any]) -> None:
         super().__init__()
-        self.num_trained, self.num_kept, self.loss = len(trained), len(kept), loss
-        for place, tensor in enumerate(trained):
-            self.register_parameter(f"trained{place}", nn.Parameter(tensor))
-        for place, tensor in enumerate(kept):
-            self.register_buffer(f"kept{place}", tensor)
+        self.num_trained, self.num_others, self.loss = len(trained), len(others), loss
+        for index, tensor in enumerate(trained):
+            self.register_parameter(f"trained{index}", nn.Parameter(tensor))
+        for index, tensor in enumerate(others):
+            self.register_buffer(f"other{index}", tensor)
 
     def forward(self, factor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        trained = [getattr(self, f"trained{place}") for place in range(self.num_trained)]
-        kept = [getattr(self, f"kept{place}") for place in range(self.num_kept)]
-        loss = self.loss(trained, kept, inputs)
-        # Scaled in here, for the backward pass begins at the first result with a gradient of 1.
+        trained = [getattr(self, f"trained{index}") for index in range(self.num_trained)]
+        others = [getattr(self, f"other{index}") for index in range(self.num_others)]
+        loss = self.loss(trained, others, inputs)
+        # Scaled in here, because the backward pass begins at the first result with gradient 1.
         return loss * factor, loss.detach()
 
 
-class _Scores(_Holder):
+class _FunctionalScore(_FunctionalLoss):
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        kept = [getattr(self, f"kept{place}") for place in range(self.num_kept)]
-        return (self.loss([], kept, inputs),)
+        others = [getattr(self, f"other{index}") for index in range(self.num_others)]
+        return (self.loss([], others, inputs),)
 
 
 def capture(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]], decompositions: Any,
-    whole_attention: bool = False,
-) -> Captured:  # fmt: skip
-    """The step of `loss(model, batch)`; `batch` and the model are on the host and only looked at.
+    fused_attention: bool = False,
+) -> CapturedStep:  # fmt: skip
+    """Capture the step of `loss(model, batch)` as one graph.
 
     Args:
+        model: on the host; left as it is.
+        loss: called with the model and the batch.
+        batch: on the host; left as it is.
         autocast: entered around the forward pass.
         decompositions: of operations that the graph must not have, as torch's tables are.
-        whole_attention: keep attention without dropout as one operation.
+        fused_attention: keep attention without dropout as one operation.
 
     Raises:
-        RequestError: it cannot be one graph; the message has the place in the model.
+        RequestError: the step cannot be one graph; the message names the place in the model.
     """
     parameters = list(model.parameters())
-    trained = [place for place, p in enumerate(parameters) if p.requires_grad]
-    arguments = model, loss, batch, autocast, decompositions, whole_attention
+    trained = [index for index, p in enumerate(parameters) if p.requires_grad]
+    arguments = model, loss, batch, autocast, decompositions, fused_attention
     saved = python_state.Saved(model)
     try:
         try:
             return _capture(trained, *arguments)
         except AssertionError as error:
-            if _NO_GRADIENT not in str(error):
+            if _NO_GRADIENT_MESSAGE not in str(error):
                 raise
         saved.restore()
-        with_gradient = _with_gradient(trained, *arguments[:4])
+        with_gradient = _params_with_gradient(trained, *arguments[:4])
         saved.restore()
         return _capture(with_gradient, *arguments)
     except (RequestError, MemoryError):
         raise
     except Exception as error:
         saved.restore()
-        by_itself = model_errors.of_call(
-            model, lambda: _loss_and_back(model, loss, batch, autocast, trained)
+        model_error = model_errors.of_call(
+            model, lambda: _run_eager_step(model, loss, batch, autocast, trained)
         )
-        if by_itself is not None:
-            raise by_itself from None
-        raise RequestError(_in_a_line(error)) from error
+        if model_error is not None:
+            raise model_error from None
+        raise RequestError(_error_message(error)) from error
 
 
-def _loss_and_back(
+def _run_eager_step(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
     trained: list[int],
 ) -> None:  # fmt: skip
-    """A step on the host that leaves no gradient."""
+    """Run forward and backward pass on the host, leaving no gradient."""
     with autocast():
         value = loss(model, batch)
     parameters = [*model.parameters()]
-    torch.autograd.grad(value, [parameters[place] for place in trained], allow_unused=True)
+    torch.autograd.grad(value, [parameters[index] for index in trained], allow_unused=True)
 
 
-def settle(
+def build_lazy_buffers(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> None:  # fmt: skip
-    """A forward pass on the host that leaves nothing but tensors in the place of buffers: tables
-    that a model makes when it first sees a size."""
+    """Run a forward pass on the host for the buffers that it replaces by new tensors.
+
+    These are tables that a model makes when it first sees a size. Buffers that are written to
+    in place are restored.
+    """
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=()), torch.no_grad(), autocast():
         loss(model, batch)
@@ -183,25 +200,31 @@ def settle(
 
 def _capture(
     trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
-    autocast: Callable[[], Any], decompositions: Any, whole_attention: bool,
-) -> Captured:  # fmt: skip
+    autocast: Callable[[], Any], decompositions: Any, fused_attention: bool,
+) -> CapturedStep:  # fmt: skip
     from torch._functorch.aot_autograd import aot_export_module
 
     parameters, buffers = list(model.parameters()), list(model.buffers())
-    others = [p for place, p in enumerate(parameters) if place not in set(trained)]
+    others = [p for index, p in enumerate(parameters) if index not in set(trained)]
     reads: list[int] = []
 
-    def of_tensors(some: Tensors, kept: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        value, reads[:] = loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
+    def functional(
+        trained_tensors: Tensors, other_tensors: Tensors, inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        value, reads[:] = functional_loss(
+            model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
+        )
         return value
 
-    inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *extra_inputs.tensors()])
-    some = _plain(parameters[place] for place in trained)
-    holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
+    inputs = _contiguous_clones(
+        [torch.ones(()), *nested.tensors_of(batch), *extra_inputs.tensors()]
+    )
+    trained_tensors = _contiguous_clones(parameters[index] for index in trained)
+    holder = _FunctionalLoss(trained_tensors, _contiguous_clones([*others, *buffers]), functional)
     watch, saved = python_state.Watch(model), python_state.Saved(model)
     before = python_state.numbers_in(watch.state())
-    # Tensors that a model has as plain attributes are constants of the graph.
-    with traceable(model, whole_attention), _fake():
+    # Tensors that are plain attributes of the model become constants of the graph.
+    with traceable(model, fused_attention), _fake_mode():
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
@@ -213,23 +236,27 @@ def _capture(
         )
     if python_state.numbers_in(watch.state()) != before:
         with python_state.restored(model):
-            _refuse_numbers_that_change(watch, trained, model, loss, batch, autocast)
+            _refuse_changing_numbers(watch, trained, model, loss, batch, autocast)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    mutated = [int(name.removeprefix("kept")) for name in signature.buffers_to_mutate.values()]
-    mutated = [place - len(others) for place in mutated]
-    num_written = len(signature.user_inputs_to_mutate)
-    return Captured(graph, trained, mutated, num_written, reads)
+    mutated_buffers = [
+        int(name.removeprefix("other")) for name in signature.buffers_to_mutate.values()
+    ]
+    mutated_buffers = [index - len(others) for index in mutated_buffers]
+    num_mutated_inputs = len(signature.user_inputs_to_mutate)
+    return CapturedStep(graph, trained, mutated_buffers, num_mutated_inputs, reads)
 
 
-def _refuse_numbers_that_change(
+def _refuse_changing_numbers(
     watch: python_state.Watch, trained: list[int], model: nn.Module,
     loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
 ) -> None:  # fmt: skip
-    """A graph is captured once; raises RequestError if every forward pass changes a number."""
+    """Raise RequestError if every forward pass changes a number, for a graph is captured once."""
     before = python_state.numbers_in(watch.state())
-    with faked(trained, model, batch) as (some, kept, inputs):
-        loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
+    with fake_inputs(trained, model, batch) as (trained_tensors, other_tensors, inputs):
+        functional_loss(
+            model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
+        )
     for name, value in python_state.numbers_in(watch.state()).items():
         if before.get(name, value) != value:
             raise RequestError(
@@ -241,16 +268,16 @@ def _refuse_numbers_that_change(
 def refuse_changing_extra_state(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
 ) -> None:
-    """Raise RequestError if every forward pass changes a module's extra state, which is Python's.
+    """Raise RequestError if every forward pass changes a module's extra state.
 
-    Two passes on the host leave what they make of it, as a first step would; nothing for models
-    that have none.
+    It is Python's, and a graph would not change it. Two passes on the host leave the state that
+    a first step would leave. Nothing is run for models without extra state.
     """
     if model_state.first_with_extra_state(model) is None:
         return
     for is_last in (False, True):
         before = model_state.read_extra(model)
-        settle(model, loss, batch, autocast)
+        build_lazy_buffers(model, loss, batch, autocast)
         after = model_state.read_extra(model)
         changed = [key for key in after if not extra_state.equal(before.get(key), after[key])]
         if not changed:
@@ -266,29 +293,40 @@ def capture_score(
     model: nn.Module, score: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]], decompositions: Any,
 ) -> torch.fx.GraphModule:  # fmt: skip
-    """`score(model, batch)` as a graph without gradients.
+    """Capture `score(model, batch)` as a graph without gradients.
 
-    It takes parameters, buffers, the batch's tensors and those beside it.
+    It takes parameters, buffers, the batch's tensors and the extra inputs.
+
+    Args:
+        model: on the host.
+        score: called with the model and the batch.
+        batch: on the host.
+        autocast: entered around the forward pass.
+        decompositions: of operations that the graph must not have.
 
     Raises:
         RequestError: it cannot be one graph, or the model writes to its buffers.
     """
     from torch._functorch.aot_autograd import aot_export_module
 
-    def of_tensors(_: Tensors, kept: Tensors, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        return loss_of(model, score, batch, autocast, [], [], kept, inputs)[0]
+    def functional(
+        _: Tensors, other_tensors: Tensors, inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return functional_loss(model, score, batch, autocast, [], [], other_tensors, inputs)[0]
 
-    holder = _Scores([], _plain([*model.parameters(), *model.buffers()]), of_tensors)
-    inputs = _plain([*nested.tensors_of(batch), *extra_inputs.tensors()])
+    holder = _FunctionalScore(
+        [], _contiguous_clones([*model.parameters(), *model.buffers()]), functional
+    )
+    inputs = _contiguous_clones([*nested.tensors_of(batch), *extra_inputs.tensors()])
     try:
-        with torch.no_grad(), traceable(model, whole_attention=False), _fake():
+        with torch.no_grad(), traceable(model, fused_attention=False), _fake_mode():
             graph, signature = aot_export_module(
                 holder, inputs, trace_joint=False, decompositions=decompositions
             )
     except (RequestError, MemoryError):
         raise
     except Exception as error:
-        raise RequestError(_in_a_line(error)) from error
+        raise RequestError(_error_message(error)) from error
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise RequestError("the model writes to its buffers or its batch in evaluation")
     graph.graph.eliminate_dead_code()
@@ -296,101 +334,113 @@ def capture_score(
     return graph
 
 
-def _plain(tensors: Iterable[torch.Tensor]) -> Tensors:
-    """Copies to be traced with, for some tracing counts as writing.
+def _contiguous_clones(tensors: Iterable[torch.Tensor]) -> Tensors:
+    """Clone tensors to trace with, because tracing some models counts as writing to them.
 
-    Without strides of their own, of which JAX knows nothing, and that some graphs look at.
+    The clones are contiguous: some graphs depend on strides, which JAX does not have.
     """
-    plain = torch.contiguous_format
-    return [tensor.detach().clone(memory_format=plain) for tensor in tensors]
+    layout = torch.contiguous_format
+    return [tensor.detach().clone(memory_format=layout) for tensor in tensors]
 
 
-def loss_of(
+def functional_loss(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
-    trained: list[int], some: Sequence[torch.Tensor], kept: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    trained: list[int], trained_tensors: Sequence[torch.Tensor],
+    other_tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
-    """The loss with other tensors in the places of all that the model has and is given.
+    """Compute the loss with other tensors in the place of all that the model has and is given.
 
-    And how many were read of each source of `beside`.
+    Returns:
+        The loss, and how many tensors were read of each source of extra inputs.
     """
     num_others = sum(1 for _ in model.parameters()) - len(trained)
-    by_place, others = dict(zip(trained, some, strict=True)), iter(kept[:num_others])
+    trained_by_index = dict(zip(trained, trained_tensors, strict=True))
+    others = iter(other_tensors[:num_others])
     tensors = {
-        f"model.{name}": by_place[place] if place in by_place else next(others)
-        for place, (name, _) in enumerate(model.named_parameters())
+        f"model.{name}": trained_by_index[index] if index in trained_by_index else next(others)
+        for index, (name, _) in enumerate(model.named_parameters())
     }
     names = (name for name, _ in model.named_buffers())
-    tensors |= {f"model.{n}": b for n, b in zip(names, kept[num_others:], strict=True)}
+    tensors |= {f"model.{n}": b for n, b in zip(names, other_tensors[num_others:], strict=True)}
     num_in_batch = len(nested.tensors_of(batch))
-    given = nested.with_tensors(batch, inputs[:num_in_batch])
-    # In here, not around the export: the graph's backward pass runs outside of autocast.
+    new_batch = nested.with_tensors(batch, inputs[:num_in_batch])
+    # In here, not around the export: the backward pass runs outside of autocast.
     with autocast(), extra_inputs.replaced(list(inputs[num_in_batch:])) as reads:
-        value: torch.Tensor = torch.func.functional_call(_Loss(model, loss), tensors, (given,))
+        value: torch.Tensor = torch.func.functional_call(
+            _LossModule(model, loss), tensors, (new_batch,)
+        )
     return value, reads
 
 
-def _with_gradient(
+def _params_with_gradient(
     trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], Any],
 ) -> list[int]:  # fmt: skip
-    """Those of `trained` that the loss depends on, for torch has no graph with others in it."""
-    with faked(trained, model, batch) as (some, kept, inputs):
-        value, _ = loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
-        gradients = torch.autograd.grad(value, some, allow_unused=True)
+    """Return those of `trained` that the loss depends on; torch exports no graph with others."""
+    with fake_inputs(trained, model, batch) as (trained_tensors, other_tensors, inputs):
+        value, _ = functional_loss(
+            model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
+        )
+        gradients = torch.autograd.grad(value, trained_tensors, allow_unused=True)
     pairs = zip(trained, gradients, strict=True)
-    return [place for place, gradient in pairs if gradient is not None]
+    return [index for index, gradient in pairs if gradient is not None]
 
 
-def index_ranges_of(
+def trace_index_ranges(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
 ) -> Ranges:
-    """Return what must hold of the batch's tensors for the indices among them to be in range."""
-    trained = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
-    with faked(trained, model, batch) as (some, kept, inputs):
+    """Return the ranges in which the indices in the batch must lie."""
+    trained = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
+    with fake_inputs(trained, model, batch) as (trained_tensors, other_tensors, inputs):
         tracer = Tracer(inputs[: len(nested.tensors_of(batch))])
         with tracer:
-            loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
+            functional_loss(
+                model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
+            )
     return tracer.notes.ranges()
 
 
 @contextlib.contextmanager
-def faked(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tuple[Tensors, ...]]:
-    """Shapes and types in the place of all tensors that a step reads, in which it can be run.
+def fake_inputs(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tuple[Tensors, ...]]:
+    """Yield fake tensors for all that a step reads, and let the step be run on them.
 
-    The parameters of `trained`; other parameters and buffers; the batch's and those beside it.
+    They are the parameters of `trained`; other parameters and buffers; the batch's tensors and
+    the extra inputs.
     """
     parameters, buffers = list(model.parameters()), list(model.buffers())
-    others = [p for place, p in enumerate(parameters) if place not in set(trained)]
-    mode = _fake()
+    others = [p for index, p in enumerate(parameters) if index not in set(trained)]
+    mode = _fake_mode()
 
-    def of(tensors: Iterable[torch.Tensor]) -> list[Any]:
-        return [mode.from_tensor(tensor) for tensor in _plain(tensors)]
+    def fake(tensors: Iterable[torch.Tensor]) -> list[Any]:
+        return [mode.from_tensor(tensor) for tensor in _contiguous_clones(tensors)]
 
-    with traceable(model, whole_attention=False), mode:
-        some = [tensor.requires_grad_() for tensor in of(parameters[place] for place in trained)]
+    with traceable(model, fused_attention=False), mode:
+        trained_tensors = [
+            tensor.requires_grad_() for tensor in fake(parameters[index] for index in trained)
+        ]
         yield (
-            some,
-            of([*others, *buffers]),
-            of([*nested.tensors_of(batch), *extra_inputs.tensors()]),
+            trained_tensors,
+            fake([*others, *buffers]),
+            fake([*nested.tensors_of(batch), *extra_inputs.tensors()]),
         )
 
 
-def _fake() -> Any:
-    """Tensors are shapes and types alone in this; those of others are let in."""
-    from accbench.engines.jax.noting import Noting
+def _fake_mode() -> Any:
+    """Return a mode in which tensors are shapes and dtypes alone; real tensors are accepted."""
+    from accbench.engines.jax.kernel_dtypes import KernelDtypeFakeMode
 
-    return Noting()
+    return KernelDtypeFakeMode()
 
 
-def _in_a_line(error: Exception) -> str:
-    place = source_location.in_model(traceback.extract_tb(error.__traceback__))
+def _error_message(error: Exception) -> str:
+    location = source_location.in_model(traceback.extract_tb(error.__traceback__))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = f"{type(error).__name__}{f': {lines[0][:300]}' if lines else ''}"
+    summary = f"{type(error).__name__}{f': {lines[0][:300]}' if lines else ''}"
+    where = f" at {location}" if location else ""
     advice = "take out what depends on values, or " if _depends_on_values(error) else ""
     return (
-        f"--engine jax cannot capture the step as one graph{f' at {place}' if place else ''}: "
-        f"{what}; {advice}use --engine inductor, xla or ddp"
+        f"--engine jax cannot capture the step as one graph{where}: "
+        f"{summary}; {advice}use --engine inductor, xla or ddp"
     )
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import Strategy
-from accbench.engines.jax.workers import Workers
+from accbench.engines.jax.data_mesh import DataMesh
 
 
-class DataParallel(Strategy):
+class MeshDataParallel(Strategy):
     """Data parallel in the jitted step, over the mesh of all ranks' devices.
 
     Args:
@@ -26,7 +26,7 @@ class DataParallel(Strategy):
     def __init__(
         self,
         topology: Topology,
-        mesh: Workers,
+        mesh: DataMesh,
         shards: bool,
         quietly: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -37,15 +37,16 @@ class DataParallel(Strategy):
         # Long enough to be reduced in parts, where large gradients are.
         length = 1024 * self.topology.world_size if self._shards else 2
         gradient = jnp.full((length,), value, jnp.float32)
-        mesh, axis = self.mesh, self.mesh.axis_of(gradient.shape)
+        mesh, axis = self.mesh, self.mesh.shard_axis(gradient.shape)
 
         def average(state: Any, own: Any, given: Any, own_given: Any) -> tuple[Any, Any, Any]:
-            (part,) = mesh.mean_parts(own_given, [axis])
-            return [mesh.whole(part, axis)], own, given
+            (part,) = mesh.reduce_mean(own_given, [axis])
+            return [mesh.all_gather(part, axis)], own, given
 
         with self._quietly():
-            averaged, _, _ = mesh.function(average)(
-                mesh.shared([]), mesh.own([]), mesh.shared([]), mesh.own([gradient])
+            averaged, _, _ = mesh.jit(average)(
+                *(mesh.global_arrays([]), mesh.per_rank_arrays([])),
+                *(mesh.global_arrays([]), mesh.per_rank_arrays([gradient])),
             )
-            values: list[float] = mesh.here(averaged[0]).tolist()
+            values: list[float] = mesh.local_data(averaged[0]).tolist()
         return values

@@ -34,7 +34,7 @@ from accbench.engines.common import (
 from accbench.engines.common.index_ranges import Ranges
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
-from accbench.engines.jax import changing, starting
+from accbench.engines.jax import recapture, runtime
 from accbench.engines.precision import Precision
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
@@ -151,7 +151,7 @@ class Engine(engines.Engine):
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
-        env = {"JAX_PLATFORMS": starting.PLATFORMS[task.device]}
+        env = {"JAX_PLATFORMS": runtime.PLATFORMS[task.device]}
         if task.device == "cpu" and task.threads:
             # XLA sizes its thread pool by this name or by the machine's cores.
             env["NPROC"] = str(task.threads)
@@ -159,7 +159,7 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
-        starting.configure(task.device, options.flags)
+        runtime.configure(task.device, options.flags)
         import jax
 
         from accbench.engines.jax import arrays, data_parallel
@@ -167,10 +167,10 @@ class Engine(engines.Engine):
         self._cache = self._start_cache()
         self.jax, self._workers = jax, self._meet()
         self.device = torch.device("cpu")  # where torch's tensors are
-        self.strategy = data_parallel.DataParallel(
+        self.strategy = data_parallel.MeshDataParallel(
             topology, self._workers, options.shard, self._greetings_to_log
         )
-        self.precision = _Precision(task, lambda: self._mirror)
+        self.precision = JaxPrecision(task, lambda: self._mirror)
         if self.precision.needs_loss_scale:
             self.precision.scaler = torch.amp.GradScaler("cpu")
             self.precision.scaler._lazy_init_scale_growth_tracker(self.device)
@@ -179,17 +179,17 @@ class Engine(engines.Engine):
         self._steps: dict[Any, _Step] = {}
         self._by_name: dict[Any, _Step] = {}
         self._python: python_state.Watch | None = None
-        self._changes = changing.Changes()
-        self._sent = arrays.Sent()
+        self._changes = recapture.RecaptureLimit()
+        self._sent = arrays.DeviceArrays()
         self._seed, self._num_run = 0, 0
         self._stats = engines.CompileStats()
         self._evaluation: Any = None
 
     def _meet(self) -> Any:
-        from accbench.engines.jax import workers
+        from accbench.engines.jax import data_mesh
 
-        workers.meet(self.topology, self.task.device, self.task.timeout_s)
-        found = workers.Workers(
+        data_mesh.init_distributed(self.topology, self.task.device, self.task.timeout_s)
+        found = data_mesh.DataMesh(
             self.topology, self.options.shard, by_gloo=self.task.device == "cpu"
         )
         got = found.device.platform
@@ -202,7 +202,7 @@ class Engine(engines.Engine):
         return found
 
     def _start_cache(self) -> str:
-        return starting.keep_compiled(self.task.device, self.options)
+        return runtime.enable_compile_cache(self.task.device, self.options)
 
     @property
     def compile_cache(self) -> str:
@@ -220,15 +220,15 @@ class Engine(engines.Engine):
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        from accbench.engines.jax import mirror
+        from accbench.engines.jax import state_sync
 
         entry = optimizers.of_task(self.task)
         optimizer = entry.torch_class(
             optimizer_state.groups(self.task, model), **entry.arguments(self.task)
         )
         optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
-        self._mirror = mirror.Mirror(
-            model, optimizer, self.precision.scaler, mirror.keys_of(self.task), self._workers
+        self._mirror = state_sync.StateSync(
+            model, optimizer, self.precision.scaler, state_sync.state_keys(self.task), self._workers
         )
         return optimizer
 
@@ -239,7 +239,7 @@ class Engine(engines.Engine):
         tensors = nested.tensors_of(nested.mapped(batch, _itself, doing="an input of a graph"))
         if self.task.device != "cpu":  # there it is the same memory
             for tensor in tensors:
-                self._sent.keep(tensor, arrays.lent(tensor, self._workers.device))
+                self._sent.add(tensor, arrays.from_torch(tensor, self._workers.device))
         return batch
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
@@ -261,10 +261,10 @@ class Engine(engines.Engine):
             self.options.lean == "auto" and self.task.device == "cuda"
         )
         if self.task.device == "cuda" or lean:  # torch's rules there are not those for a CPU
-            from accbench.engines.jax import lean as spelled
+            from accbench.engines.jax import fused_ops
 
             return cuda_autocast.autocast(
-                self.precision.autocast_dtype, spelled.SPELLINGS if lean else None
+                self.precision.autocast_dtype, fused_ops.FUSED_OPS if lean else None
             )
         return self._hosts_autocast()
 
@@ -275,11 +275,11 @@ class Engine(engines.Engine):
         """The same step as `step` takes, as one function; `step` is not called."""
         from accbench.engines.jax import arrays, capture
 
-        self._mirror.take_over()
+        self._mirror.sync_from_torch()
         arguments = self._arguments(optimizer, batch)
         key = self._key(model, spec, optimizer, batch)
         found = self._steps.get(key)
-        self._changes.before_step(self._python, is_known=found is not None)
+        self._changes.check(self._python, is_captured=found is not None)
         if found is None:
             try:
                 found = self._compiled(model, spec, optimizer, batch, arguments)
@@ -298,10 +298,10 @@ class Engine(engines.Engine):
             state, own, loss = found.run(*arguments)
         self._num_run += 1
         self._stats += engines.CompileStats(num_executions=1)
-        self._mirror.moved(state, own)
+        self._mirror.set_arrays(state, own)
         for source, number in zip(extra_inputs.sources, found.reads, strict=True):
             source.position[0] += number
-        return arrays.Pending.of(self._workers.here(loss, is_own=True))
+        return arrays.PendingTensor.of(self._workers.local_data(loss, is_per_rank=True))
 
     def _key(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
@@ -317,20 +317,22 @@ class Engine(engines.Engine):
 
         self._bring_back()
         part = nested.chunks(batch, self.task.accumulate)[0]
-        capture.settle(model, spec.loss, part, self._hosts_autocast)
-        self._mirror.renew_buffers(model)
-        self._mirror.take_over()
+        capture.build_lazy_buffers(model, spec.loss, part, self._hosts_autocast)
+        self._mirror.reset_buffers(model)
+        self._mirror.sync_from_torch()
 
     def _arguments(self, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> tuple[Any, ...]:
         import numpy as np
 
-        from accbench.engines.jax import mirror
+        from accbench.engines.jax import state_sync
 
         inputs = self._inputs(batch)
         random = np.array([self._seed % 2**32, self._num_run % 2**32], np.uint32)
-        rates = self._workers.shared(mirror.rates_of(optimizer))
-        given = self._workers.own({"inputs": inputs, "random": self.jax.numpy.asarray(random)})
-        return self._mirror.state, self._mirror.own, rates, given
+        rates = self._workers.global_arrays(state_sync.learning_rates(optimizer))
+        given = self._workers.per_rank_arrays(
+            {"inputs": inputs, "random": self.jax.numpy.asarray(random)}
+        )
+        return self._mirror.state, self._mirror.local_state, rates, given
 
     def _inputs(self, batch: engines.Batch) -> list[Any]:
         from accbench.engines.jax import arrays
@@ -338,7 +340,7 @@ class Engine(engines.Engine):
         inputs = []
         for tensor in (*nested.tensors_of(batch), *extra_inputs.tensors()):
             sent = self._sent.get(tensor)
-            inputs.append(arrays.lent(tensor, self._workers.device) if sent is None else sent)
+            inputs.append(arrays.from_torch(tensor, self._workers.device) if sent is None else sent)
         return inputs
 
     def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
@@ -348,14 +350,17 @@ class Engine(engines.Engine):
         if self._evaluation is None:
             from accbench.engines.jax import evaluation
 
-            rules = starting.rules(self.task.device, self.options)
-            self._evaluation = evaluation.Evaluation(self._autocast, rules)
-        self._mirror.take_over()
+            rules = runtime.lowering_rules(self.task.device, self.options)
+            self._evaluation = evaluation.CompiledEvaluation(self._autocast, rules)
+        self._mirror.sync_from_torch()
         is_averaged = isinstance(model, optimizer_state.Averaged)
         key = optimizer_state.AVERAGE if is_averaged else "parameters"
         weights = (
-            self._mirror.whole(key),
-            [self._workers.here(array, is_own=True) for array in self._mirror.own["buffers"]],
+            self._mirror.gather(key),
+            [
+                self._workers.local_data(array, is_per_rank=True)
+                for array in self._mirror.local_state["buffers"]
+            ],
         )
         net = model.net if is_averaged else model
         assert isinstance(net, nn.Module)
@@ -380,12 +385,12 @@ class Engine(engines.Engine):
         saved = python_state.Saved(model)
         part = nested.chunks(batch, self.task.accumulate)[0]
         capture.refuse_changing_extra_state(model, spec.loss, part, self._hosts_autocast)
-        ranges = capture.index_ranges_of(model, spec.loss, part, self._autocast)
+        ranges = capture.trace_index_ranges(model, spec.loss, part, self._autocast)
         saved.restore()
         key = self._name_of(saved, model, spec, optimizer, batch, arguments)
         step = None if key is None else self._by_name.get(key)
         if step is not None:  # what has changed of Python's is nothing to the step
-            self._changes.did_not_matter()
+            self._changes.note_unneeded()
             return step
 
         def build() -> tuple[Any, list[int]]:
@@ -407,15 +412,15 @@ class Engine(engines.Engine):
         optimizer: torch.optim.Optimizer, batch: engines.Batch, arguments: tuple[Any, ...],
     ) -> tuple[str, tuple[int, ...]] | None:  # fmt: skip
         """What tells the step from others, and what it reads beside; None where nothing does."""
-        from accbench.engines.jax import fingerprint, kept_steps
+        from accbench.engines.jax import fingerprint, step_cache
 
         part = nested.chunks(batch, self.task.accumulate)[0]
         # What capture refuses it refuses in its own words.
         with contextlib.suppress(Exception):
-            digest, reads = fingerprint.of_step(model, spec.loss, part, self._autocast)
+            digest, reads = fingerprint.step_digest(model, spec.loss, part, self._autocast)
             plan = self._plan(model, optimizer, batch)
             workers = self.topology.world_size, self.task.device
-            key = kept_steps.key_of(digest, plan, workers, arguments=arguments)
+            key = step_cache.step_key(digest, plan, workers, arguments=arguments)
             # The key has the text of accbench's own optimizers alone.
             is_ours = self.task.optimizer in plugins.modules("optimizers")
             if key is not None and is_ours and not saved.draws_random_numbers():
@@ -427,12 +432,12 @@ class Engine(engines.Engine):
         build: Callable[[], tuple[Any, list[int]]],
     ) -> tuple[Any, list[int]]:  # fmt: skip
         """As `build` gives it, from the cache's folder where it is there."""
-        from accbench.engines.jax import kept_steps
+        from accbench.engines.jax import step_cache
 
         if self._cache.startswith("off"):
             return build()
         key, reads = name
-        steps = kept_steps.KeptSteps(Path(self._cache) / "steps")
+        steps = step_cache.StepCache(Path(self._cache) / "steps")
         return steps.get(key, arguments, lambda: build()[0]), [*reads]
 
     def _function(
@@ -446,33 +451,35 @@ class Engine(engines.Engine):
         plan = self._plan(model, optimizer, batch)
         captured = capture.capture(
             model, spec.loss, part, self._autocast, lowering.decompositions(),
-            whole_attention=starting.attends(plan.rules, self.precision.autocast_dtype),
+            fused_attention=runtime.keeps_attention(plan.rules, self.precision.autocast_dtype),
         )  # fmt: skip
-        built = step.build(captured, plan, self._workers)
-        return self._workers.function(built, self._mirror.state), captured.reads
+        built = step.build_step(captured, plan, self._workers)
+        return self._workers.jit(built, self._mirror.state), captured.reads
 
     def _plan(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: engines.Batch
     ) -> Any:
         from accbench.engines.jax import step
 
-        return step.Plan(
+        return step.StepPlan(
             optimizer=self.task.optimizer,
             groups=[_settings(group) for group in optimizer.param_groups],
             group_of=_groups_of(model, optimizer),
-            num_parts=self.task.accumulate,
-            num_in_batch=len(nested.tensors_of(batch)),
-            num_beside=[len(source.tensors) for source in extra_inputs.sources],
+            num_microbatches=self.task.accumulate,
+            num_batch_tensors=len(nested.tensors_of(batch)),
+            num_extra_tensors=[len(source.tensors) for source in extra_inputs.sources],
             clip_norm=self.task.clip_norm,
             ema_decay=self.task.ema_decay or None,
-            skips=self.task.on_nan == "skip",
-            scaling=_scaling(self.precision.scaler),
+            skip_nonfinite=self.task.on_nan == "skip",
+            loss_scaling=_scaling(self.precision.scaler),
             # Where there is a loss scale, updates wait for the search for overflows.
-            waits=self.topology.world_size > 1
+            barrier_before_update=self.topology.world_size > 1
             and self.task.device != "cpu"
             and not self.precision.scaler,
-            axes=[self._workers.axis_of(parameter.shape) for parameter in model.parameters()],
-            rules=starting.rules(self.task.device, self.options),
+            shard_axes=[
+                self._workers.shard_axis(parameter.shape) for parameter in model.parameters()
+            ],
+            rules=runtime.lowering_rules(self.task.device, self.options),
         )
 
     def wait(self) -> None:
@@ -481,7 +488,7 @@ class Engine(engines.Engine):
 
     def _bring_back(self) -> None:
         if self._mirror is not None:
-            self._mirror.bring_back()
+            self._mirror.sync_to_torch()
 
     def gather_state(self) -> None:
         self._bring_back()
@@ -544,13 +551,13 @@ class Engine(engines.Engine):
         return self._stats if self._evaluation is None else self._stats + self._evaluation.stats
 
     def close(self) -> None:
-        from accbench.engines.jax import workers
+        from accbench.engines.jax import data_mesh
 
         self.wait()
-        workers.leave()
+        data_mesh.shutdown_distributed()
 
 
-class _Precision(Precision):
+class JaxPrecision(Precision):
     """The types of a step of JAX's, which has the loss scale among its state."""
 
     def __init__(self, task: TaskConfig, state: Callable[[], Any]) -> None:
@@ -560,7 +567,7 @@ class _Precision(Precision):
     def loss_scale(self) -> float | None:
         if self.scaler is None or self._state() is None:
             return None
-        scale: float = self._state().scale()
+        scale: float = self._state().loss_scale()
         return scale
 
 

@@ -1,4 +1,4 @@
-"""Evaluation on the device: the score of a batch as a compiled function of weights and batch."""
+"""Evaluation on the device: a batch's score as a compiled function of weights and batch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +17,12 @@ from accbench.errors import RequestError
 from accbench.recording.terminal import log
 
 
-class Evaluation:
-    """Compiled scores, one for each signature of batches.
+class CompiledEvaluation:
+    """Compiled score functions, one for each signature of batches.
 
     Args:
         autocast: entered around the forward pass.
+        rules: how graphs are lowered.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class Evaluation:
         self, net: nn.Module, spec: Any, batch: Any, weights: tuple[Sequence[Any], Sequence[Any]],
         inputs: Sequence[Any],
     ) -> torch.Tensor | None:  # fmt: skip
-        """`spec.score(net, batch)`, which nobody has waited for; None where it cannot be captured.
+        """Compute `spec.score(net, batch)` without waiting; None where it cannot be captured.
 
         Args:
+            net: on the host.
+            spec: of the model.
+            batch: on the host.
             weights: arrays for parameters and buffers, in the net's order.
-            inputs: arrays for the batch's tensors, and for those of `beside`.
+            inputs: arrays for the batch's tensors, and for the extra inputs.
         """
         watch = self._watches.get(id(net))
         if watch is None or watch.model is not net:
@@ -52,17 +56,17 @@ class Evaluation:
             tuple(module.training for module in net.modules()),
         )  # fmt: skip
         if signature not in self._functions:
-            self._functions[signature] = self._compiled(net, spec, batch, weights, inputs)
+            self._functions[signature] = self._compile(net, spec, batch, weights, inputs)
         function, ranges = self._functions[signature]
         if function is None:
             return None
         names, tensors = zip(*nested.named_tensors(batch), strict=True)
         ranges.refuse(tensors, names)
         self.stats += CompileStats(num_executions=1)
-        return arrays.Pending.of(function(weights, inputs))
+        return arrays.PendingTensor.of(function(weights, inputs))
 
-    def _compiled(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
-        begun = time.perf_counter()
+    def _compile(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
+        start = time.perf_counter()
         saved = python_state.Saved(net)
         try:
             graph = capture.capture_score(
@@ -76,13 +80,13 @@ class Evaluation:
 
         def function(weights: Any, inputs: Any) -> Any:
             parameters, buffers = weights
-            # Evaluation draws nothing, but for models that do so in it as well.
+            # Only models that draw random numbers in evaluation too use it.
             key = jax.random.key(0)
             (score,) = lowering.run_graph(graph, [*parameters, *buffers, *inputs], key, self._rules)
             return score
 
         compiled = jax.jit(function).lower(*arguments).compile()
-        self.stats += CompileStats(1, time.perf_counter() - begun)
+        self.stats += CompileStats(1, time.perf_counter() - start)
         with python_state.restored(net):
-            ranges = capture.index_ranges_of(net, spec.score, batch, self._autocast)
+            ranges = capture.trace_index_ranges(net, spec.score, batch, self._autocast)
         return compiled, ranges

@@ -1,10 +1,10 @@
-"""What a step's graph will be, known without making the graph.
+"""A digest of a step's graph, computed without making the graph.
 
-The forward pass runs once, on shapes and types alone, and all that it does is noted: each ATen
-operation with what it is given, whether that has a gradient, and the graph that autograd would go
-back by. Forward and backward pass follow from these alone, but for what is refused here: Python
-that runs in the backward pass (functions of autograd of one's own, hooks, checkpoints), and
-operations of one's own, of which only the name would be noted.
+The forward pass runs once, on shapes and dtypes alone, and everything that it does enters the
+digest: each ATen operation with its arguments, whether these have a gradient, and the graph that
+autograd would run backward. Forward and backward pass follow from these alone. The exceptions are
+refused here: Python that runs in the backward pass (custom autograd functions, hooks,
+checkpoints), and custom operations, of which only the name would enter.
 """
 
 import contextlib
@@ -26,89 +26,98 @@ _PLAIN = (
 )  # fmt: skip
 
 
-# Torch's own: what is behind others' names may be edited and keep its name.
-_KNOWN = ("aten", "prims", "prim", "mkldnn", "torchvision")
+# Torch's own: operations of others may be edited and keep their names.
+_NAMESPACES = ("aten", "prims", "prim", "mkldnn", "torchvision")
 
 
 class UnknownError(Exception):
-    """The graph is not known by its forward pass."""
+    """The forward pass alone does not determine the step's graph."""
 
 
-def of_step(
+def step_digest(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> tuple[str, list[int]]:  # fmt: skip
-    """A digest of the step of `loss(model, batch)`, and how many it reads of each of `beside`.
+    """Return a digest of the step of `loss(model, batch)`.
+
+    Args:
+        model: on the host.
+        loss: called with the model and the batch.
+        batch: on the host.
+        autocast: entered around the forward pass.
+
+    Returns:
+        The digest, and how many tensors the forward pass reads of each source of extra inputs.
 
     Raises:
-        UnknownError: it has none.
+        UnknownError: the forward pass does not determine the graph.
     """
-    trained = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
-    with capture.faked(trained, model, batch) as given, _no_python_in_backward():
-        notes = _Notes(given)
-        with notes:
-            value, reads = capture.loss_of(model, loss, batch, autocast, trained, *given)
-        notes.way_back(value)
-    return notes.digest.hexdigest(), reads
+    trained = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
+    with capture.fake_inputs(trained, model, batch) as tensors, _refuse_hooks():
+        mode = _DigestMode(tensors)
+        with mode:
+            value, reads = capture.functional_loss(model, loss, batch, autocast, trained, *tensors)
+        mode.add_autograd_graph(value)
+    return mode.digest.hexdigest(), reads
 
 
-class _Notes(TorchDispatchMode):
-    """Notes operations as they are called, below autograd and autocast."""
+class _DigestMode(TorchDispatchMode):
+    """Digests operations as they are dispatched, below autograd and autocast."""
 
-    def __init__(self, given: tuple[list[torch.Tensor], ...]) -> None:
+    def __init__(self, inputs: tuple[list[torch.Tensor], ...]) -> None:
         super().__init__()
         self.digest = hashlib.sha256()
-        self._number: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # or another would have its id
-        for tensors in given:
-            self._note(len(tensors))
+        self._tensor_ids: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # or another tensor would get the same id
+        for tensors in inputs:
+            self._add(len(tensors))
             for tensor in tensors:
-                self._meet(tensor)
+                self._add_tensor(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _KNOWN:
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES:
             raise UnknownError(str(func))
-        leaves, form = tree_flatten((args, kwargs))
-        self._note(func, form, *(self._of(leaf) for leaf in leaves))
+        leaves, treedef = tree_flatten((args, kwargs))
+        self._add(func, treedef, *(self._describe(leaf) for leaf in leaves))
         result = func(*args, **kwargs)
         for leaf in tree_flatten(result)[0]:
             if isinstance(leaf, torch.Tensor):
-                self._meet(leaf)
+                self._add_tensor(leaf)
         return result
 
-    def way_back(self, value: torch.Tensor) -> None:
-        """Note the graph by which autograd goes back from here."""
-        self._note("back", self._of(value))
-        numbers: dict[Any, int] = {}
-        waiting = [] if value.grad_fn is None else [value.grad_fn]
-        for node in waiting:
-            numbers[node] = len(numbers)
-        while waiting:
-            node = waiting.pop()
-            if isinstance(node, BackwardCFunction) and not _is_own(node):
+    def add_autograd_graph(self, value: torch.Tensor) -> None:
+        """Add the graph through which autograd goes back from `value`."""
+        self._add("back", self._describe(value))
+        node_ids: dict[Any, int] = {}
+        pending = [] if value.grad_fn is None else [value.grad_fn]
+        for node in pending:
+            node_ids[node] = len(node_ids)
+        while pending:
+            node = pending.pop()
+            if isinstance(node, BackwardCFunction) and not _is_builtin(node):
                 raise UnknownError(node.name())
-            self._note(numbers[node], node.name())
+            self._add(node_ids[node], node.name())
             variable = getattr(node, "variable", None)
-            if variable is not None:  # where a gradient is added up
-                self._note(self._of(variable))
-            for following, place in node.next_functions:
-                if following is not None and following not in numbers:
-                    numbers[following] = len(numbers)
-                    waiting.append(following)
-                self._note(None if following is None else numbers[following], place)
+            if variable is not None:  # an AccumulateGrad node
+                self._add(self._describe(variable))
+            for next_node, input_index in node.next_functions:
+                if next_node is not None and next_node not in node_ids:
+                    node_ids[next_node] = len(node_ids)
+                    pending.append(next_node)
+                self._add(None if next_node is None else node_ids[next_node], input_index)
 
-    def _meet(self, tensor: torch.Tensor) -> None:
-        if id(tensor) not in self._number:
-            self._number[id(tensor)] = len(self._number)
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self._tensor_ids:
+            self._tensor_ids[id(tensor)] = len(self._tensor_ids)
             self._alive.append(tensor)
-        self._note(self._of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        self._add(self._describe(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def _of(self, leaf: Any) -> Any:
+    def _describe(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            number = self._number.get(id(leaf))
+            number = self._tensor_ids.get(id(leaf))
             if number is not None:
                 return number, leaf.requires_grad
             if type(leaf) not in (torch.Tensor, nn.Parameter):
@@ -122,18 +131,18 @@ class _Notes(TorchDispatchMode):
             raise UnknownError(f"a {type(leaf).__name__} is given to an operation")
         return leaf
 
-    def _note(self, *facts: Any) -> None:
+    def _add(self, *facts: Any) -> None:
         self.digest.update(f"{facts!r}\n".encode())
 
 
-def _is_own(node: Any) -> bool:
-    """Of accbench, whose text the step's name depends on anyway."""
+def _is_builtin(node: Any) -> bool:
+    """Return whether it is accbench's, whose text enters the step's name anyway."""
     return type(node)._forward_cls.__module__.startswith("accbench.")
 
 
 @contextlib.contextmanager
-def _no_python_in_backward() -> Iterator[None]:
-    """Refuse what autograd does not show of its graph."""
+def _refuse_hooks() -> Iterator[None]:
+    """Raise UnknownError for hooks, which autograd's graph does not show."""
     refused: Any = {
         (torch.Tensor, "register_hook"), (torch.Tensor, "register_post_accumulate_grad_hook"),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__"),

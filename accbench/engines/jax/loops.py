@@ -21,7 +21,7 @@ from accbench.config import TaskConfig
 from accbench.distributed.process_group import Topology
 from accbench.engines.common import index_ranges
 from accbench.engines.inductor import engine as inductor
-from accbench.engines.jax import noting, starting, traceable
+from accbench.engines.jax import kernel_dtypes, runtime, traceable
 
 
 class Engine(inductor.Engine):
@@ -42,12 +42,12 @@ class Engine(inductor.Engine):
             ),
             topology,
         )
-        starting.configure(task.device, options.flags)
-        self._cache = starting.keep_compiled(task.device, options)
-        from accbench.engines.jax import workers
+        runtime.configure(task.device, options.flags)
+        self._cache = runtime.enable_compile_cache(task.device, options)
+        from accbench.engines.jax import data_mesh
 
-        self._jax_device = workers.own_device()
-        self._rules = starting.rules(task.device, options)
+        self._jax_device = data_mesh.local_device()
+        self._rules = runtime.lowering_rules(task.device, options)
         self._backward_s = 0.0
         self._in_dynamo = False
 
@@ -94,8 +94,8 @@ class Engine(inductor.Engine):
                     torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
                 )
                 with (
-                    traceable.attention(starting.attends(self._rules, dtype)),
-                    noting.everywhere(), inductor.for_several_backwards(self.task),
+                    traceable.attention_backends(runtime.keeps_attention(self._rules, dtype)),
+                    kernel_dtypes.patch_fake_mode(), inductor.for_several_backwards(self.task),
                 ):  # fmt: skip
                     run = self._counted(to_functions(graph, inputs), differentiable)
                     return _checked(run, check)
@@ -139,7 +139,7 @@ class Engine(inductor.Engine):
             compiled = jax.jit(run).lower(squeezed, numbers).compile()
 
         def function(*tensors: torch.Tensor) -> list[Any]:
-            lent = [arrays.lent(tensor.squeeze(), self._jax_device) for tensor in tensors]
+            lent = [arrays.from_torch(tensor.squeeze(), self._jax_device) for tensor in tensors]
             computed = iter(compiled(lent, _random(draws)))
             return [
                 _tensor_of(next(computed)) if place is None else tensors[place]
@@ -198,4 +198,4 @@ def _random(draws: bool) -> Any:
 def _tensor_of(array: Any) -> torch.Tensor | None:
     from accbench.engines.jax import arrays
 
-    return None if array is None else arrays.tensor_of(array)
+    return None if array is None else arrays.to_torch(array)

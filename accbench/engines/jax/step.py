@@ -9,79 +9,81 @@ import jax.numpy as jnp
 
 from accbench.config import plugins
 from accbench.engines.common import optimizer_state
-from accbench.engines.jax import updates
-from accbench.engines.jax.capture import Captured
+from accbench.engines.jax import gradient_ops
+from accbench.engines.jax.capture import CapturedStep
+from accbench.engines.jax.data_mesh import Axis, DataMesh
 from accbench.engines.jax.lowering import Rules, run_graph
-from accbench.engines.jax.workers import Axis, Workers
 
 Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a step is made of, apart from its graph."""
+class StepPlan:
+    """Everything that a step does apart from its graph."""
 
     optimizer: str
     groups: list[dict[str, Any]]
-    """Settings of the optimizer's groups, those that stay as they are."""
+    """Settings of the optimizer's groups that no schedule changes."""
     group_of: list[int]
-    """Parameter, by its place among the model's -> its group."""
-    num_parts: int
+    """Index of a parameter in the model -> index of its group."""
+    num_microbatches: int
     """Gradients of so many parts of a batch are added up."""
-    num_in_batch: int
-    """Tensors of a batch; behind them come those of `beside`."""
-    num_beside: list[int]
-    """Of each source, tensors for all parts."""
+    num_batch_tensors: int
+    """Tensors of a batch; those of the extra inputs come behind them."""
+    num_extra_tensors: list[int]
+    """Tensors of each source of extra inputs, for all microbatches."""
     clip_norm: float | None
     ema_decay: float | None
-    skips: bool
-    """Leave out steps whose gradients are not finite, and what they made of buffers."""
-    scaling: dict[str, Any] | None
-    """Of the loss scale: growth, backoff, interval; None where there is none."""
-    axes: list[Axis]
-    """Parameter, by its place among the model's -> how it is parted between the workers."""
-    waits: bool
+    skip_nonfinite: bool
+    """Undo steps whose gradients are not finite, their changes of buffers too."""
+    loss_scaling: dict[str, Any] | None
+    """The loss scale's growth, backoff and interval; None without a loss scale."""
+    shard_axes: list[Axis]
+    """Index of a parameter in the model -> the axis along which it is sharded."""
+    barrier_before_update: bool
     """Begin no update before all gradients are reduced."""
     rules: Rules
     """How the graph is lowered."""
 
 
-def build(captured: Captured, plan: Plan, workers: Workers) -> Callable[..., Any]:
-    """The function of a step.
+def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callable[..., Any]:
+    """Build the function of a step.
 
-    It takes, and gives back first, `state`: parameters (in the model's order), what the optimizer
+    It takes, and returns first, `state`: parameters (in the model's order), what the optimizer
     keeps of each (key -> arrays in that order), counts (parameters,) float32 of steps taken, and
-    scale and tracker where the loss is scaled; and `own`: the model's buffers. Then `rates` (lr,
-    (groups,) float32), and `given`: inputs (the batch's and those beside it) and random
-    ((2,) uint32: seed, number of the step). The loss comes last, float32 ().
+    scale and tracker where the loss is scaled; and `local_state`: the model's buffers. Then
+    come `rates` (lr, (groups,) float32), and `inputs`: inputs (the batch's tensors and the extra
+    inputs) and random ((2,) uint32: seed, number of the step). The loss, float32 (), is last.
     """
-    axes = [plan.axes[place] for place in captured.trained]
+    axes = [plan.shard_axes[index] for index in captured.trained]
 
-    def sums(of_parts: Any) -> Any:
-        return workers.sums(of_parts, axes)
+    def sum_over_shards(local_sums: Any) -> Any:
+        return mesh.sum_over_shards(local_sums, axes)
 
-    def step(state: Tree, own: Tree, rates: Tree, given: Tree) -> tuple[Tree, Tree, Any]:
-        scale = state["scale"] if plan.scaling else jnp.float32(1)
-        pairs = zip(state["parameters"], plan.axes, strict=True)
-        parameters = [workers.whole(array, axis) for array, axis in pairs]
-        loss, gradients, buffers = _gradients(captured, plan, parameters, own, given, scale)
-        gradients = workers.mean_parts([_parts_of(g) for g in gradients], axes)
-        if plan.waits:
-            gradients = updates.all_there(gradients)
+    def step(state: Tree, local_state: Tree, rates: Tree, inputs: Tree) -> tuple[Tree, Tree, Any]:
+        scale = state["scale"] if plan.loss_scaling else jnp.float32(1)
+        pairs = zip(state["parameters"], plan.shard_axes, strict=True)
+        parameters = [mesh.all_gather(array, axis) for array, axis in pairs]
+        loss, gradients, buffers = _gradients(
+            captured, plan, parameters, local_state, inputs, scale
+        )
+        gradients = mesh.reduce_mean([_as_real(g) for g in gradients], axes)
+        if plan.barrier_before_update:
+            gradients = gradient_ops.gradient_barrier(gradients)
         overflow = jnp.bool_(False)
-        if plan.scaling:
+        if plan.loss_scaling:
             gradients = [g * (1 / scale).astype(g.dtype) for g in gradients]
-        if plan.scaling or plan.skips:
-            overflow = workers.any_of(updates.nonfinite(gradients), axes)
+        if plan.loss_scaling or plan.skip_nonfinite:
+            overflow = mesh.any_rank(gradient_ops.any_nonfinite(gradients), axes)
         if plan.clip_norm is not None:
-            gradients = updates.clipped(gradients, plan.clip_norm, sums)
-        if plan.skips:
-            changes = zip(own["buffers"], buffers, strict=True)
+            gradients = gradient_ops.clip_by_global_norm(gradients, plan.clip_norm, sum_over_shards)
+        if plan.skip_nonfinite:
+            changes = zip(local_state["buffers"], buffers, strict=True)
             buffers = [jnp.where(overflow, before, after) for before, after in changes]
         state = _updated(captured, plan, state, rates, gradients, overflow)
-        if plan.scaling:
-            state["scale"], state["tracker"] = updates.next_scale(
-                state["scale"], state["tracker"], overflow, **plan.scaling
+        if plan.loss_scaling:
+            state["scale"], state["tracker"] = gradient_ops.next_loss_scale(
+                state["scale"], state["tracker"], overflow, **plan.loss_scaling
             )
         return state, {"buffers": buffers}, loss
 
@@ -89,90 +91,102 @@ def build(captured: Captured, plan: Plan, workers: Workers) -> Callable[..., Any
 
 
 def _gradients(
-    captured: Captured, plan: Plan, parameters: list[Any], own: Tree, given: Tree, scale: Any
-) -> tuple[Any, list[Any], list[Any]]:
-    """(loss, gradients of the scaled loss, buffers) of the batch, part after part."""
-    seed, number = given["random"]
-    key = jax.random.fold_in(jax.random.key(seed), number)
+    captured: CapturedStep, plan: StepPlan, parameters: list[Any], local_state: Tree,
+    inputs: Tree, scale: Any,
+) -> tuple[Any, list[Any], list[Any]]:  # fmt: skip
+    """Return (loss, gradients of the scaled loss, buffers) of a batch, by microbatches."""
+    seed, step_number = inputs["random"]
+    key = jax.random.fold_in(jax.random.key(seed), step_number)
 
-    def of_part(buffers: list[Any], part: list[Any], key: Any) -> tuple[Any, list[Any], list[Any]]:
-        factor = scale / plan.num_parts
-        inputs = captured.inputs(parameters, buffers, factor, *part)
-        values = run_graph(captured.graph, inputs, key, plan.rules)
+    def run_microbatch(
+        buffers: list[Any], tensors: list[Any], key: Any
+    ) -> tuple[Any, list[Any], list[Any]]:
+        factor = scale / plan.num_microbatches
+        graph_inputs = captured.inputs(parameters, buffers, factor, *tensors)
+        values = run_graph(captured.graph, graph_inputs, key, plan.rules)
         changed, loss, gradients = captured.outputs(values)
         buffers = list(buffers)
-        for place, value in zip(captured.mutated, changed, strict=True):
-            buffers[place] = value.astype(buffers[place].dtype)
-        return loss.astype(jnp.float32) / plan.num_parts, gradients, buffers
+        for index, value in zip(captured.mutated_buffers, changed, strict=True):
+            buffers[index] = value.astype(buffers[index].dtype)
+        return loss.astype(jnp.float32) / plan.num_microbatches, gradients, buffers
 
-    if plan.num_parts == 1:
-        return of_part(own["buffers"], given["inputs"], key)
-    parts = _parts(captured, plan, given["inputs"])
+    if plan.num_microbatches == 1:
+        return run_microbatch(local_state["buffers"], inputs["inputs"], key)
+    microbatches = _microbatches(captured, plan, inputs["inputs"])
 
-    def one(carried: Any, given: Any) -> tuple[Any, None]:
-        sums, gradients, buffers = carried
-        part, number = given
-        loss, more, buffers = of_part(buffers, part, jax.random.fold_in(key, number))
-        added = [a + b for a, b in zip(gradients, more, strict=True)]
-        return (sums + loss, added, buffers), None
+    def accumulate(carry: Any, microbatch: Any) -> tuple[Any, None]:
+        total_loss, gradients, buffers = carry
+        tensors, number = microbatch
+        microbatch_key = jax.random.fold_in(key, number)
+        loss, new_gradients, buffers = run_microbatch(buffers, tensors, microbatch_key)
+        summed = [a + b for a, b in zip(gradients, new_gradients, strict=True)]
+        return (total_loss + loss, summed, buffers), None
 
-    zeros = [jnp.zeros_like(parameters[place]) for place in captured.trained]
-    begin = jnp.float32(0), zeros, own["buffers"]
-    carried, _ = jax.lax.scan(one, begin, (parts, jnp.arange(plan.num_parts)))
-    return carried
-
-
-def _parts(captured: Captured, plan: Plan, inputs: list[Any]) -> list[Any]:
-    """The graph's inputs for each part of a batch, one part after the other along a first axis."""
-    batch, others = inputs[: plan.num_in_batch], inputs[plan.num_in_batch :]
-    parts = [array.reshape(plan.num_parts, -1, *array.shape[1:]) for array in batch]
-    for number, reads in zip(plan.num_beside, captured.reads, strict=True):
-        source, others = others[:number], others[number:]
-        # Every forward pass reads on where the one before has stopped.
-        for place in range(number):
-            of_parts = [source[(place + part * reads) % number] for part in range(plan.num_parts)]
-            parts.append(jnp.stack(of_parts))
-    return parts
+    zeros = [jnp.zeros_like(parameters[index]) for index in captured.trained]
+    carry = jnp.float32(0), zeros, local_state["buffers"]
+    xs = microbatches, jnp.arange(plan.num_microbatches)
+    carry, _ = jax.lax.scan(accumulate, carry, xs)
+    return carry
 
 
-def _parts_of(array: Any) -> Any:
-    """Complex numbers as two real ones each, (..., 2), which is what optimizers take them for."""
+def _microbatches(captured: CapturedStep, plan: StepPlan, inputs: list[Any]) -> list[Any]:
+    """Return the graph's inputs for each microbatch, stacked along a new first axis."""
+    batch, extra = inputs[: plan.num_batch_tensors], inputs[plan.num_batch_tensors :]
+    microbatches = [array.reshape(plan.num_microbatches, -1, *array.shape[1:]) for array in batch]
+    for num_tensors, reads in zip(plan.num_extra_tensors, captured.reads, strict=True):
+        source, extra = extra[:num_tensors], extra[num_tensors:]
+        # Every forward pass reads on where the one before it stopped.
+        for index in range(num_tensors):
+            starts = [index + number * reads for number in range(plan.num_microbatches)]
+            stacked = jnp.stack([source[start % num_tensors] for start in starts])
+            microbatches.append(stacked)
+    return microbatches
+
+
+def _as_real(array: Any) -> Any:
+    """Return complex numbers as pairs of real ones, (..., 2), as optimizers see them."""
     return jnp.stack([array.real, array.imag], -1) if jnp.iscomplexobj(array) else array
 
 
-def _like(array: Any, parts: Any) -> Any:
-    """Of `_parts_of(array)` what stands for `array`."""
-    if not jnp.iscomplexobj(array):
-        return parts
-    return jax.lax.complex(parts[..., 0], parts[..., 1])
+def _as_complex(like: Any, real_pairs: Any) -> Any:
+    """Return the inverse of `_as_real`: pairs as complex numbers where `like` is complex."""
+    if not jnp.iscomplexobj(like):
+        return real_pairs
+    return jax.lax.complex(real_pairs[..., 0], real_pairs[..., 1])
 
 
 def _updated(
-    captured: Captured, plan: Plan, state: Tree, rates: Tree, gradients: list[Any], overflow: Any
+    captured: CapturedStep,
+    plan: StepPlan,
+    state: Tree,
+    rates: Tree,
+    gradients: list[Any],
+    overflow: Any,
 ) -> Tree:
-    """The state after the optimizer's step; as it was where gradients overflowed."""
+    """Return the state after the optimizer's step, or as it was where gradients overflowed."""
     state = {key: list(v) if isinstance(v, list) else v for key, v in state.items()}
-    may_skip = plan.scaling is not None or plan.skips
+    may_skip = plan.loss_scaling is not None or plan.skip_nonfinite
     trained = jnp.asarray(captured.trained)
     taken = jnp.where(overflow, 0.0, 1.0) if may_skip else 1.0
     counts = state["counts"].at[trained].add(taken)
     optimizer = plugins.load("optimizers", plan.optimizer)
     keys = optimizer.state_keys
-    of_trained = dict(zip(captured.trained, gradients, strict=True))
+    gradient_of_param = dict(zip(captured.trained, gradients, strict=True))
     update_group = optimizer.jax_group_update()
     if plan.rules.torch_updates and update_group is not None and not may_skip:
-        _update_by_torch(plan, update_group, keys, state, rates, of_trained, counts)
-    for place, gradient in of_trained.items():
-        group, parameter = plan.group_of[place], state["parameters"][place]
-        before = {key: state[key][place] for key in keys}
-        moved, after = optimizer.update(
-            jnp, plan.groups[group], rates["lr"][group], _parts_of(parameter), gradient,
-            {key: _parts_of(array) for key, array in before.items()}, counts[place],
+        _update_by_torch(plan, update_group, keys, state, rates, gradient_of_param, counts)
+    for index, gradient in gradient_of_param.items():
+        group, parameter = plan.group_of[index], state["parameters"][index]
+        before = {key: state[key][index] for key in keys}
+        updated, after = optimizer.update(
+            jnp, plan.groups[group], rates["lr"][group], _as_real(parameter), gradient,
+            {key: _as_real(array) for key, array in before.items()}, counts[index],
         )  # fmt: skip
-        moved, after = _like(parameter, moved), {k: _like(before[k], a) for k, a in after.items()}
-        pairs = {"parameters": (parameter, moved)} | {k: (before[k], after[k]) for k in keys}
+        updated = _as_complex(parameter, updated)
+        after = {key: _as_complex(before[key], array) for key, array in after.items()}
+        pairs = {"parameters": (parameter, updated)} | {k: (before[k], after[k]) for k in keys}
         for key, (old, new) in pairs.items():
-            state[key][place] = jnp.where(overflow, old, new) if may_skip else new
+            state[key][index] = jnp.where(overflow, old, new) if may_skip else new
     if plan.ema_decay:
         pairs_of_averages = zip(state[optimizer_state.AVERAGE], state["parameters"], strict=True)
         state[optimizer_state.AVERAGE] = [
@@ -182,24 +196,27 @@ def _updated(
 
 
 def _update_by_torch(
-    plan: Plan, update_group: Any, keys: Sequence[str], state: Tree, rates: Tree,
+    plan: StepPlan, update_group: Any, keys: Sequence[str], state: Tree, rates: Tree,
     gradients: dict[int, Any], counts: Any,
 ) -> None:  # fmt: skip
-    """Take a group's float32 parameters together out of `gradients`, and update their state."""
+    """Update the float32 parameters of each group at once by torch's kernel.
+
+    Their gradients are taken out of `gradients`, and their entries in `state` replaced.
+    """
     for group, settings in enumerate(plan.groups):
-        places = [
-            place for place, gradient in gradients.items()
-            if plan.group_of[place] == group and gradient.size
-            and gradient.dtype == state["parameters"][place].dtype == jnp.float32
+        indices = [
+            index for index, gradient in gradients.items()
+            if plan.group_of[index] == group and gradient.size
+            and gradient.dtype == state["parameters"][index].dtype == jnp.float32
         ]  # fmt: skip
-        if not places:
+        if not indices:
             continue
-        moved = update_group(
-            settings, rates["lr"][group], [state["parameters"][place] for place in places],
-            [gradients.pop(place) for place in places],
-            [{key: state[key][place] for key in keys} for place in places], counts, places,
+        updated = update_group(
+            settings, rates["lr"][group], [state["parameters"][index] for index in indices],
+            [gradients.pop(index) for index in indices],
+            [{key: state[key][index] for key in keys} for index in indices], counts, indices,
         )  # fmt: skip
-        for place, (parameter, after) in zip(places, moved, strict=True):
-            state["parameters"][place] = parameter
+        for index, (parameter, after) in zip(indices, updated, strict=True):
+            state["parameters"][index] = parameter
             for key in keys:
-                state[key][place] = after[key]
+                state[key][index] = after[key]

@@ -1,4 +1,4 @@
-"""torch's fused AdamW on a CPU, called from XLA's program in place."""
+"""torch's fused AdamW on a CPU, called in place from XLA's program."""
 
 from typing import Any
 
@@ -12,41 +12,41 @@ Array = Any
 
 @torch_call
 def _adamw_in_place(
-    read: list[torch.Tensor], write: list[torch.Tensor], places: list[int], settings: Any
+    read: list[torch.Tensor], write: list[torch.Tensor], indices: list[int], settings: Any
 ) -> None:
-    num = len(places)
+    num = len(indices)
     parameters, means, squares = write[:num], write[num : 2 * num], write[2 * num :]
     *gradients, lr, counts = read[3 * num :]
     steps = counts.unbind()
     torch._fused_adamw_(
-        parameters, gradients, means, squares, [], [steps[place] for place in places], lr=lr,
+        parameters, gradients, means, squares, [], [steps[index] for index in indices], lr=lr,
         amsgrad=False, maximize=False, **settings,
     )  # fmt: skip
 
 
 def update_group(
     settings: dict[str, Any], lr: Array, parameters: list[Array], gradients: list[Array],
-    states: list[dict[str, Array]], counts: Array, places: list[int],
+    states: list[dict[str, Array]], counts: Array, indices: list[int],
 ) -> list[tuple[Array, dict[str, Array]]]:  # fmt: skip
     """Return each of a group's float32 parameters and its moments after a step.
 
     Args:
         settings: the group's.
         lr: float32, ().
-        parameters: of the group.
-        gradients: of these.
-        states: of these, `exp_avg` and `exp_avg_sq`.
-        counts: (parameters of the model,) float32, of steps with this one.
-        places: the parameters' among those.
+        parameters: the group's.
+        gradients: one for each parameter.
+        states: `exp_avg` and `exp_avg_sq` of each parameter.
+        counts: (parameters of the model,) float32, of steps including this one.
+        indices: of the group's parameters in `counts`.
     """
     beta1, beta2 = settings["betas"]
-    how = {"beta1": beta1, "beta2": beta2, "weight_decay": settings["weight_decay"]}
+    arguments = {"beta1": beta1, "beta2": beta2, "weight_decay": settings["weight_decay"]}
     changed = [*parameters, *(s["exp_avg"] for s in states), *(s["exp_avg_sq"] for s in states)]
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed]
-    moved = _adamw_in_place(
-        results, *changed, *gradients, lr, counts, in_place=len(changed), places=places,
-        settings=how | {"eps": settings["eps"]},
+    updated = _adamw_in_place(
+        results, *changed, *gradients, lr, counts, in_place=len(changed), indices=indices,
+        settings=arguments | {"eps": settings["eps"]},
     )  # fmt: skip
     num = len(parameters)
-    of_each = zip(moved[:num], moved[num : 2 * num], moved[2 * num :], strict=True)
-    return [(p, {"exp_avg": mean, "exp_avg_sq": square}) for p, mean, square in of_each]
+    triples = zip(updated[:num], updated[num : 2 * num], updated[2 * num :], strict=True)
+    return [(p, {"exp_avg": mean, "exp_avg_sq": square}) for p, mean, square in triples]

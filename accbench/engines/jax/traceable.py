@@ -1,4 +1,4 @@
-"""What torch and other libraries must do a little otherwise for a step to be one graph."""
+"""Patches of torch and other libraries under which a step can be traced as one graph."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,30 +14,32 @@ from accbench.engines.common import model_errors
 
 
 @contextlib.contextmanager
-def traceable(model: nn.Module, whole_attention: bool) -> Iterator[None]:
-    """The model is to be traced in this; it computes the same.
+def traceable(model: nn.Module, fused_attention: bool) -> Iterator[None]:
+    """Enter all patches that tracing the model needs; results stay the same.
 
     Args:
-        whole_attention: attention without dropout is one operation, not products and a softmax.
+        model: to be traced.
+        fused_attention: keep attention without dropout as one operation, instead of products and
+            a softmax.
     """
     with (
-        _exporting(), _without_reentrance(), _cumulative_batchnorms(model),
-        attention(whole_attention), model_errors.unlogged(),
+        _set_exporting_flag(), _inline_reentrant_checkpoints(), _patch_cumulative_batchnorms(model),
+        attention_backends(fused_attention), model_errors.unlogged(),
     ):  # fmt: skip
         yield
 
 
-def attention(whole: bool) -> contextlib.AbstractContextManager[None]:
-    """What torch makes of attention: for a CPU one operation, where that can be, or products."""
+def attention_backends(fused: bool) -> contextlib.AbstractContextManager[None]:
+    """Choose how torch computes attention: fused where a CPU can, or as products."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    # The others are operations with random states and paddings of their own.
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if whole else SDPBackend.MATH)
+    # The other backends are operations with random states and padding of their own.
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused else SDPBackend.MATH)
 
 
 @contextlib.contextmanager
-def _exporting() -> Iterator[None]:
-    # transformers asks torch.compiler.is_exporting(), and then leaves out what looks at values.
+def _set_exporting_flag() -> Iterator[None]:
+    # transformers asks torch.compiler.is_exporting(), and then skips checks of values.
     name = "_is_exporting_flag"
     before = getattr(torch.compiler, name, None)
     if before is None:
@@ -51,8 +53,11 @@ def _exporting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_reentrance() -> Iterator[None]:
-    """Reentrant checkpoints start a backward pass within one, which no graph has: plain calls."""
+def _inline_reentrant_checkpoints() -> Iterator[None]:
+    """Replace reentrant checkpoints by plain calls.
+
+    They start a backward pass within a backward pass, which no graph can contain.
+    """
     from torch.utils.checkpoint import CheckpointFunction
 
     def call(function: Callable[..., Any], _preserves: bool, *args: Any) -> Any:
@@ -62,36 +67,39 @@ def _without_reentrance() -> Iterator[None]:
     try:
         yield
     finally:
-        del CheckpointFunction.apply  # its parent's is there again
+        del CheckpointFunction.apply  # reveals the parent's again
 
 
 @contextlib.contextmanager
-def _cumulative_batchnorms(model: nn.Module) -> Iterator[None]:
-    """Where momentum is None torch reads the count of batches into Python, to divide by it."""
-    found = [
+def _patch_cumulative_batchnorms(model: nn.Module) -> Iterator[None]:
+    """Patch BatchNorms without momentum to keep the count of batches in a tensor.
+
+    torch reads it into Python, to divide by it.
+    """
+    modules = [
         module for module in model.modules()
         if isinstance(module, _BatchNorm) and module.momentum is None
         and module.track_running_stats and module.training
     ]  # fmt: skip
     try:
-        for module in found:
-            module.forward = partial(_cumulative, module)  # type: ignore[method-assign]
+        for module in modules:
+            module.forward = partial(_cumulative_batchnorm, module)  # type: ignore[method-assign]
         yield
     finally:
-        for module in found:
+        for module in modules:
             del module.forward
 
 
-def _cumulative(module: Any, given: torch.Tensor) -> torch.Tensor:
-    """As `torch.nn.BatchNorm2d.forward` does it, the count remaining a tensor."""
-    module._check_input_dim(given)
+def _cumulative_batchnorm(module: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Compute `torch.nn.BatchNorm2d.forward` with the count of batches as a tensor."""
+    module._check_input_dim(batch)
     module.num_batches_tracked.add_(1)
-    part = 1 / module.num_batches_tracked.to(module.running_mean.dtype)
+    momentum = 1 / module.num_batches_tracked.to(module.running_mean.dtype)
     mean, variance = torch.zeros_like(module.running_mean), torch.ones_like(module.running_var)
-    # With a momentum of 1 they become the batch's own.
-    out = functional.batch_norm(
-        given, mean, variance, module.weight, module.bias, True, 1.0, module.eps
+    # With a momentum of 1 they become the batch's statistics.
+    normalized = functional.batch_norm(
+        batch, mean, variance, module.weight, module.bias, True, 1.0, module.eps
     )
-    module.running_mean.copy_((1 - part) * module.running_mean + part * mean)
-    module.running_var.copy_((1 - part) * module.running_var + part * variance)
-    return out
+    module.running_mean.copy_((1 - momentum) * module.running_mean + momentum * mean)
+    module.running_var.copy_((1 - momentum) * module.running_var + momentum * variance)
+    return normalized

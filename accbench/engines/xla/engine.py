@@ -61,7 +61,7 @@ from accbench.system import cache_folders, extras
 _PJRT_DEVICE = {"cpu": "CPU", "cuda": "CUDA", "tpu": "TPU"}
 
 
-class _Precision(Precision):
+class XlaPrecision(Precision):
     """The types of a step on XLA's device."""
 
     def loss_scale(self) -> float | None:
@@ -167,10 +167,10 @@ class Engine(LoopEngine):
         xm.set_replication(self.device, xm.get_xla_supported_devices())
         in_graph = task.device != "cpu"
         mib = options.bucket_mib if in_graph else options.host_bucket_mib
-        self.strategy: reduction.DataParallel = reduction.DataParallel(
+        self.strategy: reduction.XlaDataParallel = reduction.XlaDataParallel(
             topology, self.device, in_graph, mib * 2**20
         )
-        self.precision = _Precision(task)
+        self.precision = XlaPrecision(task)
         if self.precision.needs_loss_scale:
             from accbench.engines.xla import sync_free
 

@@ -13,7 +13,7 @@ from accbench.distributed.strategies import Strategy
 from accbench.errors import RequestError
 
 
-class DataParallel(Strategy):
+class XlaDataParallel(Strategy):
     """Data parallel in XLA's graph, or on the host where processes have no collectives.
 
     Args:

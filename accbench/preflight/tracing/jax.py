@@ -30,13 +30,13 @@ class AbsentGpus(engine.Engine):
         return "off: nothing is compiled"
 
     def _meet(self) -> Any:
-        from accbench.engines.jax import workers
+        from accbench.engines.jax import data_mesh
 
-        return workers.Absent(self.topology, self.options.shard)
+        return data_mesh.AbstractDataMesh(self.topology, self.options.shard)
 
     def lowered(self, model: Any, spec: Any, optimizer: Any, batch: Any) -> Any:
         """The step, as JAX has it before it is compiled."""
-        self._mirror.take_over()
+        self._mirror.sync_from_torch()
         arguments = self._arguments(optimizer, batch)
         function, _ = self._function(model, spec, optimizer, batch)
         return function.trace(*arguments).lower(lowering_platforms=("cuda",))

@@ -1,4 +1,4 @@
-"""Engine jax: steps beside eager's and float64's, its state in two places, two workers."""
+"""Engine jax: steps beside eager's and float64's, its state in torch and JAX, two workers."""
 
 import json
 
@@ -84,12 +84,12 @@ FLAGS = (*TINY, "--device=cpu", "--data=synthetic", "--seed=3")
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory) -> dict:
-    """Engine, or jax with its state in parts -> what either rank came to."""
+    """Engine, or jax with its state sharded -> what either rank came to."""
     out, found = tmp_path_factory.mktemp("two"), {}
-    for name, engine in (("ddp", "ddp"), ("jax", "jax"), ("parted", "jax")):
+    for name, engine in (("ddp", "ddp"), ("jax", "jax"), ("sharded", "jax")):
         (out / name).mkdir()
         flags = [*FLAGS, "--model=tests.nets:wide", f"--engine={engine}", "--clip_norm=0.5"]
-        done = two_ranks(STEPS, out / name, *flags, *(["--jax.shard"] if name == "parted" else []))
+        done = two_ranks(STEPS, out / name, *flags, *(["--jax.shard"] if name == "sharded" else []))
         assert done.returncode == 0, done.stderr
         found[name] = [torch.load(out / name / f"rank{r}.pt", weights_only=True) for r in range(2)]
     return found
@@ -107,13 +107,13 @@ def test_two_workers_average_as_ddp_does(of_two):
         assert torch.equal(first[name], second[name]) != of_batches, name
 
 
-def test_parted_between_workers_the_state_is_the_same_and_half_as_large(of_two):
-    for parted, whole in zip(of_two["parted"], of_two["jax"], strict=True):
-        assert parted["losses"] == pytest.approx(whole["losses"], rel=1e-6)
-        assert parted["applied_steps"] == 6
-        for name, tensor in whole["state"].items():
-            assert torch.allclose(parted["state"][name].float(), tensor.float(), atol=1e-6), name
-        assert parted["device_bytes"] < 0.55 * whole["device_bytes"]
+def test_sharded_over_workers_the_state_is_the_same_and_half_as_large(of_two):
+    for sharded, replicated in zip(of_two["sharded"], of_two["jax"], strict=True):
+        assert sharded["losses"] == pytest.approx(replicated["losses"], rel=1e-6)
+        assert sharded["applied_steps"] == 6
+        for name, tensor in replicated["state"].items():
+            assert torch.allclose(sharded["state"][name].float(), tensor.float(), atol=1e-6), name
+        assert sharded["device_bytes"] < 0.55 * replicated["device_bytes"]
 
 
 def test_evaluation_compiled_is_torchs(images, tmp_path):

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that are small enough for a test."""
-    for limit in ("_FEW", "_FEW_IN_16_BITS"):
+    for limit in ("_MIN_PRODUCT", "_MIN_PRODUCT_16_BIT"):
         monkeypatch.setattr(torch_kernels, limit, 1)
 
 

@@ -1,6 +1,6 @@
-"""ATen operations of captured graphs on jax arrays: a table, and what runs graphs by it.
+"""A table of ATen operations on jax arrays, and an interpreter of captured graphs.
 
-`decompositions()` says what torch's capture is to take apart, `run_graph` runs what it captured,
+`decompositions()` tells torch's capture what to take apart, `run_graph` runs what it captured,
 and `lowering` adds an operation to the table.
 """
 
@@ -25,17 +25,17 @@ __all__ = [
 
 
 def decompositions() -> dict[Any, Any]:
-    """For aot_export_module: torch's decompositions of all that the table doesn't keep whole.
+    """Return torch's decompositions of all operations that are not in the table.
 
-    Those of core ATen first, then what else torch can take apart.
+    They are for `aot_export_module`: those of core ATen first, then torch's others.
     """
     import torch
 
-    from accbench.engines.common import decompositions as of_torch
+    from accbench.engines.common import decompositions as torch_decompositions
 
-    kept = set(operations())
-    known = dict(torch._decomp.decomposition_table)
-    known.update(torch._decomp.core_aten_decompositions().items())
-    known.update(of_torch.mended())
-    taken_apart = {op: rule for op, rule in known.items() if str(op) not in kept}
-    return {**taken_apart, **of_torch.of_complex()}
+    lowered = set(operations())
+    rules = dict(torch._decomp.decomposition_table)
+    rules.update(torch._decomp.core_aten_decompositions().items())
+    rules.update(torch_decompositions.mended())
+    decomposed = {op: rule for op, rule in rules.items() if str(op) not in lowered}
+    return {**decomposed, **torch_decompositions.of_complex()}

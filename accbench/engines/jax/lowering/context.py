@@ -1,4 +1,4 @@
-"""What a row may ask of the run that it is part of: random keys, and the rules in force."""
+"""What a row can read of the run that it is part of: random keys, and the rules in force."""
 
 import dataclasses
 from typing import Any
@@ -8,11 +8,11 @@ from typing import Any
 class Rules:
     """Named choices of how graphs are lowered; results agree but for rounding.
 
-    Those of convolutions pay on a CPU, where XLA doesn't choose layouts itself.
+    The rules for convolutions pay on a CPU, where XLA does not choose layouts itself.
     """
 
     channels_last: bool = False
-    """Carry images as NHWC from a convolution on to the next, through all between them."""
+    """Carry images as NHWC from one convolution to the next, through all between them."""
     products_for_1x1: bool = False
     """Compute convolutions with 1 x 1 kernels as products of matrices. Needs channels_last."""
     products_for_patches: bool = False
@@ -20,40 +20,42 @@ class Rules:
     products_for_small_images: bool = False
     """Compute convolutions with up to nine output pixels as products. Needs channels_last."""
     weights_by_image: bool = False
-    """Compute the gradient of a convolution's weight as a product an image, where that has 128
-    output pixels and more. Needs channels_last."""
+    """Compute the gradient of a convolution's weight as one product for each image, where that has
+    128 output pixels and more. Needs channels_last."""
     pools_by_place: bool = False
-    """Compute the gradient of max-pooling as a sum over the places of a window."""
+    """Compute the gradient of max-pooling as a sum over the positions in a window."""
     torch_convolutions: tuple[str, ...] = ()
     """Have torch compute the convolutions of these dtypes (`float32`, ...), called from XLA's
     program. On a CPU only. Needs channels_last."""
     torch_products: tuple[str, ...] = ()
-    """Likewise large products of matrices, and attention that was captured whole."""
+    """Have torch compute large matrix products, and attention that was captured as one operation,
+    in these dtypes."""
     torch_pools: bool = False
-    """Likewise max-pooling over two axes."""
+    """Have torch compute max-pooling over two axes."""
     torch_norms: tuple[str, ...] = ()
-    """Likewise BatchNorm in training, of these dtypes."""
+    """Have torch compute BatchNorm in training, in these dtypes."""
     torch_updates: bool = False
-    """Likewise AdamW, where no step is left out."""
+    """Have torch compute AdamW, where no step can be skipped."""
     float64_as_float32: bool = False
     """Compute float64 tensors in float32 where JAX has no float64; else they are refused."""
 
 
 class Context:
-    """One run of a graph."""
+    """The state of one run of a graph.
+
+    Args:
+        key: the run's random key, a jax key array; None if nothing is to be drawn.
+        rules: how the graph is lowered.
+    """
 
     def __init__(self, key: Any, rules: Rules) -> None:
-        """
-        Args:
-            key: the run's random key, a jax key array; None if nothing is to be drawn.
-        """
         self.rules = rules
         self._key = key
         self._num_draws = 0
-        self.node: Any = None  # the fx.Node whose row runs
+        self.node: Any = None  # the fx.Node that is running
 
     def next_key(self) -> Any:
-        """A key for one random operation: the run's, folded with that operation's number.
+        """Return a key for one random operation: the run's, folded with the operation's number.
 
         Raises:
             ValueError: the run has no key.

@@ -1,10 +1,10 @@
-"""torch's dtypes in JAX, and torch's rules of what two of them give together.
+"""torch's dtypes in JAX, and torch's rules of type promotion.
 
-JAX has int64 and float64 only where `jax_enable_x64` is set. Without it int64 is int32, which
-holds labels, token numbers and positions; at the border `checked` refuses values that don't fit,
-and sums of integers inside a graph wrap at 2**31. float64 is refused unless a rule
-(`float64_as_float32`) says that float32 will do; 0-d float64 tensors, which torch's promotion
-treats like Python numbers, are float32 always. Likewise complex128 is complex64.
+JAX has int64 and float64 only where `jax_enable_x64` is set. Without it int64 becomes int32, which
+holds labels, token numbers and positions. `check_range` refuses values that do not fit when
+tensors come in, and sums of integers inside a graph wrap at 2**31. float64 is refused unless a rule
+(`float64_as_float32`) allows float32 for it. 0-d float64 tensors, which torch's promotion treats
+like Python numbers, always become float32. In the same way complex128 becomes complex64.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ _JAX: dict[torch.dtype, Any] = {
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """The numpy dtype that stands for torch's in JAX.
+    """Return the numpy dtype that stands for torch's in JAX.
 
     Raises:
         RequestError: there is none.
@@ -49,42 +49,50 @@ def jax_dtype(dtype: torch.dtype) -> Any:
     return jax.dtypes.canonicalize_dtype(_JAX[dtype])
 
 
-def wide_int() -> Any:
-    """What stands for torch.int64: the dtype of indices."""
+def int64_dtype() -> Any:
+    """Return what stands for torch.int64 in JAX: the dtype of indices."""
     return jax_dtype(torch.int64)
 
 
-def checked(array: np.ndarray, name: str = "a tensor") -> np.ndarray:
-    """The array in the dtype that JAX will hold it in, if its values fit.
+def check_range(array: np.ndarray, name: str = "a tensor") -> np.ndarray:
+    """Return the array in the dtype that JAX will hold it in.
+
+    Args:
+        array: on the host.
+        name: of the tensor, for the error.
 
     Raises:
-        RequestError: int64 values beyond int32, where JAX has no int64.
+        RequestError: int64 values do not fit into int32, where JAX has no int64.
     """
-    held = jax.dtypes.canonicalize_dtype(array.dtype)
-    if held == array.dtype:
+    narrow = jax.dtypes.canonicalize_dtype(array.dtype)
+    if narrow == array.dtype:
         return array
     if array.dtype.kind in "iu" and array.size:
-        limits = np.iinfo(held)
-        least, most = array.min(), array.max()
-        if least < limits.min or most > limits.max:
+        limits = np.iinfo(narrow)
+        lowest, highest = array.min(), array.max()
+        if lowest < limits.min or highest > limits.max:
             raise RequestError(
-                f"{name} holds {least} to {most}, which JAX's {held} cannot; "
+                f"{name} holds {lowest} to {highest}, which JAX's {narrow} cannot; "
                 "set JAX_ENABLE_X64=1, or keep such numbers out of the model"
             )
-    return array.astype(held)
+    return array.astype(narrow)
 
 
 def to_jax(tensor: torch.Tensor, name: str = "a tensor") -> jax.Array:
-    """A copy of a tensor as a jax array of the same shape.
+    """Copy a tensor to a jax array of the same shape.
+
+    Args:
+        tensor: on any device.
+        name: of the tensor, for the error.
 
     Raises:
-        RequestError: its dtype isn't one of JAX's, or its values don't fit in it.
+        RequestError: JAX does not have its dtype, or its values do not fit.
     """
     dtype = jax_dtype(tensor.dtype)
     host = tensor.detach().cpu().resolve_neg().contiguous()
-    if tensor.dtype == torch.bfloat16:  # which numpy doesn't know
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         return jnp.asarray(host.view(torch.int16).numpy().view(dtype))
-    return jnp.asarray(checked(host.numpy(), name), copy=True)
+    return jnp.asarray(check_range(host.numpy(), name), copy=True)
 
 
 def is_floating(dtype: Any) -> bool:
@@ -96,28 +104,30 @@ def is_complex(dtype: Any) -> bool:
 
 
 def opmath(dtype: Any) -> Any:
-    """The dtype in which torch computes an operation on 16-bit floats: float32."""
+    """Return the dtype in which torch computes on this one: float32 for 16-bit floats."""
     return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else jnp.dtype(dtype)
 
 
-def floating(dtype: Any) -> Any:
-    """What a function such as sqrt makes of a dtype: floats and complex numbers stay, all else
-    becomes float32."""
+def to_floating(dtype: Any) -> Any:
+    """Return the dtype that a function such as sqrt gives.
+
+    Floats and complex numbers stay, all else becomes float32.
+    """
     stays = is_floating(dtype) or is_complex(dtype)
     return jnp.dtype(dtype) if stays else jnp.dtype(jnp.float32)
 
 
-def of_number(value: bool | int | float | complex) -> Any:
-    """The dtype that torch gives to a Python number alone."""
+def dtype_of_number(value: bool | int | float | complex) -> Any:
+    """Return the dtype that torch gives to a Python number alone."""
     if isinstance(value, complex):
         return jnp.dtype(jnp.complex64)
     if isinstance(value, bool):
         return jnp.dtype(jnp.bool_)
-    return wide_int() if isinstance(value, int) else jnp.dtype(jnp.float32)
+    return int64_dtype() if isinstance(value, int) else jnp.dtype(jnp.float32)
 
 
 def result_type(*operands: Any) -> Any:
-    """The dtype that torch promotes operands to: arrays and Python numbers.
+    """Return the dtype to which torch promotes arrays and Python numbers.
 
     Arrays with axes decide; 0-d arrays, and after them numbers, count only where theirs is a
     higher category (bool < integer < float < complex). See `at::result_type`.
@@ -127,20 +137,23 @@ def result_type(*operands: Any) -> Any:
         if operand is None:
             continue
         if not hasattr(operand, "dtype"):
-            numbers = _joined(numbers, of_number(operand))
+            numbers = _promote(numbers, dtype_of_number(operand))
         elif operand.ndim:
-            dims = _joined(dims, operand.dtype)
+            dims = _promote(dims, operand.dtype)
         else:
-            zeros = _joined(zeros, operand.dtype)
-    return _over(dims, _over(zeros, numbers))
+            zeros = _promote(zeros, operand.dtype)
+    return _combine_categories(dims, _combine_categories(zeros, numbers))
 
 
-def _joined(a: Any, b: Any) -> Any:
+def _promote(a: Any, b: Any) -> Any:
     return jnp.dtype(b) if a is None else jnp.promote_types(a, b)
 
 
-def _over(higher: Any, lower: Any) -> Any:
-    """`combine_categories` of torch: the higher's dtype unless the lower's category is above."""
+def _combine_categories(higher: Any, lower: Any) -> Any:
+    """Return torch's `combine_categories`.
+
+    That is the higher's dtype, unless the lower's category is above.
+    """
     if higher is None or lower is None:
         return lower if higher is None else higher
     if is_complex(higher):

@@ -1,8 +1,9 @@
-"""Images carried as (N, *spatial, C) through a graph that speaks of (N, C, *spatial).
+"""Images carried as (N, *spatial, C) through a graph whose order is (N, C, *spatial).
 
 Under the rule `channels_last` a value of a graph may be a `ChannelsLast`: the array in the other
 order of axes, with the shape that the graph knows. Rows registered by `channels_last` make and
-take them; pointwise rows run on their arrays as they are; all else gets them put in order again.
+take them. Pointwise rows run on their arrays unchanged. All other rows get arrays in the graph's
+order.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class ChannelsLast:
 
 
 def channels_last(*operations: str) -> Callable[[Function], Function]:
-    """Decorate what computes operations under the rule `channels_last`.
+    """Decorate a function that computes operations under the rule `channels_last`.
 
     The function takes the run's context and the row's arguments, in which any array may be a
     `ChannelsLast`. It returns NotImplemented for what the plain row is to compute.
@@ -56,8 +57,8 @@ def channels_last(*operations: str) -> Callable[[Function], Function]:
     return register
 
 
-def plain(value: Any) -> Any:
-    """The array in the graph's order of axes."""
+def to_channels_first(value: Any) -> Any:
+    """Return the array in the graph's order of axes."""
     if not isinstance(value, ChannelsLast):
         return value
     if math.prod(value.shape[2:]) == 1:
@@ -65,8 +66,8 @@ def plain(value: Any) -> Any:
     return jnp.moveaxis(value.array, -1, 1)
 
 
-def last(value: Any) -> Any:
-    """The array with its channels last, for one of three axes or more."""
+def to_channels_last(value: Any) -> Any:
+    """Return the array, of three axes or more, with its channels last."""
     if isinstance(value, ChannelsLast):
         return value.array
     if math.prod(value.shape[2:]) == 1:
@@ -74,46 +75,50 @@ def last(value: Any) -> Any:
     return jnp.moveaxis(value, 1, -1)
 
 
-def axis_of(dim: int, ndim: int) -> int:
-    """Where an axis of the graph's order is with channels last."""
+def channels_last_axis(dim: int, ndim: int) -> int:
+    """Return where an axis of the graph's order is with channels last."""
     dim %= ndim
     return dim if dim == 0 else (ndim - 1 if dim == 1 else dim - 1)
 
 
-def called(
+def call_row(
     name: str, row: Row, context: Context, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """A row's result, whatever the order of axes of its arguments."""
+    """Return a row's result, whatever the order of axes of its arguments."""
     if context.rules.channels_last and name in _rows:
         result = _rows[name](context, *args, **kwargs)
         if result is not NotImplemented:
             return result
-    first = (context,) if row.context else ()
-    values = [*_flat(args), *_flat([*kwargs.values()])]
-    carried = [v for v in values if isinstance(v, ChannelsLast)]
-    if not carried:
-        return row.function(*first, *args, **kwargs)
+    leading = (context,) if row.context else ()
+    values = [*_flatten(args), *_flatten([*kwargs.values()])]
+    images = [v for v in values if isinstance(v, ChannelsLast)]
+    if not images:
+        return row.function(*leading, *args, **kwargs)
     ndim = max(v.ndim for v in values if hasattr(v, "ndim"))
-    if row.pointwise and ndim == carried[0].ndim:
-        moved = [_moved(v, ndim) for v in args]
-        return ChannelsLast(row.function(*moved, **{k: _moved(v, ndim) for k, v in kwargs.items()}))
+    if row.pointwise and ndim == images[0].ndim:
+        operands = [_pointwise_operand(v, ndim) for v in args]
+        return ChannelsLast(
+            row.function(*operands, **{k: _pointwise_operand(v, ndim) for k, v in kwargs.items()})
+        )
     return row.function(
-        *first, *_each(plain, args), **dict(zip(kwargs, _each(plain, kwargs.values()), strict=True))
+        *leading,
+        *_map(to_channels_first, args),
+        **dict(zip(kwargs, _map(to_channels_first, kwargs.values()), strict=True)),
     )
 
 
-def _moved(value: Any, ndim: int) -> Any:
-    """An operand of a pointwise row: numbers and 0-d arrays as they are."""
+def _pointwise_operand(value: Any, ndim: int) -> Any:
+    """Return an operand of a pointwise row; numbers and 0-d arrays are unchanged."""
     if not hasattr(value, "ndim") or value.ndim == 0:
         return value
     if not isinstance(value, ChannelsLast):
         value = value.reshape((1,) * (ndim - value.ndim) + value.shape)
-    return last(value)
+    return to_channels_last(value)
 
 
-def _flat(args: Any) -> list[Any]:
+def _flatten(args: Any) -> list[Any]:
     return [v for arg in args for v in (arg if isinstance(arg, list) else [arg])]
 
 
-def _each(function: Callable[[Any], Any], args: Any) -> list[Any]:
+def _map(function: Callable[[Any], Any], args: Any) -> list[Any]:
     return [[function(v) for v in a] if isinstance(a, list) else function(a) for a in args]

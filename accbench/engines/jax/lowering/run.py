@@ -16,8 +16,8 @@ from accbench.engines.jax.lowering import dtypes, layout, table
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.errors import RequestError
 
-# What says where a tensor lies and not what is in it.
-_OF_PLACE = {
+# Arguments that tell where a tensor lies, not what it holds.
+_PLACEMENT_ARGUMENTS = {
     "device",
     "layout",
     "pin_memory",
@@ -30,24 +30,24 @@ _FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)\n    (.*)')
 
 
 def missing(graph_module: fx.GraphModule) -> list[str]:
-    """A line for each operation of a graph that has no row: its name and its first place."""
-    found: dict[str, str] = {}
+    """Return a line for each operation without a row: its name and its first place."""
+    lines: dict[str, str] = {}
     for node in _calls(graph_module):
-        if node.target is not operator.getitem and table.row(name(node)) is None:
-            found.setdefault(name(node), f"{name(node)} ({place(node)})")
-    return [*found.values()]
+        if node.target is not operator.getitem and table.row(op_name(node)) is None:
+            lines.setdefault(op_name(node), f"{op_name(node)} ({source_of(node)})")
+    return [*lines.values()]
 
 
 def refuse_missing(graph_module: fx.GraphModule) -> None:
-    """
+    """Raise RequestError if the graph has operations that no row computes.
+
     Raises:
-        RequestError: the graph has operations that no row computes; one line names them, their
-            places in the model, and how rows are added.
+        RequestError: one line names them, their places in the model, and how rows are added.
     """
-    lacking = missing(graph_module)
-    if lacking:
+    operations = missing(graph_module)
+    if operations:
         raise RequestError(
-            f"engine jax has no lowering of {'; '.join(lacking)}. Add one: a function on jax "
+            f"engine jax has no lowering of {'; '.join(operations)}. Add one: a function on jax "
             "arrays decorated by accbench.engines.jax.lowering.lowering('NAME'), in a module that "
             f"an entry point of the group {table.GROUP} names; or use another engine"
         )
@@ -59,7 +59,7 @@ def run_graph(
     key: Any = None,
     rules: Rules | None = None,
 ) -> list[Any]:
-    """The outputs of a graph, in its order; None where the graph has None.
+    """Run a graph, and return its outputs in its order; None where the graph has None.
 
     Args:
         graph_module: a flat graph of functional operations, as aot_export_module gives it.
@@ -68,9 +68,9 @@ def run_graph(
         rules: how it is lowered; None for the defaults.
 
     Raises:
-        RequestError: an operation isn't in the table, or a dtype isn't in JAX.
+        RequestError: an operation is not in the table, or a dtype not in JAX.
         ValueError: the numbers of arguments and placeholders differ.
-        TypeError: a row's result isn't of the shape and dtype that torch has noted for it.
+        TypeError: a row's result does not have the shape and dtype that torch recorded for it.
     """
     refuse_missing(graph_module)
     context = Context(key, rules or Rules())
@@ -84,24 +84,26 @@ def run_graph(
         if node.op == "get_attr":
             values[node] = _constant(graph_module, node)
         elif node.op == "call_function":
-            values[node] = _called(node, values, context)
+            values[node] = _call(node, values, context)
         elif node.op == "output":
             outputs: Any = fx.node.map_arg(node.args[0], values.__getitem__)
-            return [layout.plain(output) for output in outputs]
+            return [layout.to_channels_first(output) for output in outputs]
         for used in last_uses.get(node, ()):
-            del values[used]  # outside of jit, or it would live to the end
+            del values[used]  # frees memory outside of jit
     raise ValueError("the graph has no output")
 
 
-def name(node: fx.Node) -> str:
-    """`aten.relu.default`; of what is no operation of torch's, the name of what it is."""
+def op_name(node: fx.Node) -> str:
+    """Return `aten.relu.default` and the like; for what is no operation of torch's, its name."""
     return str(node.target).removeprefix("torch.ops.")
 
 
-def place(node: fx.Node) -> str:
-    """Where in the model's own code a node comes from, as far as torch has noted it."""
+def source_of(node: fx.Node) -> str:
+    """Return where in the model's own code a node comes from, as far as torch recorded it."""
     return (
-        source_location.in_model(_frames(node)) or _module_path(node) or "torch has noted no place"
+        source_location.in_model(_frames(node))
+        or _module_path(node)
+        or "torch recorded no location"
     )
 
 
@@ -121,7 +123,10 @@ def _calls(graph_module: fx.GraphModule) -> Iterable[fx.Node]:
 
 
 def _last_uses(graph_module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> the values that nobody needs after it; the node itself, if nobody needs it at all."""
+    """Return node -> the values that no later node needs.
+
+    A node's own value is among them if no node needs it at all.
+    """
     last: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
         last[node] = node
@@ -140,29 +145,29 @@ def _constant(graph_module: fx.GraphModule, node: fx.Node) -> Any:
     return value
 
 
-def _called(node: fx.Node, values: dict[fx.Node, Any], context: Context) -> Any:
+def _call(node: fx.Node, values: dict[fx.Node, Any], context: Context) -> Any:
     arguments: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     args, kwargs = arguments
     if node.target is operator.getitem:
         return args[0][args[1]]
-    row = table.row(name(node))
+    row = table.row(op_name(node))
     assert row is not None, "refused before"
     _refuse_float64(node, context.rules)
-    args = [_argument(a) for a in args]
-    kwargs = {k: _argument(v) for k, v in kwargs.items() if k not in _OF_PLACE}
+    args = [_convert_argument(a) for a in args]
+    kwargs = {k: _convert_argument(v) for k, v in kwargs.items() if k not in _PLACEMENT_ARGUMENTS}
     context.node = node
-    with jax.named_scope(name(node)):
-        result = layout.called(name(node), row, context, args, kwargs)
-    return _checked(node, result)
+    with jax.named_scope(op_name(node)):
+        result = layout.call_row(op_name(node), row, context, args, kwargs)
+    return _check_results(node, result)
 
 
-def _argument(value: Any) -> Any:
+def _convert_argument(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return dtypes.jax_dtype(value)
     return [*value] if isinstance(value, (list, tuple)) else value
 
 
-def _noted(node: fx.Node) -> list[Any]:
+def _fake_values(node: fx.Node) -> list[Any]:
     value = node.meta.get("val")
     return [*value] if isinstance(value, (list, tuple)) else [value]
 
@@ -170,39 +175,39 @@ def _noted(node: fx.Node) -> list[Any]:
 def _refuse_float64(node: fx.Node, rules: Rules) -> None:
     if rules.float64_as_float32 or dtypes.jax_dtype(torch.float64) == "float64":
         return
-    for value in _noted(node):
+    for value in _fake_values(node):
         if isinstance(value, torch.Tensor) and value.dtype == torch.float64 and value.ndim:
             raise RequestError(
-                f"{name(node)} ({place(node)}) gives float64, which JAX hasn't: use float32 "
+                f"{op_name(node)} ({source_of(node)}) gives float64, which JAX hasn't: use float32 "
                 "there, set JAX_ENABLE_X64=1, or allow float32 for it"
             )
 
 
-def _checked(node: fx.Node, result: Any) -> Any:
-    """A row's result. One wrong about a shape or dtype would train something else, silently.
+def _check_results(node: fx.Node, result: Any) -> Any:
+    """Check a row's results: a wrong shape or dtype would silently train something else.
 
     What a normalization saves for its backward may come in float32; it is rounded to what torch
     saves, which in a model that is all 16-bit is 16-bit.
     """
     if not isinstance(result, (list, tuple)):
-        return _as_noted(node, _noted(node)[0], result, False)
-    noted = _noted(node)
-    noted += [None] * (len(result) - len(noted))
+        return _check_result(node, _fake_values(node)[0], result, False)
+    fake_values = _fake_values(node)
+    fake_values += [None] * (len(result) - len(fake_values))
     return [
-        _as_noted(node, value, array, i > 0)
-        for i, (value, array) in enumerate(zip(noted, result, strict=False))
+        _check_result(node, value, array, i > 0)
+        for i, (value, array) in enumerate(zip(fake_values, result, strict=False))
     ]
 
 
-def _as_noted(node: fx.Node, noted: Any, array: Any, saved: bool) -> Any:
-    if not isinstance(noted, torch.Tensor) or array is None:
+def _check_result(node: fx.Node, fake: Any, array: Any, is_saved: bool) -> Any:
+    if not isinstance(fake, torch.Tensor) or array is None:
         return array
-    dtype = dtypes.jax_dtype(noted.dtype)
-    if saved and array.dtype != dtype and array.dtype == dtypes.opmath(dtype):
+    dtype = dtypes.jax_dtype(fake.dtype)
+    if is_saved and array.dtype != dtype and array.dtype == dtypes.opmath(dtype):
         array = array.astype(dtype)
-    if tuple(noted.shape) != tuple(array.shape) or array.dtype != dtype:
+    if tuple(fake.shape) != tuple(array.shape) or array.dtype != dtype:
         raise TypeError(
-            f"{name(node)} gave {array.dtype}{[*array.shape]} where torch has "
-            f"{dtype}{[*noted.shape]} ({place(node)})"
+            f"{op_name(node)} gave {array.dtype}{[*array.shape]} where torch has "
+            f"{dtype}{[*fake.shape]} ({source_of(node)})"
         )
     return array

@@ -1,9 +1,10 @@
-"""The table: which function computes an operation of a captured graph.
+"""The table of functions that compute the operations of a captured graph.
 
-A row's function takes what the operation's schema names, by the same names: jax arrays (in the
+A row's function takes the arguments of the operation's schema by their names: jax arrays (in the
 logical order of axes that the graph has, NCHW), Python numbers, and jax dtypes where torch has
 its own. It returns an array, or a tuple or list of them, of the shapes and dtypes that torch
-gives. What only says where a tensor lies (device, layout, memory_format, ...) isn't passed.
+gives. Arguments that only tell where a tensor lies (device, layout, memory_format, ...) are not
+passed.
 
 A package outside this repository adds rows, or replaces them, by decorating functions in a module
 that an entry point of the group `accbench.lowerings` names.
@@ -24,13 +25,13 @@ GROUP = "accbench.lowerings"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How one operation is computed."""
+    """The function that computes one operation."""
 
     function: Callable[..., Any]
     context: bool
-    """The function takes `accbench.engines.jax.lowering.context.Context` before all else."""
+    """Whether the function takes the run's `context.Context` as its first argument."""
     pointwise: bool
-    """Element by element, so that the order of axes doesn't matter where all shapes agree."""
+    """Whether it works element by element: the order of axes does not matter if shapes agree."""
 
 
 _rows: dict[str, Row] = {}
@@ -42,12 +43,12 @@ def lowering(
     """Decorate a function as the row of operations such as `aten.relu.default`.
 
     Args:
-        operations: namespace, operation and overload, each; the last to be registered holds.
+        *operations: namespace, operation and overload, each; the last to be registered holds.
         context: pass the run's context (random keys, rules) as the first argument.
         pointwise: the function works element by element, with broadcasting.
 
     Raises:
-        ValueError: a name isn't of that form.
+        ValueError: a name is not of that form.
     """
     for name in operations:
         if name.count(".") != 2:
@@ -62,19 +63,19 @@ def lowering(
 
 
 def row(operation: str) -> Row | None:
-    """The row of `aten.relu.default` and the like; None if there is none."""
+    """Return the row of `aten.relu.default` and the like; None if there is none."""
     _load()
     return _rows.get(operation)
 
 
 def operations() -> list[str]:
-    """All operations that have a row, sorted."""
+    """Return all operations that have a row, sorted."""
     _load()
     return sorted(_rows)
 
 
-def is_own() -> bool:
-    """Whether all rows are of this package."""
+def all_rows_builtin() -> bool:
+    """Return whether all rows are this package's own."""
     _load()
     return all(row.function.__module__.startswith("accbench.") for row in _rows.values())
 

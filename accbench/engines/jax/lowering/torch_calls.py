@@ -1,9 +1,9 @@
-"""Functions of torch's called from inside XLA's programs, on the arrays where they lie.
+"""torch functions called from inside XLA's programs, on the memory of the arrays.
 
-On a CPU only. XLA calls a C function with a frame that says where arguments and results are: its
+On a CPU only. XLA calls a C function with a frame that tells where arguments and results are: its
 foreign function interface, whose stable layout is `xla/ffi/api/c_api.h` (version 0.1 and on; jaxlib
 brings it). Here that function is Python's, by ctypes, so nothing needs to be compiled. A call
-costs some 50 µs (docs/measured.md), and needs Python's lock.
+costs some 50 µs (docs/measured.md), and holds Python's lock.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ import jax
 import torch
 
 TARGET = "accbench_torch"
-"""The name that XLA's programs, and those that are kept on disk, call."""
+"""The custom call's name in XLA's programs, those on disk too."""
 
 _thread = threading.local()
-# XLA calls from several threads, and each call may take all of torch's.
-_alone = threading.Lock()
+# XLA calls from several threads, and each call may use all of torch's threads.
+_torch_lock = threading.Lock()
 Function = Callable[..., None]
 _functions: dict[str, Function] = {}
 
 _EXTENSION_METADATA = 1
 _INTERNAL_ERROR = 13  # XLA_FFI_Error_Code_INTERNAL
 _MAJOR, _MINOR = 0, 1
-# Tensors of one dtype and shape that are kept: memory is where it was in most steps.
-_MOST_VIEWS = 1024
+# Tensors kept of one dtype and shape: in most steps memory is where it was before.
+_MAX_VIEWS = 1024
 
 
 class _Extension(C.Structure):
@@ -103,43 +103,43 @@ class _Frame(C.Structure):
 
 
 def torch_call(function: Function) -> Callable[..., Any]:
-    """Decorate a function on tensors, to be called on arrays in a jitted function.
+    """Decorate a function on tensors, so that a jitted function can call it on arrays.
 
     The function takes a list of tensors to read, a list of tensors to write its results into, and
-    keyword arguments that JSON can hold. What it becomes takes the shapes and dtypes of the results
-    (of each a `jax.ShapeDtypeStruct`), the arrays, and the same keyword arguments, and returns
-    a list of arrays. With `in_place` so many results are the first so many arrays, in their
-    memory, which holds these when the function is called.
+    keyword arguments that JSON can hold. The decorated one takes the shapes and dtypes of the
+    results (a `jax.ShapeDtypeStruct` each), the arrays, and the same keyword arguments, and returns
+    a list of arrays. With `in_place`, that many results share the memory of the first arrays, which
+    holds these arrays' values when the function is called.
     """
     name = f"{function.__module__}.{function.__name__}"
     _functions[name] = function
 
     def call(
-        results: Sequence[jax.ShapeDtypeStruct], *arrays: Any, in_place: int = 0, **how: Any
+        results: Sequence[jax.ShapeDtypeStruct], *arrays: Any, in_place: int = 0, **arguments: Any
     ) -> list[Any]:
         register()
-        kinds = [[[str(a.dtype), a.shape] for a in given] for given in (arrays, results)]
-        what = json.dumps([name, how, *kinds], sort_keys=True)
-        aliases = {place: place for place in range(in_place)}
-        made = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=aliases)
-        return [*made(*arrays, what=what)]
+        types = [[[str(a.dtype), a.shape] for a in group] for group in (arrays, results)]
+        call_json = json.dumps([name, arguments, *types], sort_keys=True)
+        aliases = {index: index for index in range(in_place)}
+        ffi_call = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=aliases)
+        return [*ffi_call(*arrays, what=call_json)]
 
     return call
 
 
-def takes(*arrays: Any) -> bool:
-    """Whether there is something in all of them, of a dtype that is handed over."""
+def supports(*arrays: Any) -> bool:
+    """Return whether every array has elements, and a dtype that can be passed to torch."""
     return all(a.size and str(a.dtype) in ("float32", "bfloat16", "float16") for a in arrays)
 
 
 @cache
 def register() -> None:
-    """Before a program that calls is compiled, or read from disk."""
+    """Register the call with XLA, before a program with it is compiled or read from disk."""
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_handler), platform="cpu")
 
 
 def _handle(frame_at: Any) -> int | None:
-    """None is a call that went well; else XLA's error, which it then owns."""
+    """Run a call; None where it succeeded, else an error of XLA's, which XLA then owns."""
     frame = frame_at.contents
     if frame.extensions and frame.extensions.contents.type == _EXTENSION_METADATA:
         extension = C.cast(frame.extensions, C.POINTER(_MetadataExtension)).contents
@@ -148,28 +148,28 @@ def _handle(frame_at: Any) -> int | None:
         return None
     try:
         if not hasattr(_thread, "is_ready"):
-            # MKL takes as many threads as it likes, each time, in a thread that hasn't been told;
-            # sums are then not the same to the last bit.
+            # In a new thread MKL chooses the number of threads at each call, and sums then differ
+            # in the last bits.
             torch.set_num_threads(torch.get_num_threads())
             _thread.is_ready = True
         span = frame.attributes.values[0].contents
-        function, how, read, write = _call(C.string_at(span.data, span.size))
-        one = _alone if torch.get_num_threads() > 1 else contextlib.nullcontext()
-        with one, torch.inference_mode():
-            function(_tensors(frame.arguments, read), _tensors(frame.results, write), **how)
-    except BaseException as error:  # in a thread of XLA's nobody else would see it
+        function, arguments, read, write = _parse_call(C.string_at(span.data, span.size))
+        lock = _torch_lock if torch.get_num_threads() > 1 else contextlib.nullcontext()
+        with lock, torch.inference_mode():
+            function(_tensors(frame.arguments, read), _tensors(frame.results, write), **arguments)
+    except BaseException as error:  # nobody else would see it in a thread of XLA's
         message = f"{type(error).__name__}: {error}".encode()
-        given = _ErrorArguments(C.sizeof(_ErrorArguments), None, message, _INTERNAL_ERROR)
-        made: int | None = frame.api.contents.error_create(C.byref(given))
-        return made
+        error_arguments = _ErrorArguments(C.sizeof(_ErrorArguments), None, message, _INTERNAL_ERROR)
+        error_pointer: int | None = frame.api.contents.error_create(C.byref(error_arguments))
+        return error_pointer
     return None
 
 
 _handler = C.CFUNCTYPE(C.c_void_p, C.POINTER(_Frame))(_handle)
 
 
-class _Kind:
-    """Tensors of one dtype and shape, where arrays lie."""
+class _ViewFactory:
+    """Makes tensors of one dtype and shape at given addresses."""
 
     def __init__(self, dtype: str, sizes: Sequence[int]) -> None:
         self.dtype, self.sizes = getattr(torch, dtype), list(sizes)
@@ -179,7 +179,7 @@ class _Kind:
     def at(self, address: int) -> torch.Tensor:
         view = self._views.get(address)
         if view is None:
-            if len(self._views) == _MOST_VIEWS:
+            if len(self._views) == _MAX_VIEWS:
                 self._views.clear()
             memory = self._memory.from_address(address)
             view = torch.frombuffer(memory, dtype=self.dtype).view(self.sizes)
@@ -188,17 +188,19 @@ class _Kind:
 
 
 @cache
-def _kind(dtype: str, sizes: tuple[int, ...]) -> _Kind:
-    return _Kind(dtype, sizes)
+def _views_of(dtype: str, sizes: tuple[int, ...]) -> _ViewFactory:
+    return _ViewFactory(dtype, sizes)
 
 
 @cache
-def _call(what: bytes) -> tuple[Function, dict[str, Any], list[_Kind], list[_Kind]]:
-    name, how, *kinds = json.loads(what)
-    read, write = ([_kind(dtype, tuple(sizes)) for dtype, sizes in given] for given in kinds)
-    return _functions[name], how, read, write
+def _parse_call(
+    what: bytes,
+) -> tuple[Function, dict[str, Any], list[_ViewFactory], list[_ViewFactory]]:
+    name, arguments, *types = json.loads(what)
+    read, write = ([_views_of(dtype, tuple(sizes)) for dtype, sizes in group] for group in types)
+    return _functions[name], arguments, read, write
 
 
-def _tensors(buffers: _Buffers, kinds: list[_Kind]) -> list[torch.Tensor]:
-    at = buffers.buffers
-    return [kind.at(at[place].contents.data) for place, kind in enumerate(kinds)]
+def _tensors(buffers: _Buffers, factories: list[_ViewFactory]) -> list[torch.Tensor]:
+    pointers = buffers.buffers
+    return [views.at(pointers[index].contents.data) for index, views in enumerate(factories)]

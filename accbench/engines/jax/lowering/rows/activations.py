@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.scipy import special
 
 from accbench.engines.jax.lowering.dtypes import result_type
-from accbench.engines.jax.lowering.rows.pointwise import computed
+from accbench.engines.jax.lowering.rows.pointwise import in_opmath
 from accbench.engines.jax.lowering.table import lowering
 
 _TANH_SCALE = math.sqrt(2 / math.pi)
@@ -18,16 +18,16 @@ _TANH_CUBE = 0.044715
 
 def _activation(name: str, function: Callable[..., Any]) -> None:
     def row(self: Any) -> Any:
-        return computed(function, self.dtype, self)
+        return in_opmath(function, self.dtype, self)
 
     lowering(f"aten.{name}.default", pointwise=True)(row)
 
 
 def _backward(name: str, function: Callable[..., Any]) -> None:
-    """`function(gradient, saved)`, saved being the activation's input or output."""
+    """Register the row `function(gradient, saved)`; saved is the activation's input or output."""
 
     def row(grad_output: Any, saved: Any) -> Any:
-        return computed(function, result_type(grad_output, saved), grad_output, saved)
+        return in_opmath(function, result_type(grad_output, saved), grad_output, saved)
 
     lowering(f"aten.{name}.default", pointwise=True)(row)
 
@@ -77,7 +77,7 @@ def gelu(self: Any, approximate: str = "none") -> Any:
     def by_tanh(x: Any) -> Any:
         return 0.5 * x * (1 + jnp.tanh(_TANH_SCALE * (x + _TANH_CUBE * x * x * x)))
 
-    return computed(by_tanh if approximate == "tanh" else exact, self.dtype, self)
+    return in_opmath(by_tanh if approximate == "tanh" else exact, self.dtype, self)
 
 
 @lowering("aten.gelu_backward.default", pointwise=True)
@@ -93,7 +93,7 @@ def gelu_backward(grad_output: Any, self: Any, approximate: str = "none") -> Any
         return g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner)
 
     function = by_tanh if approximate == "tanh" else exact
-    return computed(function, result_type(grad_output, self), grad_output, self)
+    return in_opmath(function, result_type(grad_output, self), grad_output, self)
 
 
 @lowering("aten.hardtanh.default", pointwise=True)
@@ -120,7 +120,7 @@ def threshold_backward(grad_output: Any, self: Any, threshold: Any) -> Any:
 
 @lowering("aten.leaky_relu.default", pointwise=True)
 def leaky_relu(self: Any, negative_slope: Any = 0.01) -> Any:
-    return computed(lambda x: jnp.where(x > 0, x, x * negative_slope), self.dtype, self)
+    return in_opmath(lambda x: jnp.where(x > 0, x, x * negative_slope), self.dtype, self)
 
 
 @lowering("aten.leaky_relu_backward.default", pointwise=True)
@@ -130,7 +130,7 @@ def leaky_relu_backward(
     def slope(g: Any, x: Any) -> Any:
         return jnp.where(x > 0, g, g * negative_slope)
 
-    return computed(slope, result_type(grad_output, self), grad_output, self)
+    return in_opmath(slope, result_type(grad_output, self), grad_output, self)
 
 
 @lowering("aten.elu.default", pointwise=True)
@@ -138,7 +138,7 @@ def elu(self: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Any:
     def function(x: Any) -> Any:
         return jnp.where(x > 0, x * scale, jnp.expm1(x * input_scale) * alpha * scale)
 
-    return computed(function, self.dtype, self)
+    return in_opmath(function, self.dtype, self)
 
 
 @lowering("aten.elu_backward.default", pointwise=True)
@@ -151,11 +151,13 @@ def elu_backward(
     self_or_result: Any,
 ) -> Any:
     def function(g: Any, x: Any) -> Any:
-        below = x + alpha * scale if is_result else alpha * scale * jnp.exp(x * input_scale)
-        return g * jnp.where(x <= 0, input_scale * below, scale)
+        negative_slope = (
+            x + alpha * scale if is_result else alpha * scale * jnp.exp(x * input_scale)
+        )
+        return g * jnp.where(x <= 0, input_scale * negative_slope, scale)
 
     dtype = result_type(grad_output, self_or_result)
-    return computed(function, dtype, grad_output, self_or_result)
+    return in_opmath(function, dtype, grad_output, self_or_result)
 
 
 @lowering("aten.softplus.default", pointwise=True)
@@ -163,7 +165,7 @@ def softplus(self: Any, beta: Any = 1, threshold: Any = 20) -> Any:
     def function(x: Any) -> Any:
         return jnp.where(x * beta > threshold, x, jnp.log1p(jnp.exp(x * beta)) / beta)
 
-    return computed(function, self.dtype, self)
+    return in_opmath(function, self.dtype, self)
 
 
 @lowering("aten.softplus_backward.default", pointwise=True)
@@ -171,13 +173,16 @@ def softplus_backward(grad_output: Any, self: Any, beta: Any, threshold: Any) ->
     def function(g: Any, x: Any) -> Any:
         return jnp.where(x * beta > threshold, g, g * jax.nn.sigmoid(x * beta))
 
-    return computed(function, result_type(grad_output, self), grad_output, self)
+    return in_opmath(function, result_type(grad_output, self), grad_output, self)
 
 
 @lowering("aten.log_sigmoid_forward.default")
 def log_sigmoid_forward(self: Any) -> Any:
-    """The second is a buffer of torch's CPU kernel, of no meaning; AOTAutograd wants a tensor."""
-    return computed(jax.nn.log_sigmoid, self.dtype, self), jnp.zeros_like(self)
+    """Compute log(sigmoid(x)), and an empty buffer.
+
+    The buffer belongs to torch's CPU kernel and means nothing; AOTAutograd wants a tensor.
+    """
+    return in_opmath(jax.nn.log_sigmoid, self.dtype, self), jnp.zeros_like(self)
 
 
 @lowering("aten.log_sigmoid_backward.default")
@@ -185,13 +190,13 @@ def log_sigmoid_backward(grad_output: Any, self: Any, buffer: Any) -> Any:
     def function(g: Any, x: Any) -> Any:
         return g * jax.nn.sigmoid(-x)
 
-    return computed(function, result_type(grad_output, self), grad_output, self)
+    return in_opmath(function, result_type(grad_output, self), grad_output, self)
 
 
 @lowering("aten.glu.default")
 def glu(self: Any, dim: int = -1) -> Any:
     a, b = jnp.split(self, 2, dim)
-    return computed(lambda a, b: a * jax.nn.sigmoid(b), self.dtype, a, b)
+    return in_opmath(lambda a, b: a * jax.nn.sigmoid(b), self.dtype, a, b)
 
 
 @lowering("aten.glu_backward.default")
@@ -200,4 +205,4 @@ def glu_backward(grad_output: Any, self: Any, dim: int) -> Any:
         s = jax.nn.sigmoid(b)
         return jnp.concatenate([g * s, g * a * s * (1 - s)], dim)
 
-    return computed(function, self.dtype, grad_output, *jnp.split(self, 2, dim))
+    return in_opmath(function, self.dtype, grad_output, *jnp.split(self, 2, dim))

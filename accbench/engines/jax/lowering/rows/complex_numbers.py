@@ -1,4 +1,4 @@
-"""Complex numbers: their parts, and Fourier transforms."""
+"""Complex numbers: real and imaginary parts, and Fourier transforms."""
 
 import math
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def angle(self: Any) -> Any:
 
 
 def _scale(normalization: int, num: int) -> float:
-    """torch's `fft_norm_mode`: none, by the root of the length, by the length."""
+    """Return the factor of torch's `fft_norm_mode`: 1, 1 / sqrt(length) or 1 / length."""
     return (1.0, 1 / math.sqrt(num), 1 / num)[normalization]
 
 
@@ -78,8 +78,8 @@ def _length(self: Any, dim: Sequence[int]) -> int:
     return math.prod(self.shape[d] for d in dim)
 
 
-def _transformed(self: Any, dim: Sequence[int], forward: bool) -> Any:
-    """The transform over some axes, without a factor."""
+def _transform(self: Any, dim: Sequence[int], forward: bool) -> Any:
+    """Compute the transform over some axes, without a factor."""
     for axis in dim:
         self = jnp.fft.fft(self, axis=axis) if forward else _inverse(self, axis)
     return self
@@ -91,22 +91,22 @@ def _inverse(self: Any, axis: int) -> Any:
 
 @lowering("aten._fft_c2c.default")
 def fft_c2c(self: Any, dim: Sequence[int], normalization: int, forward: bool) -> Any:
-    return _scaled(_transformed(self, dim, forward), normalization, _length(self, dim))
+    return _scaled(_transform(self, dim, forward), normalization, _length(self, dim))
 
 
 @lowering("aten._fft_r2c.default")
 def fft_r2c(self: Any, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
     if onesided:
         *others, last = dim
-        found = _transformed(jnp.fft.rfft(self, axis=last), others, True)
+        spectrum = _transform(jnp.fft.rfft(self, axis=last), others, True)
     else:
-        found = _transformed(self + 0j, dim, True)
-    return _scaled(found, normalization, _length(self, dim))
+        spectrum = _transform(self + 0j, dim, True)
+    return _scaled(spectrum, normalization, _length(self, dim))
 
 
 @lowering("aten._fft_c2r.default")
 def fft_c2r(self: Any, dim: Sequence[int], normalization: int, last_dim_size: int) -> Any:
     *others, last = dim
-    found = _transformed(self, others, False)
-    found = jnp.fft.irfft(found, n=last_dim_size, axis=last, norm="forward")
-    return _scaled(found, normalization, _length(found, dim))
+    signal = _transform(self, others, False)
+    signal = jnp.fft.irfft(signal, n=last_dim_size, axis=last, norm="forward")
+    return _scaled(signal, normalization, _length(signal, dim))

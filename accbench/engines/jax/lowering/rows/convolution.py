@@ -15,7 +15,7 @@ Sizes = Sequence[int]
 
 
 def convolve(x: Any, w: Any, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> Any:
-    """x (N, C, *spatial), w (out, C / groups, *kernel) -> (N, out, *spatial)."""
+    """Convolve x (N, C, *spatial) with w (out, C / groups, *kernel) -> (N, out, *spatial)."""
     return lax.conv_general_dilated(
         x,
         w,
@@ -35,21 +35,21 @@ def convolve_transposed(
     output_padding: Sizes,
     groups: int,
 ) -> Any:
-    """x (N, C, *spatial), w (C, out / groups, *kernel) -> (N, out, *spatial).
+    """Convolve x (N, C, *spatial) transposed, with w (C, out / groups, *kernel).
 
-    The gradient of a convolution with respect to its input: a plain one of the stretched input
-    with the mirrored kernel.
+    It is the gradient of a convolution with respect to its input: a plain convolution of the
+    dilated input with the mirrored kernel. Returns (N, out, *spatial).
     """
     kernel = w.shape[2:]
     w = w.reshape(groups, w.shape[0] // groups, *w.shape[1:]).swapaxes(1, 2)
     w = jnp.flip(w.reshape(-1, *w.shape[2:]), range(2, 2 + len(kernel)))
-    reach = [d * (k - 1) for d, k in zip(_each(dilation, x), kernel, strict=True)]
-    pads = zip(reach, _each(padding, x), _each(output_padding, x), strict=True)
+    extents = [d * (k - 1) for d, k in zip(_each(dilation, x), kernel, strict=True)]
+    pads = zip(extents, _each(padding, x), _each(output_padding, x), strict=True)
     return lax.conv_general_dilated(
         x,
         w,
         window_strides=(1,) * len(kernel),
-        padding=[(r - p, r - p + more) for r, p, more in pads],
+        padding=[(r - p, r - p + extra) for r, p, extra in pads],
         lhs_dilation=_each(stride, x),
         rhs_dilation=_each(dilation, x),
         feature_group_count=groups,
@@ -57,7 +57,7 @@ def convolve_transposed(
 
 
 def _each(sizes: Sizes, x: Any) -> tuple[int, ...]:
-    """One size an axis; torch allows one for all."""
+    """Return one size for each axis; torch allows one for all."""
     return tuple(sizes) * (x.ndim - 2) if len(sizes) == 1 else tuple(sizes)
 
 
@@ -88,8 +88,8 @@ def convolution(
     output_padding: Sizes,
     groups: int,
 ) -> Any:
-    how = (stride, padding, dilation, transposed, output_padding, groups)
-    y = _apply(input, weight, *how)
+    conv_args = (stride, padding, dilation, transposed, output_padding, groups)
+    y = _apply(input, weight, *conv_args)
     if bias is None:
         return y
     wide = opmath(y.dtype)
@@ -111,18 +111,18 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
-    """Gradients of input, weight and bias; None where the mask says that one isn't wanted."""
-    how = (stride, padding, dilation, transposed, output_padding, groups)
-    # Each by itself, so that what isn't wanted isn't computed. JAX's rule for convolutions
+    """Compute gradients of input, weight and bias; None where the mask has False."""
+    conv_args = (stride, padding, dilation, transposed, output_padding, groups)
+    # One vjp each, so that only wanted gradients are computed. JAX's rule for convolutions
     # needs no values of the forward pass, which XLA then leaves out.
-    of_input = of_weight = of_bias = None
+    input_grad = weight_grad = bias_grad = None
     if output_mask[0]:
-        (of_input,) = jax.vjp(lambda x: _apply(x, weight, *how), input)[1](grad_output)
+        (input_grad,) = jax.vjp(lambda x: _apply(x, weight, *conv_args), input)[1](grad_output)
     if output_mask[1]:
-        (of_weight,) = jax.vjp(lambda w: _apply(input, w, *how), weight)[1](grad_output)
+        (weight_grad,) = jax.vjp(lambda w: _apply(input, w, *conv_args), weight)[1](grad_output)
     if output_mask[2]:
-        of_bias = _sum_but_channels(grad_output)
-    return of_input, of_weight, of_bias
+        bias_grad = _sum_but_channels(grad_output)
+    return input_grad, weight_grad, bias_grad
 
 
 def _sum_but_channels(g: Any) -> Any:
@@ -131,7 +131,7 @@ def _sum_but_channels(g: Any) -> Any:
 
 @lowering("aten.im2col.default")
 def im2col(self: Any, kernel_size: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes) -> Any:
-    """(N, C, H, W) or (C, H, W) -> (N, C * kernel, windows): windows as columns."""
+    """Extract windows as columns: (N, C, H, W) or (C, H, W) -> (N, C * kernel, windows)."""
     x = self if self.ndim == 4 else self[None]
 
     def patches_of(x: Any) -> Any:
@@ -141,12 +141,12 @@ def im2col(self: Any, kernel_size: Sizes, dilation: Sizes, padding: Sizes, strid
             stride,
             [(p, p) for p in padding],
             rhs_dilation=dilation,
-            precision=lax.Precision.HIGHEST,  # of a product with ones, which is to be exact
+            precision=lax.Precision.HIGHEST,  # products with ones must be exact
         )
 
-    if not x.size:  # which JAX's patches divide by
-        one = jax.eval_shape(patches_of, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype))
-        empty = jnp.zeros((0, one.shape[1], math.prod(one.shape[2:])), x.dtype)
+    if not x.size:  # JAX's patches divide by it
+        shape = jax.eval_shape(patches_of, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype))
+        empty = jnp.zeros((0, shape.shape[1], math.prod(shape.shape[2:])), x.dtype)
         return empty if self.ndim == 4 else empty[0]
     patches = patches_of(x)
     columns = patches.reshape(x.shape[0], x.shape[1] * math.prod(kernel_size), -1)
@@ -162,7 +162,7 @@ def col2im(
     padding: Sizes,
     stride: Sizes,
 ) -> Any:
-    """The sum of windows at their places, the transpose of `im2col`."""
+    """Add up windows at their positions, the transpose of `im2col`."""
     columns = self if self.ndim == 3 else self[None]
     channels = columns.shape[1] // math.prod(kernel_size)
     like = jnp.zeros((columns.shape[0], channels, *output_size), opmath(self.dtype))

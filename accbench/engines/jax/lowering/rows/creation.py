@@ -1,4 +1,4 @@
-"""Tensors made of nothing. What torch leaves uninitialized is zeros."""
+"""Tensors that are created. What torch leaves uninitialized is zeros."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from accbench.engines.jax.lowering.dtypes import of_number, wide_int
+from accbench.engines.jax.lowering.dtypes import dtype_of_number, int64_dtype
 from accbench.engines.jax.lowering.table import lowering
 
 
 @lowering("aten.full.default")
 def full(size: Sequence[int], fill_value: Any, dtype: Any = None) -> Any:
-    return jnp.full(size, fill_value, of_number(fill_value) if dtype is None else dtype)
+    return jnp.full(size, fill_value, dtype_of_number(fill_value) if dtype is None else dtype)
 
 
 @lowering("aten.full_like.default")
@@ -77,12 +77,14 @@ def arange_start(start: Any, end: Any, dtype: Any = None) -> Any:
 
 @lowering("aten.arange.start_step")
 def arange_step(start: Any, end: Any, step: Any = 1, dtype: Any = None) -> Any:
-    """Computed in float64 or int64 on the host, as torch computes them, and rounded once."""
-    whole = all(isinstance(n, int) for n in (start, end, step))
+    """Compute a range in float64 or int64 on the host, as torch does, and round once."""
+    is_integral = all(isinstance(n, int) for n in (start, end, step))
     if dtype is None:
-        dtype = wide_int() if whole else jnp.dtype(jnp.float32)
-    length = max(-(-(end - start) // step) if whole else int(np.ceil((end - start) / step)), 0)
-    values = start + np.arange(length, dtype=np.int64 if whole else np.float64) * step
+        dtype = int64_dtype() if is_integral else jnp.dtype(jnp.float32)
+    length = max(
+        -(-(end - start) // step) if is_integral else int(np.ceil((end - start) / step)), 0
+    )
+    values = start + np.arange(length, dtype=np.int64 if is_integral else np.float64) * step
     return jnp.asarray(values.astype(dtype))
 
 

@@ -22,7 +22,7 @@ def _norm(difference: Any, p: float) -> Any:
 
 
 def _slope(difference: Any, p: float, norm: Any) -> Any:
-    """The norm's gradient with respect to the difference; 0 where the vectors are equal."""
+    """Return the norm's gradient with respect to the difference; 0 where vectors are equal."""
     norm = norm[..., None]
     x, sign = jnp.abs(difference), jnp.sign(difference)
     if p == 0:
@@ -38,16 +38,16 @@ def _slope(difference: Any, p: float, norm: Any) -> Any:
 
 @lowering("aten._cdist_forward.default")
 def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
-    """x1 (..., M, width), x2 (..., N, width) -> (..., M, N)."""
+    """Compute distances of x1 (..., M, width) and x2 (..., N, width) -> (..., M, N)."""
     return _norm(x1[..., :, None, :] - x2[..., None, :, :], p)
 
 
 @lowering("aten._cdist_backward.default")
 def cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
-    """The gradient of x1."""
+    """Compute the gradient of x1."""
     slope = _slope(x1[..., :, None, :] - x2[..., None, :, :], p, cdist)
     gradient = jnp.sum(grad[..., None] * slope, -2)
-    # Where x1 was repeated over x2's batch.
+    # Sum where x1 was broadcast over x2's batch.
     return jnp.sum(gradient, tuple(range(gradient.ndim - x1.ndim)))
 
 
@@ -58,7 +58,7 @@ def euclidean_dist(x1: Any, x2: Any) -> Any:
 
 @lowering("aten._pdist_forward.default")
 def pdist(self: Any, p: float = 2) -> Any:
-    """(N, width) -> the distances of all pairs, the first vector's first."""
+    """Compute the distances of all pairs of (N, width), the first vector's first."""
     i, j = np.triu_indices(self.shape[0], 1)
     return _norm(self[i] - self[j], p)
 
@@ -66,6 +66,6 @@ def pdist(self: Any, p: float = 2) -> Any:
 @lowering("aten._pdist_backward.default")
 def pdist_backward(grad: Any, self: Any, p: float, pdist: Any) -> Any:
     i, j = np.triu_indices(self.shape[0], 1)
-    each = grad[:, None] * _slope(self[i] - self[j], p, pdist)
+    pair_grads = grad[:, None] * _slope(self[i] - self[j], p, pdist)
     zeros = jnp.zeros(self.shape, opmath(self.dtype))
-    return zeros.at[i].add(each).at[j].add(-each).astype(self.dtype)
+    return zeros.at[i].add(pair_grads).at[j].add(-pair_grads).astype(self.dtype)

@@ -1,7 +1,7 @@
-"""Picking and placing elements by tensors of indices.
+"""Gathering and scattering elements by tensors of indices.
 
-torch raises where an index is out of range; inside a compiled graph nothing can raise, and JAX
-takes the nearest element instead, or drops what is to be placed.
+torch raises where an index is out of range. A compiled graph cannot raise: JAX takes the nearest
+element, and drops what would be placed outside.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from accbench.engines.jax.lowering.dtypes import opmath, result_type, wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype, opmath, result_type
 from accbench.engines.jax.lowering.table import lowering
 from accbench.errors import RequestError
 
 
 def _grid(index: Any, dim: int) -> tuple[Any, ...]:
-    """An index of every axis: `index` along `dim`, its own position along all others."""
+    """Return an index of every axis: `index` along `dim`, its own position along all others."""
     parts = []
     for axis, size in enumerate(index.shape):
         if axis == dim % index.ndim:
@@ -34,53 +34,56 @@ def _at_least_1d(*arrays: Any) -> list[Any]:
 
 @lowering("aten.gather.default")
 def gather(self: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    source, places = _at_least_1d(self, index)
-    return source[_grid(places, dim)].reshape(index.shape)
+    source, positions = _at_least_1d(self, index)
+    return source[_grid(positions, dim)].reshape(index.shape)
 
 
-def _placed(self: Any, dim: int, index: Any, src: Any, how: str) -> Any:
-    """`self` with `src` placed along `dim`; `src` may be larger than `index`, as in torch."""
-    target, places, values = _at_least_1d(self, index, jnp.asarray(src, self.dtype))
+def _scatter(self: Any, dim: int, index: Any, src: Any, update: str) -> Any:
+    """Update `self` by `src` at `index` along `dim`.
+
+    `src` may be larger than `index`, as in torch. `update` is a method of JAX's `.at`.
+    """
+    target, positions, values = _at_least_1d(self, index, jnp.asarray(src, self.dtype))
     if jnp.ndim(src):
-        values = values[tuple(slice(n) for n in places.shape)]
-    elif places.ndim != 1 or places.size != 1:
+        values = values[tuple(slice(n) for n in positions.shape)]
+    elif positions.ndim != 1 or positions.size != 1:
         values = values.reshape(())
-    wide = target if how == "set" else target.astype(opmath(target.dtype))
-    placed = getattr(wide.at[_grid(places, dim)], how)(values.astype(wide.dtype))
-    return placed.astype(self.dtype).reshape(self.shape)
+    wide = target if update == "set" else target.astype(opmath(target.dtype))
+    scattered = getattr(wide.at[_grid(positions, dim)], update)(values.astype(wide.dtype))
+    return scattered.astype(self.dtype).reshape(self.shape)
 
 
 @lowering("aten.scatter.src", "aten.scatter.value")
 def scatter(self: Any, dim: int, index: Any, src: Any) -> Any:
-    return _placed(self, dim, index, src, "set")
+    return _scatter(self, dim, index, src, "set")
 
 
 @lowering("aten.scatter.reduce", "aten.scatter.value_reduce")
 def scatter_with(self: Any, dim: int, index: Any, src: Any, reduce: str) -> Any:
-    return _placed(self, dim, index, src, {"add": "add", "multiply": "multiply"}[reduce])
+    return _scatter(self, dim, index, src, {"add": "add", "multiply": "multiply"}[reduce])
 
 
 @lowering("aten.scatter_add.default")
 def scatter_add(self: Any, dim: int, index: Any, src: Any) -> Any:
-    return _placed(self, dim, index, src, "add")
+    return _scatter(self, dim, index, src, "add")
 
 
 @lowering("aten.scatter_reduce.two")
 def scatter_reduce(
     self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True
 ) -> Any:
-    """One of sum, prod, mean, amax, amin of all that goes to a place, and of what was there."""
-    how = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}[reduce]
+    """Reduce all values that go to a position, and on request what was there."""
+    update = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "amin": "min"}[reduce]
     wide = self.astype(opmath(self.dtype))
     source = src.astype(wide.dtype)
-    touched = _placed(jnp.zeros(self.shape, jnp.int32), dim, index, jnp.ones((), jnp.int32), "add")
+    touched = _scatter(jnp.zeros(self.shape, jnp.int32), dim, index, jnp.ones((), jnp.int32), "add")
     if not include_self:
         wide = jnp.where(touched > 0, _neutral(reduce, wide.dtype), wide)
-    result = _placed(wide, dim, index, source, how)
+    result = _scatter(wide, dim, index, source, update)
     if reduce == "mean":
         counts = jnp.maximum(touched + include_self, 1).astype(wide.dtype)
-        whole = not jnp.issubdtype(wide.dtype, jnp.floating)
-        result = jnp.floor_divide(result, counts) if whole else result / counts
+        is_integral = not jnp.issubdtype(wide.dtype, jnp.floating)
+        result = jnp.floor_divide(result, counts) if is_integral else result / counts
     return result.astype(self.dtype)
 
 
@@ -98,7 +101,7 @@ def _neutral(reduce: str, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-def _masks_refused(indices: Sequence[Any]) -> None:
+def _refuse_masks(indices: Sequence[Any]) -> None:
     if any(i is not None and i.dtype == jnp.bool_ for i in indices):
         raise RequestError(
             "picking by a mask of bools gives a size that depends on the data, which a compiled "
@@ -112,7 +115,7 @@ def _index(indices: Sequence[Any]) -> tuple[Any, ...]:
 
 @lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index_(self: Any, indices: Sequence[Any]) -> Any:
-    _masks_refused(indices)
+    _refuse_masks(indices)
     return self[_index(indices)]
 
 
@@ -122,7 +125,7 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
         mask = indices[0].reshape(indices[0].shape + (1,) * (self.ndim - indices[0].ndim))
         value = values.reshape(()).astype(self.dtype)
         return jnp.where(mask, self + value if accumulate else value, self)
-    _masks_refused(indices)
+    _refuse_masks(indices)
     if not accumulate:
         return self.at[_index(indices)].set(values.astype(self.dtype))
     wide = self.astype(opmath(self.dtype))
@@ -131,9 +134,11 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
 
 @lowering("aten.put.default")
 def put(self: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    """Placed by positions in the flattened tensor."""
-    places = [index.reshape(-1)]
-    return index_put(self.reshape(-1), places, source.reshape(-1), accumulate).reshape(self.shape)
+    """Set elements by positions in the flattened tensor."""
+    positions = [index.reshape(-1)]
+    return index_put(self.reshape(-1), positions, source.reshape(-1), accumulate).reshape(
+        self.shape
+    )
 
 
 @lowering("aten.index_select.default")
@@ -145,17 +150,17 @@ def index_select(self: Any, dim: int, index: Any) -> Any:
 
 @lowering("aten.index_add.default")
 def index_add(self: Any, dim: int, index: Any, source: Any, alpha: Any = 1) -> Any:
-    target, places, values = _at_least_1d(self, index, source)
+    target, positions, values = _at_least_1d(self, index, source)
     wide = target.astype(opmath(target.dtype))
     added = values.astype(wide.dtype)
     added = added if alpha == 1 else added * jnp.asarray(alpha, wide.dtype)
-    where = (slice(None),) * (dim % target.ndim) + (places,)
-    return wide.at[where].add(added).astype(self.dtype).reshape(self.shape)
+    index_tuple = (slice(None),) * (dim % target.ndim) + (positions,)
+    return wide.at[index_tuple].add(added).astype(self.dtype).reshape(self.shape)
 
 
 @lowering("aten.masked_scatter.default")
 def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
-    """The elements of `source`, one after the other, where the mask is set."""
+    """Set the elements of `source`, one after the other, where the mask is set."""
     shape = jnp.broadcast_shapes(self.shape, mask.shape)
     self, mask = jnp.broadcast_to(self, shape), jnp.broadcast_to(mask, shape)
     order = jnp.cumsum(mask.reshape(-1)) - 1
@@ -165,12 +170,12 @@ def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
 
 @lowering("aten.masked_scatter_backward.default")
 def masked_scatter_backward(grad_output: Any, mask: Any, sizes: Sequence[int]) -> Any:
-    """The gradient of what was placed: the masked elements one after the other, then zeros."""
+    """Return the gradient of `source`: the masked elements in order, then zeros."""
     mask = jnp.broadcast_to(mask, grad_output.shape).reshape(-1)
     size = math.prod(sizes)
-    places = jnp.where(mask, jnp.cumsum(mask) - 1, size)
+    positions = jnp.where(mask, jnp.cumsum(mask) - 1, size)
     zeros = jnp.zeros((size,), grad_output.dtype)
-    return zeros.at[places].set(grad_output.reshape(-1), mode="drop").reshape(sizes)
+    return zeros.at[positions].set(grad_output.reshape(-1), mode="drop").reshape(sizes)
 
 
 @lowering("aten.embedding.default")
@@ -192,7 +197,7 @@ def embedding_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> Any:
-    """(..., width) summed into (num_weights, width); nothing for `padding_idx`."""
+    """Sum (..., width) into (num_weights, width); nothing for `padding_idx`."""
     width = grad_output.shape[-1]
     rows = indices.reshape(-1)
     grads = grad_output.reshape(-1, width).astype(opmath(grad_output.dtype))
@@ -218,5 +223,5 @@ def searchsorted(
         raise RequestError("searchsorted is lowered for one sorted row, without a sorter")
     dtype = result_type(sorted_sequence, self)
     side = "right" if right or side == "right" else "left"
-    found = jnp.searchsorted(sorted_sequence.astype(dtype), self.astype(dtype), side)
-    return found.astype(jnp.int32 if out_int32 else wide_int())
+    positions = jnp.searchsorted(sorted_sequence.astype(dtype), self.astype(dtype), side)
+    return positions.astype(jnp.int32 if out_int32 else int64_dtype())

@@ -1,6 +1,6 @@
-"""Factorizations and solutions of linear systems, as torch's gradients ask for them too.
+"""Factorizations and solutions of linear systems, also those that torch's gradients need.
 
-JAX tells of no failure inside a compiled graph: `info` is zeros, and a matrix that cannot be
+JAX reports no failure inside a compiled graph: `info` is zeros, and a matrix that cannot be
 factorized gives NaNs.
 """
 
@@ -13,7 +13,7 @@ from jax.scipy import linalg
 from accbench.engines.jax.lowering.table import lowering
 
 
-def _transposed(matrix: Any) -> Any:
+def _transpose(matrix: Any) -> Any:
     return jnp.swapaxes(matrix, -1, -2)
 
 
@@ -28,8 +28,8 @@ def cholesky_ex(self: Any, upper: bool = False, check_errors: bool = False) -> t
 
 @lowering("aten.cholesky.default")
 def cholesky(self: Any, upper: bool = False) -> Any:
-    factor = jnp.linalg.cholesky(_transposed(self) if upper else self)
-    return _transposed(factor) if upper else factor
+    factor = jnp.linalg.cholesky(_transpose(self) if upper else self)
+    return _transpose(factor) if upper else factor
 
 
 @lowering("aten.linalg_inv_ex.default")
@@ -43,25 +43,25 @@ def solve_triangular(
 ) -> Any:
     batch = jnp.broadcast_shapes(self.shape[:-2], B.shape[:-2])
     matrix = jnp.broadcast_to(self, (*batch, *self.shape[-2:]))
-    known = jnp.broadcast_to(B, (*batch, *B.shape[-2:]))
+    rhs = jnp.broadcast_to(B, (*batch, *B.shape[-2:]))
     return jax.lax.linalg.triangular_solve(
-        matrix, known, left_side=left, lower=not upper, unit_diagonal=unitriangular
+        matrix, rhs, left_side=left, lower=not upper, unit_diagonal=unitriangular
     )
 
 
 @lowering("aten._linalg_solve_ex.default")
 def solve_ex(A: Any, B: Any, left: bool = True, check_errors: bool = False) -> tuple[Any, ...]:
-    """The solution, and the factors that torch's gradient reads."""
+    """Return the solution, and the factors that torch's gradient reads."""
     vector = B.ndim == A.ndim - 1 and B.shape == A.shape[:-1]
-    known = B[..., None] if vector else B
+    rhs = B[..., None] if vector else B
     factors, pivots = linalg.lu_factor(A)
-    solved = jnp.linalg.solve(A, known) if left else _solved_from_right(A, known)
+    solved = jnp.linalg.solve(A, rhs) if left else _solve_from_right(A, rhs)
     solution = solved[..., 0] if vector else solved
     return solution, factors, pivots.astype(jnp.int32) + 1, _info(A)
 
 
-def _solved_from_right(A: Any, B: Any) -> Any:
-    return _transposed(jnp.linalg.solve(_transposed(A), _transposed(B)))
+def _solve_from_right(A: Any, B: Any) -> Any:
+    return _transpose(jnp.linalg.solve(_transpose(A), _transpose(B)))
 
 
 @lowering("aten.linalg_lu_factor_ex.default")
@@ -87,12 +87,12 @@ def slogdet(A: Any) -> tuple[Any, Any, Any, Any]:
 def lu_solve(LU: Any, pivots: Any, B: Any, left: bool = True, adjoint: bool = False) -> Any:
     batch = jnp.broadcast_shapes(LU.shape[:-2], B.shape[:-2])
     factors = jnp.broadcast_to(LU, (*batch, *LU.shape[-2:]))
-    places = jnp.broadcast_to(pivots, (*batch, *pivots.shape[-1:])) - 1
-    known = jnp.broadcast_to(B, (*batch, *B.shape[-2:]))
+    zero_based_pivots = jnp.broadcast_to(pivots, (*batch, *pivots.shape[-1:])) - 1
+    rhs = jnp.broadcast_to(B, (*batch, *B.shape[-2:]))
     if left:
-        return linalg.lu_solve((factors, places), known, trans=int(adjoint))
-    solved = linalg.lu_solve((factors, places), _transposed(known), trans=int(not adjoint))
-    return _transposed(solved)
+        return linalg.lu_solve((factors, zero_based_pivots), rhs, trans=int(adjoint))
+    solved = linalg.lu_solve((factors, zero_based_pivots), _transpose(rhs), trans=int(not adjoint))
+    return _transpose(solved)
 
 
 @lowering("aten.linalg_matrix_exp.default")
@@ -114,7 +114,7 @@ def qr(A: Any, mode: str = "reduced") -> Any:
 def eigh(A: Any, UPLO: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
     lower = jnp.tril(A) if UPLO == "L" else jnp.triu(A)
     values, vectors = jnp.linalg.eigh(
-        lower + _transposed(lower) - lower * jnp.eye(A.shape[-1], dtype=A.dtype),
+        lower + _transpose(lower) - lower * jnp.eye(A.shape[-1], dtype=A.dtype),
         symmetrize_input=False,
     )
     return values, vectors

@@ -1,5 +1,7 @@
-"""Losses that torch's decompositions would take apart worse than we do: the likelihood of a
-class, whose gradient is a comparison here, without scattering."""
+"""Losses that are better whole than decomposed by torch.
+
+The gradient of a class's likelihood is a comparison here, without scattering.
+"""
 
 from typing import Any
 
@@ -13,11 +15,11 @@ MEAN, SUM = 1, 2
 
 
 def _weights(target: Any, weight: Any, ignore_index: int, dtype: Any) -> tuple[Any, Any]:
-    """Classes that can be picked, and the weight of each sample: 0 where it is to be ignored."""
-    kept = target != ignore_index
-    classes = jnp.where(kept, target, 0)
-    each = 1 if weight is None else jnp.take(weight.astype(dtype), classes, mode="clip")
-    return classes, jnp.where(kept, jnp.asarray(each, dtype), 0)
+    """Return valid classes, and the weight of each sample: 0 where it is ignored."""
+    is_counted = target != ignore_index
+    classes = jnp.where(is_counted, target, 0)
+    class_weights = 1 if weight is None else jnp.take(weight.astype(dtype), classes, mode="clip")
+    return classes, jnp.where(is_counted, jnp.asarray(class_weights, dtype), 0)
 
 
 def _class_axis(self: Any) -> int:
@@ -28,7 +30,7 @@ def _class_axis(self: Any) -> int:
 def nll_loss(
     self: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Any, Any]:
-    """self (N, C, ...) or (C,), target (N, ...) or () -> the loss and the sum of weights."""
+    """Return the loss and the sum of weights; self (N, C, ...) or (C,), target (N, ...) or ()."""
     axis, dtype = _class_axis(self), opmath(self.dtype)
     classes, weights = _weights(target, weight, ignore_index, dtype)
     picked = jnp.take_along_axis(self, jnp.expand_dims(classes, axis), axis, mode="clip")
@@ -66,7 +68,10 @@ def nll_loss_backward(
 
 @lowering("aten.soft_margin_loss_backward.default")
 def soft_margin_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int) -> Any:
-    """Not by sigmoid(x) - 1, which loses all digits where the loss is small."""
+    """Compute the gradient without sigmoid(x) - 1.
+
+    That would lose all digits where the loss is small.
+    """
     dtype = opmath(self.dtype)
     g, x, t = (a.astype(dtype) for a in (grad_output, self, target))
     slope = -g * t * jax.nn.sigmoid(-t * x)

@@ -1,4 +1,4 @@
-"""Batch, layer and group normalization, softmax, and their gradients; all computed in float32."""
+"""Batch, layer and group normalization, softmax, and their gradients, computed in float32."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.table import lowering
 
 Train = Callable[..., tuple[Any, Any, Any, Any, Any]]
-"""What `batch_norm_train` does, by this module or another."""
+"""A function like `batch_norm_train`, of this module or another."""
 
 
 def channels(vector: Any, ndim: int, axis: int = 1) -> Any:
-    """(C,) -> (C, 1, ...): to be broadcast over (N, C, *spatial), or along another axis."""
+    """Reshape (C,) to (C, 1, ...), to broadcast over (N, C, *spatial) or along another axis."""
     return vector.reshape([-1 if a == axis % ndim else 1 for a in range(ndim)])
 
 
-def _but(axis: int, ndim: int) -> tuple[int, ...]:
+def _other_axes(axis: int, ndim: int) -> tuple[int, ...]:
     return tuple(a for a in range(ndim) if a != axis % ndim)
 
 
@@ -28,14 +28,14 @@ def _wide(*arrays: Any) -> list[Any]:
 
 
 def _affine(x: Any, mean: Any, scale: Any, bias: Any, axis: int) -> Any:
-    """(x - mean) * scale + bias over channels."""
+    """Compute (x - mean) * scale + bias over channels."""
     y = (x - channels(mean, x.ndim, axis)) * channels(scale, x.ndim, axis)
     return y if bias is None else y + channels(bias, x.ndim, axis)
 
 
 def _batch_statistics(x: Any, eps: float, axis: int) -> tuple[Any, Any, Any]:
-    """Mean, biased variance and 1 / deviation of each channel, of all but one axis."""
-    over = _but(axis, x.ndim)
+    """Return mean, biased variance and 1 / deviation of each channel, over other axes."""
+    over = _other_axes(axis, x.ndim)
     mean = jnp.mean(x, over)
     variance = jnp.mean(jnp.square(x - channels(mean, x.ndim, axis)), over)
     return mean, variance, lax.rsqrt(variance + eps)
@@ -44,27 +44,27 @@ def _batch_statistics(x: Any, eps: float, axis: int) -> tuple[Any, Any, Any]:
 def batch_norm_train(
     input: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float, axis: int
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Output, batch mean, 1 / deviation, and the running mean and variance after the batch."""
+    """Return output, batch mean, 1 / deviation, and the new running mean and variance."""
     x, w, b = _wide(input, weight, bias)
     batch_mean, batch_var, invstd = _batch_statistics(x, eps, axis)
     y = _affine(x, batch_mean, invstd if w is None else invstd * w, b, axis).astype(input.dtype)
     n = x.size // max(x.shape[axis], 1)
-    # Running variances are unbiased; of one value each there is none, and torch's is NaN or inf.
+    # Running variances are unbiased; with one value for each channel torch's is NaN or inf.
     unbiased = batch_var * (n / (n - 1) if n > 1 else jnp.inf)
     return (
         y,
         batch_mean,
         invstd,
-        _moved(mean, batch_mean, momentum),
-        _moved(var, unbiased, momentum),
+        _update_running(mean, batch_mean, momentum),
+        _update_running(var, unbiased, momentum),
     )
 
 
-def _moved(running: Any, of_batch: Any, momentum: float) -> Any:
+def _update_running(running: Any, batch_value: Any, momentum: float) -> Any:
     if running is None:
         return None
     (wide,) = _wide(running)
-    return (wide * (1 - momentum) + of_batch * momentum).astype(running.dtype)
+    return (wide * (1 - momentum) + batch_value * momentum).astype(running.dtype)
 
 
 def batch_norm_eval(
@@ -75,8 +75,8 @@ def batch_norm_eval(
     return _affine(x, m, invstd if w is None else invstd * w, b, axis).astype(input.dtype)
 
 
-def _none(dtype: Any) -> Any:
-    """What torch gives in place of statistics that weren't computed."""
+def _empty(dtype: Any) -> Any:
+    """Return what torch gives in place of statistics that were not computed."""
     return jnp.zeros((0,), dtype)
 
 
@@ -96,7 +96,7 @@ def batch_norm_functional(
     if training:
         return train(input, weight, bias, running_mean, running_var, momentum, eps, axis)
     y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps, axis)
-    empty = _none(jnp.float32)
+    empty = _empty(jnp.float32)
     return y, empty, empty, running_mean, running_var
 
 
@@ -125,7 +125,7 @@ def batch_norm_no_training(
     eps: float,
     axis: int = 1,
 ) -> tuple[Any, ...]:
-    empty = _none(jnp.float32)
+    empty = _empty(jnp.float32)
     return batch_norm_eval(input, weight, bias, running_mean, running_var, eps, axis), empty, empty
 
 
@@ -142,9 +142,23 @@ def native_batch_norm(
     axis: int = 1,
     train: Train = batch_norm_train,
 ) -> tuple[Any, ...]:
-    """Without statistics that run, or in evaluation: else a graph has the functional one."""
-    how = (input, weight, bias, running_mean, running_var, training, momentum, eps, axis, train)
-    return batch_norm_functional(*how)[:3]
+    """Compute BatchNorm without running statistics, or in evaluation.
+
+    In all other cases a graph has the functional operation.
+    """
+    norm_args = (
+        input,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        training,
+        momentum,
+        eps,
+        axis,
+        train,
+    )
+    return batch_norm_functional(*norm_args)[:3]
 
 
 @lowering("aten._batch_norm_with_update_functional.default")
@@ -159,10 +173,10 @@ def batch_norm_with_update(
     axis: int = 1,
     train: Train = batch_norm_train,
 ) -> tuple[Any, ...]:
-    y, mean, invstd, moved_mean, moved_var = train(
+    y, mean, invstd, new_mean, new_var = train(
         input, weight, bias, running_mean, running_var, momentum, eps, axis
     )
-    return y, mean, invstd, _none(jnp.uint8), moved_mean, moved_var
+    return y, mean, invstd, _empty(jnp.uint8), new_mean, new_var
 
 
 @lowering("aten._batch_norm_no_update.default")
@@ -177,7 +191,7 @@ def batch_norm_no_update(
     axis: int = 1,
 ) -> tuple[Any, ...]:
     y = batch_norm_eval(input, weight, bias, running_mean, running_var, eps, axis)
-    return y, _none(jnp.float32), _none(jnp.float32), _none(jnp.uint8)
+    return y, _empty(jnp.float32), _empty(jnp.float32), _empty(jnp.uint8)
 
 
 @lowering("aten.native_batch_norm_backward.default")
@@ -195,20 +209,20 @@ def batch_norm_backward(
     axis: int = 1,
 ) -> tuple[Any, Any, Any]:
     g, x, w = _wide(grad_out, input, weight)
-    over, n = _but(axis, x.ndim), x.size // max(x.shape[axis], 1)
+    over, n = _other_axes(axis, x.ndim), x.size // max(x.shape[axis], 1)
     mean, invstd = _wide(save_mean, save_invstd)
     if not train:
         mean, running = _wide(running_mean, running_var)
         invstd = lax.rsqrt(running + eps)
-    of_bias = jnp.sum(g, over)
-    # Not sum(g * (x - mean)), for which XLA would keep x - mean of all layers in memory.
-    of_weight = (jnp.sum(g * x, over) - mean * of_bias) * invstd
+    bias_grad = jnp.sum(g, over)
+    # Not sum(g * (x - mean)): XLA would keep x - mean of all layers in memory.
+    weight_grad = (jnp.sum(g * x, over) - mean * bias_grad) * invstd
     scale = channels(invstd if w is None else invstd * w, x.ndim, axis)
     if train:
-        slope = channels(of_weight * invstd / n, x.ndim, axis)
-        g = g - channels(of_bias / n, x.ndim, axis) - (x - channels(mean, x.ndim, axis)) * slope
+        slope = channels(weight_grad * invstd / n, x.ndim, axis)
+        g = g - channels(bias_grad / n, x.ndim, axis) - (x - channels(mean, x.ndim, axis)) * slope
     dtype = input.dtype if weight is None else weight.dtype
-    grads = ((g * scale).astype(input.dtype), of_weight.astype(dtype), of_bias.astype(dtype))
+    grads = ((g * scale).astype(input.dtype), weight_grad.astype(dtype), bias_grad.astype(dtype))
     return tuple(v if m else None for v, m in zip(grads, output_mask, strict=True))  # type: ignore[return-value]
 
 
@@ -231,12 +245,12 @@ def batch_norm_backward_with_reserve(
     return batch_norm_backward(grad_out, input, weight, *statistics, update, eps, output_mask, axis)
 
 
-# Those that train as they are told to.
+# Those that take a `Train` function.
 TRAINING = frozenset({
     "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats",
     "aten._batch_norm_with_update_functional.default", "aten.native_batch_norm.default",
 })  # fmt: skip
-# By operation, for the other order of axes.
+# Operation -> function, for channels last.
 BATCH_NORMS: dict[str, Callable[..., Any]] = {
     "aten._native_batch_norm_legit_functional.default": batch_norm_functional,
     "aten._native_batch_norm_legit.no_stats": batch_norm_no_stats,
@@ -277,17 +291,17 @@ def layer_norm_backward(
     first = x.ndim - len(normalized_shape)
     inner, outer = tuple(range(first, x.ndim)), tuple(range(first))
     normal = (x - mean) * rstd
-    of_input = of_weight = of_bias = None
+    input_grad = weight_grad = bias_grad = None
     if output_mask[0]:
         scaled = g if w is None else g * w
         along = normal * jnp.mean(scaled * normal, inner, keepdims=True)
-        of_input = rstd * (scaled - jnp.mean(scaled, inner, keepdims=True) - along)
-        of_input = of_input.astype(input.dtype)
+        input_grad = rstd * (scaled - jnp.mean(scaled, inner, keepdims=True) - along)
+        input_grad = input_grad.astype(input.dtype)
     if output_mask[1] and weight is not None:
-        of_weight = jnp.sum(g * normal, outer).astype(weight.dtype)
+        weight_grad = jnp.sum(g * normal, outer).astype(weight.dtype)
     if output_mask[2] and bias is not None:
-        of_bias = jnp.sum(g, outer).astype(bias.dtype)
-    return of_input, of_weight, of_bias
+        bias_grad = jnp.sum(g, outer).astype(bias.dtype)
+    return input_grad, weight_grad, bias_grad
 
 
 @lowering("aten.native_group_norm.default")
@@ -321,18 +335,18 @@ def group_norm_backward(
     parts = (N, group, C // group, HxW)
     g, x = g.reshape(parts), x.reshape(parts)
     normal = (x - mean[..., None, None]) * rstd[..., None, None]
-    of_input = of_weight = of_bias = None
+    input_grad = weight_grad = bias_grad = None
     if output_mask[0]:
         scaled = g if w is None else g * w.reshape(1, group, -1, 1)
         along = normal * jnp.mean(scaled * normal, (2, 3), keepdims=True)
-        of_input = scaled - jnp.mean(scaled, (2, 3), keepdims=True) - along
-        of_input = (of_input * rstd[..., None, None]).reshape(input.shape).astype(input.dtype)
+        input_grad = scaled - jnp.mean(scaled, (2, 3), keepdims=True) - along
+        input_grad = (input_grad * rstd[..., None, None]).reshape(input.shape).astype(input.dtype)
     dtype = input.dtype if weight is None else weight.dtype
     if output_mask[1]:
-        of_weight = jnp.sum(g * normal, (0, 3)).reshape(C).astype(dtype)
+        weight_grad = jnp.sum(g * normal, (0, 3)).reshape(C).astype(dtype)
     if output_mask[2]:
-        of_bias = jnp.sum(g, (0, 3)).reshape(C).astype(dtype)
-    return of_input, of_weight, of_bias
+        bias_grad = jnp.sum(g, (0, 3)).reshape(C).astype(dtype)
+    return input_grad, weight_grad, bias_grad
 
 
 def _softmax_input(self: Any, half_to_float: bool) -> tuple[Any, Any]:
@@ -353,7 +367,7 @@ def log_softmax(self: Any, dim: int, half_to_float: bool) -> Any:
 
 @lowering("aten._safe_softmax.default")
 def safe_softmax(self: Any, dim: int, dtype: Any = None) -> Any:
-    """Zeros where all of a row is masked by -inf."""
+    """Compute softmax, with zeros where all of a row is masked by -inf."""
     x = self.astype(opmath(self.dtype))
     masked = jnp.all(x == -jnp.inf, dim, keepdims=True)
     return jnp.where(masked, 0, jax.nn.softmax(x, dim)).astype(dtype or self.dtype)
@@ -377,11 +391,11 @@ def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: A
 
 @lowering("aten._weight_norm_interface.default")
 def weight_norm(v: Any, g: Any, dim: int = 0) -> tuple[Any, Any]:
-    """v scaled to the length g along each slice of this axis, and the lengths that v has."""
+    """Scale v to the length g along each slice of this axis; return v's own lengths too."""
     wide, length = _wide(v, g)
-    norm = jnp.sqrt(jnp.sum(jnp.square(wide), _but(dim, v.ndim), keepdims=True))
-    kept = jnp.float32 if g.dtype == jnp.bfloat16 else g.dtype  # as torch has it
-    return (wide * (length / norm)).astype(v.dtype), norm.astype(kept)
+    norm = jnp.sqrt(jnp.sum(jnp.square(wide), _other_axes(dim, v.ndim), keepdims=True))
+    norm_dtype = jnp.float32 if g.dtype == jnp.bfloat16 else g.dtype  # as in torch
+    return (wide * (length / norm)).astype(v.dtype), norm.astype(norm_dtype)
 
 
 @lowering("aten._weight_norm_interface_backward.default")
@@ -389,6 +403,6 @@ def weight_norm_backward(
     grad_w: Any, saved_v: Any, saved_g: Any, saved_norms: Any, dim: int
 ) -> tuple[Any, Any]:
     gradient, v, g, norm = _wide(grad_w, saved_v, saved_g, saved_norms)
-    along = jnp.sum(gradient * v, _but(dim, v.ndim), keepdims=True) / norm
-    of_v = g / norm * (gradient - v * (along / norm))
-    return of_v.astype(saved_v.dtype), along.astype(saved_g.dtype)
+    along = jnp.sum(gradient * v, _other_axes(dim, v.ndim), keepdims=True) / norm
+    v_grad = g / norm * (gradient - v * (along / norm))
+    return v_grad.astype(saved_v.dtype), along.astype(saved_g.dtype)

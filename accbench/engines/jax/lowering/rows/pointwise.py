@@ -1,4 +1,4 @@
-"""Element by element: arithmetic, comparisons, functions of one number, activations.
+"""Element-wise operations: arithmetic, comparisons, functions of one number.
 
 16-bit floats are computed in float32 and rounded once, as torch does.
 """
@@ -12,35 +12,35 @@ from jax import lax
 from jax.scipy import special
 
 from accbench.engines.jax.lowering.dtypes import (
-    floating,
     is_complex,
     is_floating,
     opmath,
     result_type,
+    to_floating,
 )
 from accbench.engines.jax.lowering.table import lowering
 
 
-def computed(function: Callable[..., Any], dtype: Any, *operands: Any) -> Any:
-    """`function` of the operands in torch's dtype for computing; the result in `dtype`."""
-    return function(*(_as(operand, opmath(dtype)) for operand in operands)).astype(dtype)
+def in_opmath(function: Callable[..., Any], dtype: Any, *operands: Any) -> Any:
+    """Apply `function` to the operands in torch's compute dtype, and return it in `dtype`."""
+    return function(*(_cast(operand, opmath(dtype)) for operand in operands)).astype(dtype)
 
 
-def _as(operand: Any, dtype: Any) -> Any:
+def _cast(operand: Any, dtype: Any) -> Any:
     return None if operand is None else jnp.asarray(operand, dtype)
 
 
 def _arithmetic(name: str, function: Callable[..., Any]) -> None:
-    """A row for operands of any kind, promoted together."""
+    """Register a row for operands of any kind, promoted together."""
 
     def row(self: Any, other: Any) -> Any:
-        return computed(function, result_type(self, other), self, other)
+        return in_opmath(function, result_type(self, other), self, other)
 
     lowering(*_overloads(name), pointwise=True)(row)
 
 
 def _overloads(name: str) -> list[str]:
-    """The names under which torch has a binary operation, for numbers on either side."""
+    """Return the names of torch's binary operation, for numbers on either side."""
     import torch
 
     known = getattr(torch.ops.aten, name).overloads()
@@ -51,7 +51,7 @@ def _overloads(name: str) -> list[str]:
 def _comparison(name: str, function: Callable[..., Any]) -> None:
     def row(self: Any, other: Any) -> Any:
         dtype = result_type(self, other)
-        return function(_as(self, dtype), _as(other, dtype))
+        return function(_cast(self, dtype), _cast(other, dtype))
 
     lowering(*_overloads(name), pointwise=True)(row)
 
@@ -64,16 +64,16 @@ def _logical(name: str, function: Callable[..., Any]) -> None:
 
 
 def _float_function(name: str, function: Callable[..., Any]) -> None:
-    """A function whose result is a float: of integers and bools, float32."""
+    """Register a function whose result is a float: of integers and bools, float32."""
 
     def row(self: Any) -> Any:
-        return computed(function, floating(self.dtype), self)
+        return in_opmath(function, to_floating(self.dtype), self)
 
     lowering(f"aten.{name}.default", pointwise=True)(row)
 
 
-def _same_type(name: str, function: Callable[..., Any]) -> None:
-    """A function whose result has its argument's dtype, exactly, so without float32 between."""
+def _same_dtype(name: str, function: Callable[..., Any]) -> None:
+    """Register a function whose result has its argument's dtype; no float32 is needed."""
 
     def row(self: Any) -> Any:
         return function(self).astype(self.dtype)
@@ -88,7 +88,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _negative_power(base: Any, exponent: Any) -> Any:
-    """1 / base**n in whole numbers, which is 0 but for bases of 1 and -1."""
+    """Compute 1 / base**n in whole numbers: 0, except for bases of 1 and -1."""
     odd = jnp.where(exponent % 2 == 0, 1, base)
     return jnp.where(base == 1, 1, jnp.where(base == -1, odd, 0)).astype(base.dtype)
 
@@ -187,7 +187,7 @@ _FLOAT_FUNCTIONS: dict[str, Callable[..., Any]] = {
 for _name, _function in _FLOAT_FUNCTIONS.items():
     _float_function(_name, _function)
 
-_SAME_TYPE: dict[str, Callable[..., Any]] = {
+_SAME_DTYPE: dict[str, Callable[..., Any]] = {
     "neg": jnp.negative,
     "sign": jnp.sign,
     "sgn": jnp.sign,
@@ -204,8 +204,8 @@ _SAME_TYPE: dict[str, Callable[..., Any]] = {
     "lift_fresh_copy": lambda x: x,
 }
 
-for _name, _function in _SAME_TYPE.items():
-    _same_type(_name, _function)
+for _name, _function in _SAME_DTYPE.items():
+    _same_dtype(_name, _function)
 
 
 @lowering("aten.abs.default", pointwise=True)
@@ -222,12 +222,12 @@ def clone(self: Any) -> Any:
 def add(self: Any, other: Any, alpha: Any = 1) -> Any:
     if result_type(self, other) == jnp.bool_:
         return jnp.logical_or(self, other)
-    return computed(lambda a, b: a + _times(alpha, b), result_type(self, other), self, other)
+    return in_opmath(lambda a, b: a + _times(alpha, b), result_type(self, other), self, other)
 
 
 @lowering("aten.sub.Tensor", "aten.sub.Scalar", pointwise=True)
 def sub(self: Any, other: Any, alpha: Any = 1) -> Any:
-    return computed(lambda a, b: a - _times(alpha, b), result_type(self, other), self, other)
+    return in_opmath(lambda a, b: a - _times(alpha, b), result_type(self, other), self, other)
 
 
 @lowering("aten.rsub.Tensor", "aten.rsub.Scalar", pointwise=True)
@@ -241,7 +241,7 @@ def _times(alpha: Any, array: Any) -> Any:
 
 @lowering("aten.div.Tensor", "aten.div.Scalar", pointwise=True)
 def div(self: Any, other: Any) -> Any:
-    return computed(jnp.divide, floating(result_type(self, other)), self, other)
+    return in_opmath(jnp.divide, to_floating(result_type(self, other)), self, other)
 
 
 @lowering("aten.div.Tensor_mode", "aten.div.Scalar_mode", pointwise=True)
@@ -249,24 +249,24 @@ def div_mode(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is None:
         return div(self, other)
     function = _floor_division if rounding_mode == "floor" else _truncated_division
-    return computed(function, result_type(self, other), self, other)
+    return in_opmath(function, result_type(self, other), self, other)
 
 
 @lowering("aten.pow.Scalar", pointwise=True)
 def pow_scalar(self: Any, exponent: Any) -> Any:
-    return computed(_power, result_type(self, exponent), self, exponent)
+    return in_opmath(_power, result_type(self, exponent), self, exponent)
 
 
 @lowering("aten.pow.Tensor_Scalar", pointwise=True)
 def pow_number(self: Any, exponent: Any) -> Any:
-    """Small whole powers as products, which is what torch computes."""
+    """Compute small whole powers as products, as torch does."""
     dtype = result_type(self, exponent)
     if exponent in (0.5, -0.5):
-        return computed(jnp.sqrt if exponent > 0 else lax.rsqrt, dtype, self)
-    is_whole = not isinstance(exponent, complex) and float(exponent).is_integer()
-    if is_whole and (jnp.issubdtype(dtype, jnp.inexact) or exponent >= 0):
-        return computed(lambda x: lax.integer_pow(x, int(exponent)), dtype, self)
-    return computed(_power, dtype, self, exponent)
+        return in_opmath(jnp.sqrt if exponent > 0 else lax.rsqrt, dtype, self)
+    is_integral = not isinstance(exponent, complex) and float(exponent).is_integer()
+    if is_integral and (jnp.issubdtype(dtype, jnp.inexact) or exponent >= 0):
+        return in_opmath(lambda x: lax.integer_pow(x, int(exponent)), dtype, self)
+    return in_opmath(_power, dtype, self, exponent)
 
 
 @lowering("aten.logical_not.default", pointwise=True)
@@ -303,24 +303,24 @@ def rounded(self: Any) -> Any:
 def round_decimals(self: Any, decimals: int = 0) -> Any:
     scale = 10.0 ** abs(decimals)
     if decimals >= 0:
-        return computed(lambda x: jnp.round(x * scale) / scale, self.dtype, self)
-    return computed(lambda x: jnp.round(x / scale) * scale, self.dtype, self)
+        return in_opmath(lambda x: jnp.round(x * scale) / scale, self.dtype, self)
+    return in_opmath(lambda x: jnp.round(x / scale) * scale, self.dtype, self)
 
 
 @lowering("aten.copysign.Tensor", "aten.copysign.Scalar", pointwise=True)
 def copysign(self: Any, other: Any) -> Any:
-    return computed(jnp.copysign, floating(result_type(self, other)), self, other)
+    return in_opmath(jnp.copysign, to_floating(result_type(self, other)), self, other)
 
 
 @lowering("aten.hypot.default", pointwise=True)
 def hypot(self: Any, other: Any) -> Any:
-    return computed(jnp.hypot, floating(result_type(self, other)), self, other)
+    return in_opmath(jnp.hypot, to_floating(result_type(self, other)), self, other)
 
 
 @lowering("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", pointwise=True)
 def where(condition: Any, self: Any, other: Any) -> Any:
     dtype = result_type(self, other)
-    return jnp.where(condition, _as(self, dtype), _as(other, dtype))
+    return jnp.where(condition, _cast(self, dtype), _cast(other, dtype))
 
 
 @lowering("aten.where.Scalar", pointwise=True)
@@ -336,9 +336,9 @@ def masked_fill(self: Any, mask: Any, value: Any) -> Any:
 @lowering("aten.clamp.default", "aten.clamp.Tensor", pointwise=True)
 def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     dtype = result_type(self, min, max)
-    kept = _as(self, dtype)
-    kept = kept if min is None else jnp.maximum(kept, _as(min, dtype))
-    return kept if max is None else jnp.minimum(kept, _as(max, dtype))
+    result = _cast(self, dtype)
+    result = result if min is None else jnp.maximum(result, _cast(min, dtype))
+    return result if max is None else jnp.minimum(result, _cast(max, dtype))
 
 
 @lowering("aten.clamp_min.default", "aten.clamp_min.Tensor", pointwise=True)
@@ -376,13 +376,13 @@ def copy(self: Any, src: Any) -> Any:
 @lowering("aten.addcmul.default", pointwise=True)
 def addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
     dtype = result_type(self, tensor1, tensor2)
-    return computed(lambda x, a, b: x + _times(value, a * b), dtype, self, tensor1, tensor2)
+    return in_opmath(lambda x, a, b: x + _times(value, a * b), dtype, self, tensor1, tensor2)
 
 
 @lowering("aten.addcdiv.default", pointwise=True)
 def addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
     dtype = result_type(self, tensor1, tensor2)
-    return computed(lambda x, a, b: x + _times(value, a) / b, dtype, self, tensor1, tensor2)
+    return in_opmath(lambda x, a, b: x + _times(value, a) / b, dtype, self, tensor1, tensor2)
 
 
 @lowering("aten.lerp.Scalar", "aten.lerp.Tensor", pointwise=True)
@@ -390,9 +390,9 @@ def lerp(self: Any, end: Any, weight: Any) -> Any:
     def between(a: Any, b: Any, w: Any) -> Any:
         return jnp.where(jnp.abs(w) < 0.5, a + w * (b - a), b - (b - a) * (1 - w))
 
-    return computed(between, result_type(self, end), self, end, weight)
+    return in_opmath(between, result_type(self, end), self, end, weight)
 
 
 @lowering("aten.polygamma.default", pointwise=True)
 def polygamma(n: int, self: Any) -> Any:
-    return computed(lambda x: special.polygamma(n, x), floating(self.dtype), self)
+    return in_opmath(lambda x: special.polygamma(n, x), to_floating(self.dtype), self)

@@ -10,26 +10,29 @@ import numpy as np
 from jax import lax
 
 from accbench.engines.jax.lowering.context import Context
-from accbench.engines.jax.lowering.dtypes import is_floating, opmath, wide_int
-from accbench.engines.jax.lowering.rows.windows import Windows, windows
+from accbench.engines.jax.lowering.dtypes import int64_dtype, is_floating, opmath
+from accbench.engines.jax.lowering.rows.windows import WindowGeometry, window_geometry
 from accbench.engines.jax.lowering.table import lowering
 from accbench.engines.xla_common import resampling
 
 Sizes = Sequence[int]
-_MOST_PLACES = 64
+_MAX_KERNEL_SIZE = 64
 
 
 def _lowest(dtype: Any) -> Any:
     return -np.inf if is_floating(dtype) else jnp.iinfo(dtype).min
 
 
-def _whole(ndim: int, sizes: Sequence[Any], other: Any, after: int) -> tuple[Any, ...]:
-    """A value for each axis: `other` for those that aren't pooled, `after` of them the last."""
-    return (other,) * (ndim - len(sizes) - after) + tuple(sizes) + (other,) * after
+def _per_axis(ndim: int, sizes: Sequence[Any], other: Any, trailing: int) -> tuple[Any, ...]:
+    """Return a value for each axis: `sizes` for the pooled ones, `other` for the rest.
+
+    The last `trailing` axes are not pooled.
+    """
+    return (other,) * (ndim - len(sizes) - trailing) + tuple(sizes) + (other,) * trailing
 
 
-def largest(x: Any, w: Windows, after: int = 0) -> Any:
-    """The largest of each window, over the axes before the `after` last.
+def window_max(x: Any, w: WindowGeometry, trailing: int = 0) -> Any:
+    """Return the maximum of each window, over the axes before the last `trailing`.
 
     The literal -inf makes it differentiable in JAX.
     """
@@ -37,76 +40,85 @@ def largest(x: Any, w: Windows, after: int = 0) -> Any:
         x,
         _lowest(x.dtype),
         lax.max,
-        _whole(x.ndim, w.kernel, 1, after),
-        _whole(x.ndim, w.stride, 1, after),
-        _whole(x.ndim, w.pads(), (0, 0), after),
-        window_dilation=_whole(x.ndim, w.dilation, 1, after),
+        _per_axis(x.ndim, w.kernel, 1, trailing),
+        _per_axis(x.ndim, w.stride, 1, trailing),
+        _per_axis(x.ndim, w.pads(), (0, 0), trailing),
+        window_dilation=_per_axis(x.ndim, w.dilation, 1, trailing),
     )
 
 
-def _largest_places(x: Any, w: Windows) -> Any:
-    """Where each window's largest stands in its plane, counted over the pooled axes; of equal
-    ones the first, and a NaN before all."""
+def _argmax_in_plane(x: Any, w: WindowGeometry) -> Any:
+    """Return the position of each window's maximum, counted over the pooled axes.
+
+    Of equal elements the first counts, and a NaN before all.
+    """
     best: Any = None
-    places: Any = None
-    for place, values in w.parts(x, _lowest(x.dtype)):
+    positions: Any = None
+    for position, values in w.kernel_slices(x, _lowest(x.dtype)):
         flat: Any = np.zeros((1,) * w.rank, np.int64)
         for axis in range(w.rank):
-            along: Any = np.arange(w.num(axis)) * w.stride[axis] - w.padding[axis]
-            along = (along + place[axis] * w.dilation[axis]).reshape(
+            coordinate: Any = np.arange(w.num(axis)) * w.stride[axis] - w.padding[axis]
+            coordinate = (coordinate + position[axis] * w.dilation[axis]).reshape(
                 [-1 if a == axis else 1 for a in range(w.rank)]
             )
-            flat = flat * w.size[axis] + along
-            inside = (along >= 0) & (along < w.size[axis])
+            flat = flat * w.size[axis] + coordinate
+            inside = (coordinate >= 0) & (coordinate < w.size[axis])
             flat = np.where(inside & (flat >= 0), flat, -1 << 20)
-        here = jnp.broadcast_to(flat.astype(wide_int()), values.shape)
+        current = jnp.broadcast_to(flat.astype(int64_dtype()), values.shape)
         if best is None:
-            best, places = values, here
+            best, positions = values, current
             continue
-        better = (values > best) | (values != values) | (places < 0)
-        better = better & (here >= 0)
-        best, places = jnp.where(better, values, best), jnp.where(better, here, places)
-    return places
+        better = (values > best) | (values != values) | (positions < 0)
+        better = better & (current >= 0)
+        best, positions = jnp.where(better, values, best), jnp.where(better, current, positions)
+    return positions
 
 
-def gradient_of_largest(
-    grad_output: Any, x: Any, w: Windows, by_place: bool, after: int = 0
+def window_max_grad(
+    grad_output: Any, x: Any, w: WindowGeometry, by_position: bool, trailing: int = 0
 ) -> Any:
-    """What reaches `x` through `largest`; windows without dilation.
+    """Return the gradient of `x` through `window_max`, for windows without dilation.
 
     Args:
-        by_place: ask each window for the place of its first largest element, and add up a share
-            for each place of the kernel: XLA fuses that, and has its operation for the whole,
-            select-and-scatter, as loops on a CPU and with 32-bit places on a GPU. Not in windows
-            of more than 64 places, which take XLA seconds to compile.
+        grad_output: of the windows' maxima.
+        x: the input.
+        w: its windows.
+        by_position: find each window's first maximum, and add up a share for each position in the
+            kernel. XLA fuses that; it runs its own operation, select-and-scatter, as loops on a
+            CPU and with 32-bit positions on a GPU. Not for windows of more than 64 elements,
+            which take XLA seconds to compile.
+        trailing: number of axes behind the pooled ones.
     """
-    if not by_place or math.prod(w.kernel) > _MOST_PLACES:
-        # By the windows again, so that nobody needs the indices.
-        return jax.vjp(lambda x: largest(x, w, after), x)[1](grad_output)[0]
-    seen = list(w.parts(x, _lowest(x.dtype), after))
-    # Found anew, and not as what equals `largest`: XLA may compute `x` twice, and round otherwise.
-    best = seen[0][1]
-    won = jnp.zeros(best.shape, jnp.uint8)
-    for number, (_, values) in enumerate(seen[1:], start=1):
+    if not by_position or math.prod(w.kernel) > _MAX_KERNEL_SIZE:
+        # Finds the maxima again, so that no indices need to be saved.
+        return jax.vjp(lambda x: window_max(x, w, trailing), x)[1](grad_output)[0]
+    slices = list(w.kernel_slices(x, _lowest(x.dtype), trailing))
+    # Searched again instead of compared with `window_max`: XLA may compute `x` twice, and round
+    # differently.
+    best = slices[0][1]
+    argmax = jnp.zeros(best.shape, jnp.uint8)
+    for index, (_, values) in enumerate(slices[1:], start=1):
         better = (values > best) | (values != values)
-        best, won = jnp.where(better, values, best), jnp.where(better, jnp.uint8(number), won)
-    before, pads = x.ndim - w.rank - after, w.pads()
+        best, argmax = jnp.where(better, values, best), jnp.where(better, jnp.uint8(index), argmax)
+    before, pads = x.ndim - w.rank - trailing, w.pads()
     grads = grad_output.astype(opmath(x.dtype))
     total = jnp.zeros((), grads.dtype)
-    for number, (place, _) in enumerate(seen):
-        share = jnp.where(won == number, grads, jnp.zeros((), grads.dtype))
-        # From the windows back to the elements: padding that a window has no place for is cut off.
+    for index, (position, _) in enumerate(slices):
+        share = jnp.where(argmax == index, grads, jnp.zeros((), grads.dtype))
+        # From the windows back to the elements; negative widths cut off what lies in padding.
         ends = []
         for axis in range(w.rank):
-            begin = place[axis] * w.dilation[axis] - pads[axis][0]
+            begin = position[axis] * w.dilation[axis] - pads[axis][0]
             stride = w.stride[axis]
             end = begin + (w.num(axis) - 1) * stride + 1
             ends.append((begin, w.size[axis] - end, stride - 1))
-        none = (0, 0, 0)
-        total += lax.pad(share, jnp.zeros((), grads.dtype), [none] * before + ends + [none] * after)
+        no_pad = (0, 0, 0)
+        total += lax.pad(
+            share, jnp.zeros((), grads.dtype), [no_pad] * before + ends + [no_pad] * trailing
+        )
     if x.dtype == total.dtype:
         return total
-    # Or XLA, which takes pairs of casts away, writes it in float32 for those that read it so.
+    # Without it XLA, which removes pairs of casts, writes float32 for its readers.
     return lax.optimization_barrier(total.astype(x.dtype))
 
 
@@ -119,8 +131,8 @@ def _max_pool(rank: int) -> Any:
         dilation: Sizes = (1,),
         ceil_mode: bool = False,
     ) -> tuple[Any, Any]:
-        w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, rank)
-        return largest(self, w), _largest_places(self, w)
+        w = window_geometry(self, kernel_size, stride, padding, dilation, ceil_mode, rank)
+        return window_max(self, w), _argmax_in_plane(self, w)
 
     return row
 
@@ -137,21 +149,21 @@ def _max_pool_backward(rank: int) -> Any:
         ceil_mode: bool,
         indices: Any,
     ) -> Any:
-        w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, rank)
+        w = window_geometry(self, kernel_size, stride, padding, dilation, ceil_mode, rank)
         if set(w.dilation) == {1}:
-            return gradient_of_largest(grad_output, self, w, context.rules.pools_by_place)
-        return scatter_to_places(grad_output, indices, self, rank)
+            return window_max_grad(grad_output, self, w, context.rules.pools_by_place)
+        return scatter_to_positions(grad_output, indices, self, rank)
 
     return row
 
 
-def scatter_to_places(grad_output: Any, indices: Any, like: Any, rank: int) -> Any:
-    """Gradients added up at places in planes; `like` has the result's shape and dtype."""
+def scatter_to_positions(grad_output: Any, indices: Any, like: Any, rank: int) -> Any:
+    """Add up gradients at positions in planes; `like` has the result's shape and dtype."""
     leading = like.shape[: like.ndim - rank]
     planes = math.prod(leading)
     zeros = jnp.zeros((planes, math.prod(like.shape[like.ndim - rank :])), opmath(like.dtype))
-    places, grads = indices.reshape(planes, -1), grad_output.reshape(planes, -1)
-    summed = zeros.at[jnp.arange(planes)[:, None], places].add(grads.astype(zeros.dtype))
+    positions, grads = indices.reshape(planes, -1), grad_output.reshape(planes, -1)
+    summed = zeros.at[jnp.arange(planes)[:, None], positions].add(grads.astype(zeros.dtype))
     return summed.reshape(like.shape).astype(like.dtype)
 
 
@@ -161,25 +173,25 @@ for _rank in (2, 3):
     lowering(f"{_name}_backward.default", context=True)(_max_pool_backward(_rank))
 
 
-def averaged(
-    x: Any, w: Windows, count_include_pad: bool, divisor: int | None, after: int = 0
+def window_mean(
+    x: Any, w: WindowGeometry, count_include_pad: bool, divisor: int | None, trailing: int = 0
 ) -> Any:
     wide = x.astype(opmath(x.dtype))
     sums = lax.reduce_window(
         wide,
         np.zeros((), wide.dtype)[()],
         lax.add,
-        _whole(x.ndim, w.kernel, 1, after),
-        _whole(x.ndim, w.stride, 1, after),
-        _whole(x.ndim, w.pads(), (0, 0), after),
+        _per_axis(x.ndim, w.kernel, 1, trailing),
+        _per_axis(x.ndim, w.stride, 1, trailing),
+        _per_axis(x.ndim, w.pads(), (0, 0), trailing),
     )
     counts = np.full((1,) * w.rank, divisor) if divisor else _counts(w, count_include_pad)
-    counts = counts.reshape(counts.shape + (1,) * after)
+    counts = counts.reshape(counts.shape + (1,) * trailing)
     return (sums / jnp.asarray(counts, wide.dtype)).astype(x.dtype)
 
 
-def _counts(w: Windows, count_include_pad: bool) -> Any:
-    """Elements in each window. Padding counts on request, what `ceil_mode` adds never."""
+def _counts(w: WindowGeometry, count_include_pad: bool) -> Any:
+    """Count the elements of each window: padding on request, what `ceil_mode` adds never."""
     counts = np.ones((1,) * w.rank)
     for axis in range(w.rank):
         begin = np.arange(w.num(axis)) * w.stride[axis] - w.padding[axis]
@@ -200,8 +212,8 @@ def _avg_pool(rank: int) -> Any:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Any:
-        w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, rank)
-        return averaged(self, w, count_include_pad, divisor_override)
+        w = window_geometry(self, kernel_size, stride, padding, (1,), ceil_mode, rank)
+        return window_mean(self, w, count_include_pad, divisor_override)
 
     return row
 
@@ -217,10 +229,10 @@ def _avg_pool_backward(rank: int) -> Any:
         count_include_pad: bool,
         divisor_override: int | None,
     ) -> Any:
-        w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, rank)
+        w = window_geometry(self, kernel_size, stride, padding, (1,), ceil_mode, rank)
 
         def average(x: Any) -> Any:
-            return averaged(x, w, count_include_pad, divisor_override)
+            return window_mean(x, w, count_include_pad, divisor_override)
 
         return jax.vjp(average, self)[1](grad_output)[0]
 
@@ -233,7 +245,7 @@ for _rank in (2, 3):
     lowering(f"aten.avg_pool{_rank}d_backward.default")(_avg_pool_backward(_rank))
 
 
-def along_axes(x: Any, matrices: Sequence[np.ndarray]) -> Any:
+def apply_matrices(x: Any, matrices: Sequence[np.ndarray]) -> Any:
     """Multiply each of the last axes by a matrix (new, old), in float32."""
     wide = x.astype(opmath(x.dtype))
     for i, matrix in enumerate(matrices):
@@ -256,14 +268,14 @@ def adaptive_avg_pool(self: Any, output_size: Sizes) -> Any:
         over = tuple(range(self.ndim - len(output_size), self.ndim))
         return jnp.mean(self, over, opmath(self.dtype), keepdims=True).astype(self.dtype)
     pairs = zip(sizes, output_size, strict=True)
-    return along_axes(self, [resampling.averaging(n, m) for n, m in pairs])
+    return apply_matrices(self, [resampling.averaging(n, m) for n, m in pairs])
 
 
 def _adaptive_avg_backward(rank: int) -> Any:
     def row(grad_output: Any, self: Any) -> Any:
         old, new = self.shape[-rank:], grad_output.shape[-rank:]
         pairs = zip(old, new, strict=True)
-        return along_axes(grad_output, [resampling.averaging(n, m).T for n, m in pairs])
+        return apply_matrices(grad_output, [resampling.averaging(n, m).T for n, m in pairs])
 
     return row
 
@@ -274,23 +286,26 @@ for _rank in (2, 3):
 
 def _adaptive_max(rank: int) -> Any:
     def row(self: Any, output_size: Sizes) -> tuple[Any, Any]:
-        """Largest and their places: windows of several lengths are filled up with their first."""
+        """Return maxima and their positions.
+
+        Windows of several lengths are filled up with their last element.
+        """
         leading = self.ndim - rank
         x, sizes = self, self.shape[leading:]
         flat: Any = np.zeros((), np.int64)
         for axis, (size, output) in enumerate(zip(sizes, output_size, strict=True)):
             bounds = resampling.windows(size, output)
             longest = max(end - begin for begin, end in bounds)
-            taken = np.array([[min(b + j, e - 1) for j in range(longest)] for b, e in bounds])
+            indices = np.array([[min(b + j, e - 1) for j in range(longest)] for b, e in bounds])
             # Axes (out, in window) of this axis follow those of the axes before it.
-            x = jnp.take(x, taken, axis=leading + 2 * axis)
-            flat = flat[..., None, None] * size + taken
+            x = jnp.take(x, indices, axis=leading + 2 * axis)
+            flat = flat[..., None, None] * size + indices
         order = [*range(leading), *range(leading, x.ndim, 2), *range(leading + 1, x.ndim, 2)]
         cells = jnp.transpose(x, order).reshape(*self.shape[:leading], *output_size, -1)
         order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]
-        places = flat.transpose(order).reshape(*output_size, -1).astype(wide_int())
+        positions = flat.transpose(order).reshape(*output_size, -1).astype(int64_dtype())
         best = jnp.argmax(cells, -1, keepdims=True)
-        index = jnp.take_along_axis(jnp.broadcast_to(places, cells.shape), best, -1)
+        index = jnp.take_along_axis(jnp.broadcast_to(positions, cells.shape), best, -1)
         return jnp.max(cells, -1), index[..., 0]
 
     return row
@@ -298,7 +313,7 @@ def _adaptive_max(rank: int) -> Any:
 
 def _adaptive_max_backward(rank: int) -> Any:
     def row(grad_output: Any, self: Any, indices: Any) -> Any:
-        return scatter_to_places(grad_output, indices, self, rank)
+        return scatter_to_positions(grad_output, indices, self, rank)
 
     return row
 

@@ -1,4 +1,4 @@
-"""Products of matrices. XLA sums products of 16-bit floats in float32."""
+"""Matrix products. XLA sums products of 16-bit floats in float32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,44 +18,44 @@ def product(self: Any, other: Any) -> Any:
 
 @lowering("aten.mm.default", "aten.bmm.default", context=True)
 def product_of_matrices(context: Context, self: Any, mat2: Any) -> Any:
-    if torch_kernels.multiplies(context, self, mat2):
+    if torch_kernels.should_multiply(context, self, mat2):
         return torch_kernels.product(context, self, mat2)
     return jnp.matmul(self, mat2)
 
 
-def _with(self: Any, matrix: Any, alpha: Any, beta: Any) -> Any:
-    """beta * self + alpha * matrix, computed in float32 and rounded once."""
+def _add_scaled(self: Any, matrix: Any, alpha: Any, beta: Any) -> Any:
+    """Compute beta * self + alpha * matrix in float32, and round once."""
     dtype = matrix.dtype
     wide = matrix.astype(opmath(dtype))
     if alpha != 1:
         wide = wide * jnp.asarray(alpha, wide.dtype)
     if beta == 0:  # self may hold NaNs, which torch then ignores
         return wide.astype(dtype)
-    added = self.astype(wide.dtype)
-    return (wide + (added if beta == 1 else added * jnp.asarray(beta, wide.dtype))).astype(dtype)
+    addend = self.astype(wide.dtype)
+    return (wide + (addend if beta == 1 else addend * jnp.asarray(beta, wide.dtype))).astype(dtype)
 
 
 @lowering("aten.addmm.default", context=True)
 def addmm(context: Context, self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    if torch_kernels.multiplies(context, mat1, mat2) and self.ndim == 1 and alpha == beta == 1:
-        return torch_kernels.product(context, mat1, mat2, added=self)
-    return _with(self, jnp.matmul(mat1, mat2), alpha, beta)
+    if torch_kernels.should_multiply(context, mat1, mat2) and self.ndim == 1 and alpha == beta == 1:
+        return torch_kernels.product(context, mat1, mat2, bias=self)
+    return _add_scaled(self, jnp.matmul(mat1, mat2), alpha, beta)
 
 
 @lowering("aten.baddbmm.default")
 def baddbmm(self: Any, batch1: Any, batch2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _with(self, jnp.matmul(batch1, batch2), alpha, beta)
+    return _add_scaled(self, jnp.matmul(batch1, batch2), alpha, beta)
 
 
 @lowering("aten.addmv.default")
 def addmv(self: Any, mat: Any, vec: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _with(self, jnp.matmul(mat, vec), alpha, beta)
+    return _add_scaled(self, jnp.matmul(mat, vec), alpha, beta)
 
 
 @lowering("aten.addbmm.default")
 def addbmm(self: Any, batch1: Any, batch2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
     dtype = result_type(batch1, batch2)
-    return _with(self, jnp.einsum("bij,bjk->ik", batch1, batch2).astype(dtype), alpha, beta)
+    return _add_scaled(self, jnp.einsum("bij,bjk->ik", batch1, batch2).astype(dtype), alpha, beta)
 
 
 @lowering("aten._trilinear.default")
@@ -69,9 +69,9 @@ def trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Any:
-    """The product of three, each with new axes at `expand`, summed over `sumdim`."""
+    """Multiply three arrays, each with new axes at `expand`, and sum over `sumdim`."""
     ndim, letters = i1.ndim + len(expand1), "abcdefghij"
     names = [[letters[d] for d in range(ndim) if d not in e] for e in (expand1, expand2, expand3)]
-    kept = "".join(letters[d] for d in range(ndim) if d not in sumdim)
-    formula = f"{','.join(''.join(n) for n in names)}->{kept}"
+    output_axes = "".join(letters[d] for d in range(ndim) if d not in sumdim)
+    formula = f"{','.join(''.join(n) for n in names)}->{output_axes}"
     return jnp.einsum(formula, i1, i2, i3)

@@ -1,4 +1,4 @@
-"""Random numbers: from the run's key, so repeatable, but not torch's own numbers."""
+"""Random numbers from the run's key: repeatable, but not torch's own numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from accbench.engines.jax.lowering.context import Context
-from accbench.engines.jax.lowering.dtypes import opmath, wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype, opmath
 from accbench.engines.jax.lowering.table import lowering
 
 
@@ -21,7 +21,7 @@ def _normal(context: Context, shape: Sequence[int], dtype: Any) -> Any:
 
 @lowering("aten.native_dropout.default", context=True)
 def dropout(context: Context, input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
-    """What was kept, scaled, and a mask of it."""
+    """Return the input with dropout, scaled, and the mask of what was kept."""
     if train is False or p == 0:
         return input, jnp.ones(input.shape, jnp.bool_)
     if p == 1:
@@ -44,8 +44,8 @@ def bernoulli(context: Context, self: Any, p: float) -> Any:
 
 @lowering("aten.bernoulli.default", context=True)
 def bernoulli_of(context: Context, self: Any) -> Any:
-    chance = self.astype(opmath(self.dtype))
-    return jax.random.bernoulli(context.next_key(), chance).astype(self.dtype)
+    probability = self.astype(opmath(self.dtype))
+    return jax.random.bernoulli(context.next_key(), probability).astype(self.dtype)
 
 
 @lowering("aten.rand.default", context=True)
@@ -86,37 +86,37 @@ def exponential(context: Context, self: Any, lambd: float = 1) -> Any:
     return (values / lambd).astype(self.dtype)
 
 
-def _whole_numbers(context: Context, low: int, high: int, size: Sequence[int], dtype: Any) -> Any:
+def _integers(context: Context, low: int, high: int, size: Sequence[int], dtype: Any) -> Any:
     values = jax.random.randint(context.next_key(), size, low, high)
-    return values.astype(wide_int() if dtype is None else dtype)
+    return values.astype(int64_dtype() if dtype is None else dtype)
 
 
 @lowering("aten.randint.default", context=True)
 def randint(context: Context, high: int, size: Sequence[int], dtype: Any = None) -> Any:
-    return _whole_numbers(context, 0, high, size, dtype)
+    return _integers(context, 0, high, size, dtype)
 
 
 @lowering("aten.randint.low", context=True)
 def randint_low(
     context: Context, low: int, high: int, size: Sequence[int], dtype: Any = None
 ) -> Any:
-    return _whole_numbers(context, low, high, size, dtype)
+    return _integers(context, low, high, size, dtype)
 
 
 @lowering("aten.randint_like.default", context=True)
 def randint_like(context: Context, self: Any, high: int, dtype: Any = None) -> Any:
-    return _whole_numbers(context, 0, high, self.shape, dtype or self.dtype)
+    return _integers(context, 0, high, self.shape, dtype or self.dtype)
 
 
 @lowering("aten.randint_like.low_dtype", context=True)
 def randint_like_low(context: Context, self: Any, low: int, high: int, dtype: Any = None) -> Any:
-    return _whole_numbers(context, low, high, self.shape, dtype or self.dtype)
+    return _integers(context, low, high, self.shape, dtype or self.dtype)
 
 
 @lowering("aten.randperm.default", context=True)
 def randperm(context: Context, n: int, dtype: Any = None) -> Any:
     order = jax.random.permutation(context.next_key(), n)
-    return order.astype(wide_int() if dtype is None else dtype)
+    return order.astype(int64_dtype() if dtype is None else dtype)
 
 
 @lowering("aten.rrelu_with_noise_functional.default", context=True)
@@ -124,7 +124,7 @@ def rrelu(
     context: Context, self: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3,
     training: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Negative numbers times a slope drawn for each, which the gradient reads; or the mean one."""
+    """Multiply negative numbers by drawn slopes, which the gradient reads; or by their mean."""
     wide = self.astype(opmath(self.dtype))
     if not training:
         return jnp.where(wide <= 0, wide * (lower + upper) / 2, wide).astype(self.dtype), noise

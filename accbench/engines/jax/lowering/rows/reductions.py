@@ -1,4 +1,4 @@
-"""Sums and the like over axes. 16-bit floats are summed in float32 and rounded once."""
+"""Reductions over axes. 16-bit floats are summed in float32 and rounded once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from accbench.engines.jax.lowering.dtypes import floating, is_complex, opmath, wide_int
+from accbench.engines.jax.lowering.dtypes import int64_dtype, is_complex, opmath, to_floating
 from accbench.engines.jax.lowering.table import lowering
 
 Dims = int | Sequence[int] | None
 
 
 def axes(array: Any, dim: Dims) -> tuple[int, ...]:
-    """Axes counted from 0; none named means all, as in torch."""
+    """Return axes counted from 0; none named means all, as in torch."""
     if dim is None or (not isinstance(dim, int) and not len(dim)):
         return tuple(range(array.ndim))
     dims = (dim,) if isinstance(dim, int) else dim
@@ -22,15 +22,15 @@ def axes(array: Any, dim: Dims) -> tuple[int, ...]:
 
 
 def count(array: Any, dim: Dims) -> int:
-    """Elements that are reduced to one."""
+    """Return the number of elements that are reduced to one."""
     return math.prod(array.shape[d] for d in axes(array, dim))
 
 
-def _summed_dtype(array: Any, dtype: Any) -> Any:
+def _sum_dtype(array: Any, dtype: Any) -> Any:
     if dtype is not None:
         return dtype
-    is_whole = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return wide_int() if is_whole else jnp.dtype(array.dtype)
+    is_integral = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return int64_dtype() if is_integral else jnp.dtype(array.dtype)
 
 
 @lowering("aten.sum.default")
@@ -40,7 +40,7 @@ def sum_all(self: Any, dtype: Any = None) -> Any:
 
 @lowering("aten.sum.dim_IntList")
 def sum_(self: Any, dim: Dims, keepdim: bool = False, dtype: Any = None) -> Any:
-    dtype = _summed_dtype(self, dtype)
+    dtype = _sum_dtype(self, dtype)
     return jnp.sum(self, axes(self, dim), opmath(dtype), keepdims=keepdim).astype(dtype)
 
 
@@ -57,13 +57,13 @@ def mean(self: Any, dim: Dims, keepdim: bool = False, dtype: Any = None) -> Any:
 
 @lowering("aten.prod.default")
 def prod_all(self: Any, dtype: Any = None) -> Any:
-    dtype = _summed_dtype(self, dtype)
+    dtype = _sum_dtype(self, dtype)
     return jnp.prod(self, dtype=opmath(dtype)).astype(dtype)
 
 
 @lowering("aten.prod.dim_int")
 def prod(self: Any, dim: int, keepdim: bool = False, dtype: Any = None) -> Any:
-    dtype = _summed_dtype(self, dtype)
+    dtype = _sum_dtype(self, dtype)
     return jnp.prod(self, axes(self, dim), opmath(dtype), keepdims=keepdim).astype(dtype)
 
 
@@ -89,11 +89,11 @@ def min_all(self: Any) -> Any:
 
 def _arg(function: Callable[..., Any], self: Any, dim: int | None, keepdim: bool) -> Any:
     if not self.ndim:
-        return jnp.zeros((), wide_int())
+        return jnp.zeros((), int64_dtype())
     if dim is None:
-        index = function(self.reshape(-1)).astype(wide_int())
+        index = function(self.reshape(-1)).astype(int64_dtype())
         return index.reshape((1,) * self.ndim) if keepdim else index
-    return function(self, dim, keepdims=keepdim).astype(wide_int())
+    return function(self, dim, keepdims=keepdim).astype(int64_dtype())
 
 
 @lowering("aten.argmax.default")
@@ -117,7 +117,7 @@ def min_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
 
 
 def _logical_dtype(self: Any) -> Any:
-    """torch gives bool, but for uint8, which stays."""
+    """Return bool, but uint8 for uint8, as torch does."""
     return jnp.uint8 if self.dtype == jnp.uint8 else jnp.bool_
 
 
@@ -132,7 +132,7 @@ def all_(self: Any, dim: Dims = None, keepdim: bool = False) -> Any:
 
 
 def moments(self: Any, dim: Dims, correction: Any, keepdim: bool) -> tuple[Any, Any]:
-    """Variance and mean in the dtype for computing; `correction` 1 is the unbiased variance."""
+    """Return variance and mean in the compute dtype; `correction` 1 is the unbiased variance."""
     x = self.astype(opmath(self.dtype))
     over = axes(self, dim)
     mean = jnp.mean(x, over, keepdims=True)
@@ -182,7 +182,7 @@ def vector_norm(
 
 
 def _scan(function: Callable[..., Any], self: Any, dim: int, dtype: Any) -> Any:
-    dtype = _summed_dtype(self, dtype)
+    dtype = _sum_dtype(self, dtype)
     if not self.ndim:
         return self.astype(dtype)
     return function(self.astype(opmath(dtype)), dim).astype(dtype)
@@ -201,24 +201,24 @@ def cumprod(self: Any, dim: int, dtype: Any = None) -> Any:
 @lowering("aten.logcumsumexp.default")
 def logcumsumexp(self: Any, dim: int) -> Any:
     if not self.ndim:
-        return self.astype(floating(self.dtype))
+        return self.astype(to_floating(self.dtype))
     x = self.astype(opmath(self.dtype))
     return lax.cumlogsumexp(x, dim % self.ndim).astype(self.dtype)
 
 
 def _extreme_scan(better: Callable[..., Any], self: Any, dim: int) -> tuple[Any, Any]:
-    """Running extremes and where they stand; of equal ones the last, as in torch."""
+    """Return running extremes and their positions; of equal ones the last, as in torch."""
     if not self.ndim:
-        return self, jnp.zeros((), wide_int())
+        return self, jnp.zeros((), int64_dtype())
     axis = dim % self.ndim
-    places = lax.broadcasted_iota(wide_int(), self.shape, axis)
+    positions = lax.broadcasted_iota(int64_dtype(), self.shape, axis)
 
     def best(a: Any, b: Any) -> Any:
-        second = better(b[0], a[0]) | (b[0] != b[0])
-        second = second & ~((a[0] != a[0]) & (b[0] == b[0]))
-        return jnp.where(second, b[0], a[0]), jnp.where(second, b[1], a[1])
+        take_second = better(b[0], a[0]) | (b[0] != b[0])
+        take_second = take_second & ~((a[0] != a[0]) & (b[0] == b[0]))
+        return jnp.where(take_second, b[0], a[0]), jnp.where(take_second, b[1], a[1])
 
-    return lax.associative_scan(best, (self, places), axis=axis)
+    return lax.associative_scan(best, (self, positions), axis=axis)
 
 
 @lowering("aten.cummax.default")

@@ -1,7 +1,7 @@
 """Interpolation to another size, and its gradients.
 
-Each axis is resampled by itself: by a matrix of weights made on the host where values are mixed,
-whose transpose is the gradient, and by picking where the nearest is taken.
+Each axis is resampled by itself. Where values are mixed, that is a matrix of weights made on the
+host, whose transpose is the gradient. Where the nearest is taken, it is an index.
 """
 
 import math
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from accbench.engines.jax.lowering.rows.pooling import along_axes
+from accbench.engines.jax.lowering.rows.pooling import apply_matrices
 from accbench.engines.jax.lowering.table import lowering
 from accbench.engines.xla_common import resampling
 from accbench.engines.xla_common.resampling import Matrix, Scale
@@ -35,10 +35,10 @@ def _matrices(
     return [matrix(n, m, align_corners, scale) for n, m, scale in each]
 
 
-def _mixing_rows(name: str, matrix: Matrix, rank: int) -> None:
+def _register_weighted(name: str, matrix: Matrix, rank: int) -> None:
     def forward(self: Any, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Any:
         old = self.shape[-rank:]
-        return along_axes(self, _matrices(matrix, old, output_size, align_corners, scales))
+        return apply_matrices(self, _matrices(matrix, old, output_size, align_corners, scales))
 
     def vec(input: Any, output_size: Any, align_corners: bool, scale_factors: Any) -> Any:
         new = _sizes(input, output_size, scale_factors, rank)
@@ -53,7 +53,7 @@ def _mixing_rows(name: str, matrix: Matrix, rank: int) -> None:
     ) -> Any:
         old = input_size[-rank:]
         matrices = _matrices(matrix, old, output_size, align_corners, scales)
-        return along_axes(grad_output, [m.T for m in matrices])
+        return apply_matrices(grad_output, [m.T for m in matrices])
 
     lowering(f"aten.{name}.default")(forward)
     lowering(f"aten.{name}.vec")(vec)
@@ -64,12 +64,12 @@ def _nearest(self: Any, output_size: Sequence[int], scales: Any, offset: float) 
     rank = len(output_size)
     for i, (output, scale) in enumerate(zip(output_size, _scales(scales, rank), strict=True)):
         size = self.shape[self.ndim - rank + i]
-        taken = resampling.nearest(size, output, scale, offset).astype(np.int32)
-        self = jnp.take(self, taken, axis=self.ndim - rank + i)
+        indices = resampling.nearest(size, output, scale, offset).astype(np.int32)
+        self = jnp.take(self, indices, axis=self.ndim - rank + i)
     return self
 
 
-def _picking_rows(name: str, offset: float, rank: int) -> None:
+def _register_nearest(name: str, offset: float, rank: int) -> None:
     def forward(self: Any, output_size: Sequence[int], *scales: Any) -> Any:
         return _nearest(self, output_size, scales, offset)
 
@@ -90,6 +90,6 @@ def _picking_rows(name: str, offset: float, rank: int) -> None:
 
 
 for _name, (_weights, _rank) in resampling.MIXING.items():
-    _mixing_rows(_name, _weights, _rank)
+    _register_weighted(_name, _weights, _rank)
 for _name, (_offset, _rank) in resampling.PICKING.items():
-    _picking_rows(_name, _offset, _rank)
+    _register_nearest(_name, _offset, _rank)

@@ -1,4 +1,4 @@
-"""Shapes: what moves, repeats or picks elements by position, without looking at them."""
+"""Shapes: operations that move, repeat or pick elements by position, whatever they hold."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from accbench.engines.jax.lowering.table import lowering
 
 
 def axis_slice(ndim: int, dim: int, part: Any) -> tuple[Any, ...]:
-    """An index that takes `part` of one axis and all of the axes before it."""
+    """Return an index that takes `part` of one axis and all of the axes before it."""
     return (slice(None),) * (dim % max(ndim, 1)) + (part,)
 
 
@@ -32,7 +32,10 @@ def view(self: Any, size: Sequence[int], stride: Any = None) -> Any:
 
 @lowering("aten.view.dtype", "aten.view_copy.dtype")
 def view_dtype(self: Any, dtype: Any) -> Any:
-    """The same bytes as another dtype; the last axis grows or shrinks by the ratio of sizes."""
+    """Reinterpret the same bytes as another dtype.
+
+    The last axis grows or shrinks by the ratio of sizes.
+    """
     old, new = self.dtype.itemsize, jnp.dtype(dtype).itemsize
     if new > old:
         self = self.reshape(*self.shape[:-1], self.shape[-1] // (new // old), new // old)
@@ -102,8 +105,8 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
-    where = axis_slice(self.ndim, dim, slice(start, end, step))
-    return self.at[where].set(src.astype(self.dtype))
+    index = axis_slice(self.ndim, dim, slice(start, end, step))
+    return self.at[index].set(src.astype(self.dtype))
 
 
 @lowering("aten.slice_backward.default")
@@ -114,7 +117,7 @@ def slice_backward(
     if not num:
         return jnp.zeros(input_sizes, grad_output.dtype)
     before, _, _ = slice(start, end, step).indices(size)
-    # Padding, also between, for a GPU would scatter what goes to every second place.
+    # Padding, also between elements: a GPU would otherwise scatter where the step is not 1.
     padding = [(0, 0, 0)] * grad_output.ndim
     padding[dim] = (before, size - before - (num - 1) * step - 1, step - 1)
     return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), padding)
@@ -137,10 +140,10 @@ def select_backward(grad_output: Any, input_sizes: Sequence[int], dim: int, inde
 
 @lowering("aten.cat.default")
 def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Joined in the promoted dtype; 1-d tensors without elements count for nothing, as in torch."""
+    """Concatenate in the promoted dtype; empty 1-d tensors count for nothing, as in torch."""
     dtype = result_type(*tensors)
-    joined = [t.astype(dtype) for t in tensors if t.shape != (0,)]
-    return jnp.concatenate(joined, dim) if joined else jnp.zeros((0,), dtype)
+    arrays = [t.astype(dtype) for t in tensors if t.shape != (0,)]
+    return jnp.concatenate(arrays, dim) if arrays else jnp.zeros((0,), dtype)
 
 
 @lowering("aten.stack.default")
@@ -176,7 +179,7 @@ def unbind(self: Any, dim: int = 0) -> list[Any]:
 
 @lowering("aten.constant_pad_nd.default")
 def constant_pad_nd(self: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    """`pad` counts from the last axis on, two numbers an axis; negative ones cut off."""
+    """Pad; `pad` counts from the last axis on, two numbers an axis; negative ones cut off."""
     num_axes = len(pad) // 2
     widths = [(0, 0, 0)] * (self.ndim - num_axes)
     widths += [(pad[2 * i], pad[2 * i + 1], 0) for i in reversed(range(num_axes))]
@@ -229,7 +232,7 @@ def diagonal_backward(
 
 @lowering("aten.unfold.default", "aten.unfold_copy.default")
 def unfold(self: Any, dimension: int, size: int, step: int) -> Any:
-    """Windows of one axis; their elements come in a new last axis."""
+    """Return the windows of one axis; their elements come in a new last axis."""
     if not self.ndim:
         return self.reshape(1)[:size]
     dim = dimension % self.ndim
@@ -238,18 +241,18 @@ def unfold(self: Any, dimension: int, size: int, step: int) -> Any:
     return jnp.moveaxis(windows, dim + 1, -1)
 
 
-def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray:
-    """Where each element of a strided tensor lies in its storage."""
-    places = np.full(tuple(size), offset)
+def _storage_positions(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray:
+    """Return where each element of a strided tensor lies in its storage."""
+    positions = np.full(tuple(size), offset)
     for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
-        places = places + (np.arange(n) * step).reshape(-1, *[1] * (len(size) - axis - 1))
-    return places
+        positions = positions + (np.arange(n) * step).reshape(-1, *[1] * (len(size) - axis - 1))
+    return positions
 
 
 def _storage_order(context: Context, ndim: int) -> list[int]:
-    """The axes of a row's first argument from the slowest in torch's storage to the fastest.
+    """Return the axes of a row's first argument from the slowest in storage to the fastest.
 
-    Strided tensors of a graph fill their storage densely, channels_last being one.
+    Strided tensors of a graph fill their storage densely; channels_last is one.
     """
     value = context.node.args[0].meta.get("val") if context.node is not None else None
     if value is None or value.is_contiguous():
@@ -265,13 +268,13 @@ def as_strided(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> Any:
-    """The elements by their places in torch's storage, for which the input's strides count."""
+    """Pick elements by position in torch's storage, for which the input's strides count."""
     order = _storage_order(context, self.ndim)
-    plain = not storage_offset and tuple(stride) == _contiguous(size)
-    if plain and order == sorted(order) and math.prod(size) == self.size:
+    is_plain = not storage_offset and tuple(stride) == _contiguous(size)
+    if is_plain and order == sorted(order) and math.prod(size) == self.size:
         return self.reshape(size)
     storage = jnp.transpose(self, order).reshape(-1)
-    return jnp.take(storage, _places(size, stride, storage_offset or 0), axis=0)
+    return jnp.take(storage, _storage_positions(size, stride, storage_offset or 0), axis=0)
 
 
 @lowering("aten.as_strided_scatter.default", context=True)
@@ -285,8 +288,8 @@ def as_strided_scatter(
 ) -> Any:
     order = _storage_order(context, self.ndim)
     ordered = jnp.transpose(self, order)
-    places = _places(size, stride, storage_offset or 0)
-    storage = ordered.reshape(-1).at[places].set(src.astype(self.dtype))
+    positions = _storage_positions(size, stride, storage_offset or 0)
+    storage = ordered.reshape(-1).at[positions].set(src.astype(self.dtype))
     return jnp.transpose(
         storage.reshape(ordered.shape), [order.index(axis) for axis in range(self.ndim)]
     )
@@ -333,5 +336,5 @@ def sym_numel(self: Any) -> int:
     "aten._assert_scalar.default",
     "aten.sym_constrain_range_for_size.default",
 )
-def no_check(*args: Any, **kwargs: Any) -> None:
-    """What was asserted held while the graph was captured, whose shapes are these."""
+def skip_assertion(*args: Any, **kwargs: Any) -> None:
+    """Skip an assertion, which held while the graph was captured with these shapes."""

@@ -1,4 +1,4 @@
-"""What runs with channels last under the rule of that name: see `layout`."""
+"""Operations that run with channels last under the rule of that name: see `layout`."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,13 @@ from jax import lax
 
 from accbench.engines.jax.lowering.context import Context, Rules
 from accbench.engines.jax.lowering.dtypes import opmath
-from accbench.engines.jax.lowering.layout import ChannelsLast, axis_of, channels_last, last, plain
+from accbench.engines.jax.lowering.layout import (
+    ChannelsLast,
+    channels_last,
+    channels_last_axis,
+    to_channels_first,
+    to_channels_last,
+)
 from accbench.engines.jax.lowering.rows import (
     gemm_convolution,
     normalization,
@@ -20,7 +26,7 @@ from accbench.engines.jax.lowering.rows import (
     torch_kernels,
     torch_norms,
 )
-from accbench.engines.jax.lowering.rows.windows import windows
+from accbench.engines.jax.lowering.rows.windows import window_geometry
 
 Sizes = Sequence[int]
 
@@ -32,7 +38,7 @@ def _each(sizes: Sizes, rank: int) -> tuple[int, ...]:
 def _convolve(
     rules: Rules, x: Any, w: Any, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> Any:
-    """x (N, *spatial, C), w (out, C / groups, *kernel) -> (N, *spatial, out)."""
+    """Convolve x (N, *spatial, C) with w (out, C / groups, *kernel) -> (N, *spatial, out)."""
     rank = x.ndim - 2
     stride, padding = _each(stride, rank), _each(padding, rank)
     if rules.products_for_1x1 and math.prod(w.shape[2:]) == 1 and groups == 1 and not any(padding):
@@ -41,7 +47,7 @@ def _convolve(
         rows = x.reshape(-1, x.shape[-1])
         product = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
         return product.reshape(*x.shape[:-1], w.shape[0])
-    geometry = gemm_convolution.windows_of(x, w, stride, padding, _each(dilation, rank))
+    geometry = gemm_convolution.convolution_windows(x, w, stride, padding, _each(dilation, rank))
     if rules.products_for_patches and groups == 1 and gemm_convolution.are_patches(geometry):
         return gemm_convolution.convolve_patches(x, w, geometry)
     if rules.products_for_small_images and groups == 1 and gemm_convolution.is_small(geometry):
@@ -72,15 +78,17 @@ def convolution(
     output_padding: Sizes,
     groups: int,
 ) -> Any:
-    whole = (stride, padding, dilation, transposed, output_padding, groups)
+    conv_args = (stride, padding, dilation, transposed, output_padding, groups)
     n, c, *spatial = context.node.meta["val"].shape
-    if torch_kernels.convolves(context, input, weight, (n, c, *spatial), whole):
-        x, shape = last(input), (n, *spatial, c)
-        return ChannelsLast(torch_kernels.convolution(x, plain(weight), bias, shape, whole))
+    if torch_kernels.should_convolve(context, input, weight, (n, c, *spatial), conv_args):
+        x, shape = to_channels_last(input), (n, *spatial, c)
+        return ChannelsLast(
+            torch_kernels.convolution(x, to_channels_first(weight), bias, shape, conv_args)
+        )
     if transposed:
         return NotImplemented
-    how = (stride, padding, dilation, groups)
-    y = _convolve(context.rules, last(input), plain(weight), *how)
+    plain_args = (stride, padding, dilation, groups)
+    y = _convolve(context.rules, to_channels_last(input), to_channels_first(weight), *plain_args)
     if bias is not None:
         wide = opmath(y.dtype)
         y = (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
@@ -102,31 +110,34 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    whole = (stride, padding, dilation, transposed, output_padding, groups)
-    by_torch = torch_kernels.convolves(context, input, weight, grad_output.shape, whole)
+    conv_args = (stride, padding, dilation, transposed, output_padding, groups)
+    by_torch = torch_kernels.should_convolve(context, input, weight, grad_output.shape, conv_args)
     if transposed and not by_torch:
         return NotImplemented
-    g, x, w = last(grad_output), last(input), plain(weight)
-    how = (stride, padding, dilation, groups)
-    of_input = of_weight = of_bias = None
+    g, x, w = to_channels_last(grad_output), to_channels_last(input), to_channels_first(weight)
+    plain_args = (stride, padding, dilation, groups)
+    input_grad = weight_grad = bias_grad = None
     if by_torch:
-        of_input, of_weight = torch_kernels.convolution_backward(g, x, w, whole, output_mask[:2])
-        of_input = None if of_input is None else ChannelsLast(of_input)
+        input_grad, weight_grad = torch_kernels.convolution_backward(
+            g, x, w, conv_args, output_mask[:2]
+        )
+        input_grad = None if input_grad is None else ChannelsLast(input_grad)
     elif output_mask[0]:
-        pull = jax.vjp(lambda x: _convolve(context.rules, x, w, *how), x)[1]
-        of_input = ChannelsLast(pull(g)[0])
+        pull = jax.vjp(lambda x: _convolve(context.rules, x, w, *plain_args), x)[1]
+        input_grad = ChannelsLast(pull(g)[0])
     if output_mask[1] and not by_torch:
         sizes = (_each(size, x.ndim - 2) for size in (stride, padding, dilation))
-        geometry = gemm_convolution.windows_of(x, w, *sizes)
+        geometry = gemm_convolution.convolution_windows(x, w, *sizes)
         patches = context.rules.products_for_patches and gemm_convolution.are_patches(geometry)
         by_image = context.rules.weights_by_image and gemm_convolution.is_large(geometry)
         if by_image and groups == 1 and not patches:
-            of_weight = gemm_convolution.weight_gradient(x, g, geometry).astype(w.dtype)
+            weight_grad = gemm_convolution.weight_gradient(x, g, geometry).astype(w.dtype)
         else:
-            (of_weight,) = jax.vjp(lambda w: _convolve(context.rules, x, w, *how), w)[1](g)
+            pull = jax.vjp(lambda w: _convolve(context.rules, x, w, *plain_args), w)[1]
+            (weight_grad,) = pull(g)
     if output_mask[2]:
-        of_bias = jnp.sum(g, tuple(range(g.ndim - 1)), opmath(g.dtype)).astype(g.dtype)
-    return of_input, of_weight, of_bias
+        bias_grad = jnp.sum(g, tuple(range(g.ndim - 1)), opmath(g.dtype)).astype(g.dtype)
+    return input_grad, weight_grad, bias_grad
 
 
 @channels_last(
@@ -141,16 +152,18 @@ def batch_norm(context: Context, input: Any, *args: Any) -> Any:
     if not isinstance(input, ChannelsLast):
         return NotImplemented
     name = str(context.node.target)
-    more = {"train": _normalizing(context)} if name in normalization.TRAINING else {}
+    more = {"train": _train_function(context)} if name in normalization.TRAINING else {}
     y, *rest = normalization.BATCH_NORMS[name](input.array, *args, axis=-1, **more)
     return (ChannelsLast(y), *rest)
 
 
-def _normalizing(context: Context) -> normalization.Train:
-    def train(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: Any, *how: Any) -> Any:
-        by_torch = torch_norms.normalizes(context, x, weight, momentum, bias, mean, var)
+def _train_function(context: Context) -> normalization.Train:
+    def train(
+        x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: Any, *settings: Any
+    ) -> Any:
+        by_torch = torch_norms.should_normalize(context, x, weight, momentum, bias, mean, var)
         module = torch_norms if by_torch else normalization
-        return module.batch_norm_train(x, weight, bias, mean, var, momentum, *how)
+        return module.batch_norm_train(x, weight, bias, mean, var, momentum, *settings)
 
     return train
 
@@ -159,18 +172,19 @@ def _normalizing(context: Context) -> normalization.Train:
 def batch_norm_backward(context: Context, grad_out: Any, input: Any, *args: Any) -> Any:
     if not isinstance(input, ChannelsLast):
         return NotImplemented
-    g, x = last(grad_out), input.array
+    g, x = to_channels_last(grad_out), input.array
     weight, _, _, mean, invstd, train, eps, mask = args[:8]
-    if train and torch_norms.normalizes(context, x, weight, 0, mean, invstd) and g.dtype == x.dtype:
-        of_input, *rest = torch_norms.batch_norm_backward(g, x, weight, mean, invstd, eps, mask)
+    by_torch = torch_norms.should_normalize(context, x, weight, 0, mean, invstd)
+    if train and by_torch and g.dtype == x.dtype:
+        input_grad, *rest = torch_norms.batch_norm_backward(g, x, weight, mean, invstd, eps, mask)
     else:
         function = normalization.BATCH_NORMS[str(context.node.target)]
-        of_input, *rest = function(g, x, *args, axis=-1)
-    return (None if of_input is None else ChannelsLast(of_input), *rest)
+        input_grad, *rest = function(g, x, *args, axis=-1)
+    return (None if input_grad is None else ChannelsLast(input_grad), *rest)
 
 
 def _only_for_gradients(context: Context) -> bool:
-    """The indices of this node's pooling are asked for by nothing but its backward."""
+    """Return whether only the backward uses the indices of this node's pooling."""
     picked = [u for u in context.node.users if u.args[1] == 1]
     return all("_backward" in str(user.target) for node in picked for user in node.users)
 
@@ -185,13 +199,13 @@ def max_pool(
     dilation: Sizes = (1,),
     ceil_mode: bool = False,
 ) -> Any:
-    w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, self.ndim - 2)
-    carried = isinstance(self, ChannelsLast) and set(w.dilation) == {1}
-    if not carried or not _only_for_gradients(context):
+    w = window_geometry(self, kernel_size, stride, padding, dilation, ceil_mode, self.ndim - 2)
+    is_channels_last = isinstance(self, ChannelsLast) and set(w.dilation) == {1}
+    if not is_channels_last or not _only_for_gradients(context):
         return NotImplemented
-    if torch_kernels.pools(context, self.array, w):
-        return ChannelsLast(torch_kernels.largest(self.array, w)), None
-    return ChannelsLast(pooling.largest(self.array, w, after=1)), None
+    if torch_kernels.should_pool(context, self.array, w):
+        return ChannelsLast(torch_kernels.window_max(self.array, w)), None
+    return ChannelsLast(pooling.window_max(self.array, w, trailing=1)), None
 
 
 @channels_last(
@@ -209,16 +223,14 @@ def max_pool_backward(
     ceil_mode: bool,
     indices: Any,
 ) -> Any:
-    w = windows(self, kernel_size, stride, padding, dilation, ceil_mode, self.ndim - 2)
+    w = window_geometry(self, kernel_size, stride, padding, dilation, ceil_mode, self.ndim - 2)
     if not isinstance(self, ChannelsLast) or set(w.dilation) != {1}:
         return NotImplemented
-    if torch_kernels.pools(context, self.array, w):
-        g = last(grad_output)
-        return ChannelsLast(torch_kernels.gradient_of_largest(g, self.array, w))
-    by_place = context.rules.pools_by_place
-    return ChannelsLast(
-        pooling.gradient_of_largest(last(grad_output), self.array, w, by_place, after=1)
-    )
+    if torch_kernels.should_pool(context, self.array, w):
+        g = to_channels_last(grad_output)
+        return ChannelsLast(torch_kernels.window_max_grad(g, self.array, w))
+    g, by_position = to_channels_last(grad_output), context.rules.pools_by_place
+    return ChannelsLast(pooling.window_max_grad(g, self.array, w, by_position, trailing=1))
 
 
 @channels_last("aten.avg_pool2d.default", "aten.avg_pool3d.default")
@@ -234,8 +246,8 @@ def avg_pool(
 ) -> Any:
     if not isinstance(self, ChannelsLast):
         return NotImplemented
-    w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, self.ndim - 2)
-    y = pooling.averaged(self.array, w, count_include_pad, divisor_override, after=1)
+    w = window_geometry(self, kernel_size, stride, padding, (1,), ceil_mode, self.ndim - 2)
+    y = pooling.window_mean(self.array, w, count_include_pad, divisor_override, trailing=1)
     return ChannelsLast(y)
 
 
@@ -253,12 +265,12 @@ def avg_pool_backward(
 ) -> Any:
     if not isinstance(self, ChannelsLast):
         return NotImplemented
-    w = windows(self, kernel_size, stride, padding, (1,), ceil_mode, self.ndim - 2)
+    w = window_geometry(self, kernel_size, stride, padding, (1,), ceil_mode, self.ndim - 2)
 
     def average(x: Any) -> Any:
-        return pooling.averaged(x, w, count_include_pad, divisor_override, after=1)
+        return pooling.window_mean(x, w, count_include_pad, divisor_override, trailing=1)
 
-    return ChannelsLast(jax.vjp(average, self.array)[1](last(grad_output))[0])
+    return ChannelsLast(jax.vjp(average, self.array)[1](to_channels_last(grad_output))[0])
 
 
 @channels_last("aten.mean.dim", "aten.sum.dim_IntList")
@@ -268,12 +280,12 @@ def reduction(
     if not isinstance(self, ChannelsLast):
         return NotImplemented
     dims = reductions.axes(self, dim)
-    left = [d for d in range(self.ndim) if d not in dims]
-    if not keepdim and 1 in left and max(left) > 1:
-        return NotImplemented  # what is left would be in another order
+    remaining = [d for d in range(self.ndim) if d not in dims]
+    if not keepdim and 1 in remaining and max(remaining) > 1:
+        return NotImplemented  # the remaining axes would be in another order
     function = reductions.mean if "mean" in str(context.node.target) else reductions.sum_
-    moved = [axis_of(d, self.ndim) for d in dims]
-    result = function(self.array, moved, keepdim, dtype)
+    axes = [channels_last_axis(d, self.ndim) for d in dims]
+    result = function(self.array, axes, keepdim, dtype)
     return ChannelsLast(result) if keepdim else result
 
 
@@ -287,14 +299,14 @@ def adaptive_avg_pool(context: Context, self: Any, output_size: Sizes) -> Any:
 
 @channels_last("aten.expand.default")
 def expand(context: Context, self: Any, size: Sizes, implicit: bool = False) -> Any:
-    """An average's gradient goes back to all places, and with channels last from there on."""
-    carried = isinstance(self, ChannelsLast)
+    """Expand an average's gradient to all positions, with channels last from there on."""
+    is_channels_last = isinstance(self, ChannelsLast)
     if len(size) != self.ndim or len(size) != 4 or math.prod(self.shape[2:]) != 1:
         return NotImplemented
-    if not carried and math.prod(size[2:]) == 1:
+    if not is_channels_last and math.prod(size[2:]) == 1:
         return NotImplemented
     full = [n if m == -1 else m for n, m in zip(self.shape, size, strict=True)]
-    return ChannelsLast(jnp.broadcast_to(last(self), (full[0], *full[2:], full[1])))
+    return ChannelsLast(jnp.broadcast_to(to_channels_last(self), (full[0], *full[2:], full[1])))
 
 
 @channels_last("aten.cat.default")
@@ -302,7 +314,9 @@ def cat(context: Context, tensors: Sequence[Any], dim: int = 0) -> Any:
     ndim = tensors[0].ndim
     if not any(isinstance(t, ChannelsLast) for t in tensors) or {t.ndim for t in tensors} != {ndim}:
         return NotImplemented
-    return ChannelsLast(shapes.cat([last(t) for t in tensors], axis_of(dim, ndim)))
+    return ChannelsLast(
+        shapes.cat([to_channels_last(t) for t in tensors], channels_last_axis(dim, ndim))
+    )
 
 
 @channels_last("aten.slice.Tensor")
@@ -311,7 +325,9 @@ def slice_(
 ) -> Any:
     if not isinstance(self, ChannelsLast):
         return NotImplemented
-    return ChannelsLast(shapes.slice_(self.array, axis_of(dim, self.ndim), start, end, step))
+    return ChannelsLast(
+        shapes.slice_(self.array, channels_last_axis(dim, self.ndim), start, end, step)
+    )
 
 
 @channels_last("aten.split.Tensor", "aten.split_with_sizes.default")
@@ -319,7 +335,9 @@ def split(context: Context, self: Any, sizes: Any, dim: int = 0) -> Any:
     if not isinstance(self, ChannelsLast):
         return NotImplemented
     function = shapes.split if isinstance(sizes, int) else shapes.split_with_sizes
-    return [ChannelsLast(a) for a in function(self.array, sizes, axis_of(dim, self.ndim))]
+    return [
+        ChannelsLast(a) for a in function(self.array, sizes, channels_last_axis(dim, self.ndim))
+    ]
 
 
 @channels_last("aten.constant_pad_nd.default")
@@ -331,7 +349,7 @@ def constant_pad_nd(context: Context, self: Any, pad: Sizes, value: Any = 0) -> 
 
 @channels_last("aten.permute.default")
 def permute(context: Context, self: Any, dims: Sizes) -> Any:
-    """Nothing to do where a model itself asks for channels last, or back."""
+    """Relabel the axes where a model itself asks for channels last, or back."""
     order = [d % self.ndim for d in dims]
     if isinstance(self, ChannelsLast) and order == [0, *range(2, self.ndim), 1]:
         return self.array

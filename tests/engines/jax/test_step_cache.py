@@ -99,7 +99,7 @@ def digest_of(net: nn.Module, scale: float = 1.0, autocast: bool = False, rows: 
         return torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False)
 
     batch = torch.zeros(rows, 4)
-    return fingerprint.of_step(net, lambda n, x: n(x).float().mean() * scale, batch, cast)[0]
+    return fingerprint.step_digest(net, lambda n, x: n(x).float().mean() * scale, batch, cast)[0]
 
 
 def test_steps_that_differ_have_other_digests():
@@ -123,13 +123,13 @@ def test_an_operation_of_ones_own_has_no_digest():
     """What it does can be edited, and its name stays."""
     from accbench.engines.jax import fingerprint
 
-    with torch.library._scoped_library("kept_steps", "FRAGMENT") as library:
+    with torch.library._scoped_library("step_cache", "FRAGMENT") as library:
         library.define("doubled(Tensor x) -> Tensor")
         library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
         library.impl("doubled", lambda x: x * 2, "Meta")
         with pytest.raises(fingerprint.UnknownError):
-            fingerprint.of_step(
-                Net(), lambda net, x: torch.ops.kept_steps.doubled(net(x).detach()).mean(),
+            fingerprint.step_digest(
+                Net(), lambda net, x: torch.ops.step_cache.doubled(net(x).detach()).mean(),
                 torch.zeros(3, 4), contextlib.nullcontext,
             )  # fmt: skip
 

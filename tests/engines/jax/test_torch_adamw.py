@@ -5,7 +5,7 @@ import torch
 
 jax = pytest.importorskip("jax")
 
-from accbench.engines.jax import lowering, updates  # noqa: E402
+from accbench.engines.jax import lowering, torch_adamw  # noqa: E402
 from benchmarks.against_torch import to_torch  # noqa: E402
 
 # Of numbers that float32 has, so that nothing is rounded on the way.
@@ -25,7 +25,7 @@ def test_adamw_is_torchs_to_the_bit_and_in_place() -> None:
             for mean, square in zip(means, squares, strict=True)
         ]
         lr = jax.numpy.float32(LR)
-        moved = updates.adamw_by_torch(SETTINGS, lr, own, gradients, states, counts, PLACES)
+        moved = torch_adamw.update_group(SETTINGS, lr, own, gradients, states, counts, PLACES)
         return [[p for p, _ in moved], *([s[key] for _, s in moved] for key in states[0])]
 
     compiled = jax.jit(step, donate_argnums=0)

@@ -1,4 +1,4 @@
-"""Operations in 16 bits as a GPU is to have them: `xla_common.half_ops` in torch's places."""
+"""Operations in 16 bits as a GPU fuses them: `xla_common.half_ops` in the place of torch's."""
 
 from typing import Any
 
@@ -19,22 +19,22 @@ def _batch_norm(
     return torch.batch_norm(batch, weight, bias, mean, var, training, momentum, eps, cudnn)
 
 
-def _relu(given: torch.Tensor) -> torch.Tensor:
-    return half_ops.relu(given) if half_ops.are_for(given) else torch.relu(given)
+def _relu(x: torch.Tensor) -> torch.Tensor:
+    return half_ops.relu(x) if half_ops.are_for(x) else torch.relu(x)
 
 
-def _relu_in_place(given: torch.Tensor) -> torch.Tensor:
-    return half_ops.relu_in_place(given) if half_ops.are_for(given) else torch.relu_(given)
+def _relu_in_place(x: torch.Tensor) -> torch.Tensor:
+    return half_ops.relu_in_place(x) if half_ops.are_for(x) else torch.relu_(x)
 
 
 def _max_pool2d(
-    given: torch.Tensor, size: list[int], stride: list[int] | tuple[()] = (),
+    x: torch.Tensor, size: list[int], stride: list[int] | tuple[()] = (),
     padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    # Where no BatchNorm and ReLU go before it, its lowering does as well (`pools_by_place`).
-    if half_ops.can_pool(given, size, dilation, ceil_mode) and half_ops.is_normal_relu(given):
-        return half_ops.max_pool2d(given, size, stride, padding)
-    return torch.max_pool2d(given, size, stride, padding, dilation, ceil_mode)
+    # Without BatchNorm and ReLU before it, its lowering is as good (`pools_by_place`).
+    if half_ops.can_pool(x, size, dilation, ceil_mode) and half_ops.is_normal_relu(x):
+        return half_ops.max_pool2d(x, size, stride, padding)
+    return torch.max_pool2d(x, size, stride, padding, dilation, ceil_mode)
 
 
 def _attention(
@@ -42,16 +42,16 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    plain = mask is None and dropout_p < 1 and not enable_gqa
-    if plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
-        wanted = query.shape[-1] ** -0.5 if scale is None else scale
-        return half_attention.attention(query, key, value, wanted, dropout_p, is_causal)
+    is_plain = mask is None and dropout_p < 1 and not enable_gqa
+    if is_plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        return half_attention.attention(query, key, value, factor, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-SPELLINGS: Spellings = {
+FUSED_OPS: Spellings = {
     _aten.batch_norm.default: _batch_norm,
     _aten.relu.default: _relu,
     _aten.relu_.default: _relu_in_place,

@@ -1,0 +1,320 @@
+"""A mesh of one device a rank, and its collectives: data parallel training.
+
+Each rank holds the whole state, or (`--jax.shard`) a shard of each large array as in ZeRO and
+FSDP: a step gathers the parameters, and each rank gets the mean of its shard of a gradient.
+"""
+
+import atexit
+import contextlib
+import logging
+import math
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
+
+_AXIS = "workers"
+# Smaller arrays are replicated: a collective costs more than they do.
+_MIN_SHARDED_SIZE = 1024
+# Arrays of so many elements are reduced by themselves: a bucket copies them twice, in and out
+# (docs/measured.md).
+_MIN_UNBUCKETED_SIZE = 2**18
+
+Axis = int | None
+"""The axis along which an array is sharded over the ranks; None where it is replicated."""
+
+
+def init_distributed(topology: Topology, device: str, timeout_s: float) -> None:
+    """Initialize `jax.distributed` by the process group that exists already.
+
+    Call it before JAX is used, and only once.
+
+    Args:
+        topology: ranks of the job.
+        device: "cpu", "cuda" or "tpu".
+        timeout_s: how long to wait for the other ranks.
+    """
+    if topology.world_size == 1 or jax.distributed.is_initialized():
+        return
+    host = process_group.own_address()
+    if device == "cpu":
+        _bind_gloo_to(host)
+    with _coordinator_address(topology, host) as address:
+        jax.distributed.initialize(
+            address, topology.world_size, topology.rank,
+            local_device_ids=None if device == "cpu" else [topology.local_rank],
+            initialization_timeout=int(timeout_s), coordinator_bind_address=address,
+        )  # fmt: skip
+    _unregister_exit_barrier()
+
+
+def _unregister_exit_barrier() -> None:
+    """Let a rank that fails end at once, without waiting for the others and aborting them.
+
+    JAX shuts down at the exit of every process; `shutdown_distributed` is for those that succeed.
+    """
+    from jax._src import api
+
+    clean_up = getattr(api, "clean_up", None)
+    if clean_up is not None:
+        atexit.unregister(clean_up)
+
+
+def shutdown_distributed() -> None:
+    """Disconnect from the other ranks when all are done; waits for them."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+@contextlib.contextmanager
+def _coordinator_address(topology: Topology, host: str) -> Iterator[str]:
+    """Yield, on every rank, a free address at which rank 0 will listen."""
+    with contextlib.ExitStack() as stack:
+        address = None
+        if topology.rank == 0:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = stack.enter_context(socket.socket(family))
+            listener.bind((host, 0))
+            bracketed = f"[{host}]" if ":" in host else host
+            address = f"{bracketed}:{listener.getsockname()[1]}"
+        address = process_group.from_rank0(address)
+        stack.close()  # just before JAX listens there
+        assert isinstance(address, str)
+        yield address
+
+
+def _bind_gloo_to(host: str) -> None:
+    """Have JAX's Gloo listen at this host's address.
+
+    By itself it takes the address of the machine's name, which on many machines is the loopback,
+    where others do not reach it.
+    """
+    from jax._src import distributed, xla_bridge
+    from jaxlib import _jax
+
+    def client() -> Any:
+        gloo = _jax.make_gloo_tcp_collectives(
+            distributed_client=distributed.global_state.client, hostname=host
+        )
+        return xla_bridge.make_cpu_client(gloo)
+
+    xla_bridge.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
+
+
+@contextlib.contextmanager
+def _hide_plugin_tracebacks() -> Iterator[None]:
+    """Silence JAX's tracebacks about plug-ins that do not load.
+
+    JAX looks at the plug-ins of all platforms, whether they are wanted or not.
+    """
+    logger = logging.getLogger("jax._src.xla_bridge")
+    logger.addFilter(_has_no_traceback)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_has_no_traceback)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
+
+
+def local_device() -> jax.Device:
+    """Return this process's device; the first call starts JAX."""
+    with _hide_plugin_tracebacks():
+        return jax.local_devices()[0]
+
+
+class DataMesh:
+    """A mesh of all ranks: places arrays on it, and reduces and gathers them.
+
+    Args:
+        topology: ranks of the job.
+        shards: shard large arrays of `state` over the ranks.
+        by_gloo: XLA on a CPU reduces by gloo, which takes array after array and waits for each: so
+            small arrays are reduced in one bucket.
+    """
+
+    def __init__(self, topology: Topology, shards: bool = False, by_gloo: bool = False) -> None:
+        self.device = local_device()
+        self._rank, self._shards, self._by_gloo = topology.rank, shards, by_gloo
+        self._mesh = None
+        if topology.world_size > 1:
+            self._mesh = Mesh(np.array(jax.devices()), (_AXIS,))
+
+    def shard_axis(self, shape: Sequence[int]) -> Axis:
+        """Return the axis along which an array of `state` of this shape is sharded."""
+        if not self._shards or self._mesh is None or math.prod(shape) < _MIN_SHARDED_SIZE:
+            return None
+        num = self._mesh.size
+        return next((axis for axis, length in enumerate(shape) if length % num == 0), None)
+
+    def local_shard(self, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """Return this rank's shard of a tensor that all ranks have."""
+        if axis is None:
+            return tensor
+        assert self._mesh is not None
+        return tensor.chunk(self._mesh.size, axis)[self._rank]
+
+    def global_arrays(self, tree: Any, axis: Axis = None) -> Any:
+        """Make global arrays of this rank's arrays, replicated or sharded along `axis`.
+
+        Args:
+            tree: arrays on this device, the same on all ranks or shards.
+            axis: along which they are shards; None where they are replicated.
+        """
+        if axis is None:
+            return self._place(tree, PartitionSpec(), lambda array: array)
+        return self._place(tree, _spec(axis), lambda array: array)
+
+    def per_rank_arrays(self, tree: Any) -> Any:
+        """Make global arrays of arrays that differ between ranks, stacked along a new axis 0."""
+        return self._place(tree, PartitionSpec(_AXIS), lambda array: array[None])
+
+    def _place(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
+        mesh = self._mesh
+        if mesh is None:
+            return tree
+
+        def place(array: Any) -> Any:
+            shard = jax.device_put(form(array), self.device)
+            shape = _global_shape(shard.shape, spec, mesh.size)
+            sharding = NamedSharding(mesh, spec)
+            return jax.make_array_from_single_device_arrays(shape, sharding, [shard])
+
+        return jax.tree.map(place, tree)
+
+    def local_data(self, array: jax.Array, is_per_rank: bool = False) -> jax.Array:
+        """Return this rank's part of a global array."""
+        if self._mesh is None:
+            return array
+        shard = array.addressable_data(0)
+        return shard[0] if is_per_rank else shard
+
+    def _all_reduce_mean(self, arrays: list[Any]) -> list[Any]:
+        """Average arrays over the ranks; inside of `jit` only."""
+        if self._mesh is None or not arrays:
+            return arrays
+        if not self._by_gloo:
+            return list(lax.pmean(arrays, _AXIS))
+        large = {index: a for index, a in enumerate(arrays) if a.size >= _MIN_UNBUCKETED_SIZE}
+        small = {index: a for index, a in enumerate(arrays) if index not in large}
+        flat, unravel = ravel_pytree(small)
+        flat, large = lax.pmean((flat, large), _AXIS)
+        means = large | unravel(flat)
+        return [means[index] for index in range(len(arrays))]
+
+    def all_gather(self, array: Any, axis: Axis) -> Any:
+        """Gather an array of `state` from its shards; inside of `jit` only."""
+        return array if axis is None else lax.all_gather(array, _AXIS, axis=axis, tiled=True)
+
+    def reduce_mean(self, arrays: list[Any], axes: Sequence[Axis]) -> list[Any]:
+        """Average arrays over the ranks, and keep this rank's shards; inside of `jit` only."""
+        if self._mesh is None or not any(axis is not None for axis in axes):
+            return self._all_reduce_mean(arrays)
+        num = self._mesh.size
+        means = iter(
+            self._all_reduce_mean([a for a, axis in zip(arrays, axes, strict=True) if axis is None])
+        )
+        return [
+            next(means) if axis is None
+            else lax.psum_scatter(array, _AXIS, scatter_dimension=axis, tiled=True) / num
+            for array, axis in zip(arrays, axes, strict=True)
+        ]  # fmt: skip
+
+    def sum_over_shards(self, local_sums: Any, axes: Sequence[Axis]) -> Any:
+        """Add up each array's local sum over its shards; inside of `jit` only.
+
+        Args:
+            local_sums: (n,) sums over what this rank has of n arrays.
+            axes: along which the arrays are sharded.
+
+        Returns:
+            (n,) sums over the global arrays.
+        """
+        is_sharded = np.array([axis is not None for axis in axes])
+        if not is_sharded.any():
+            return local_sums
+        return jnp.where(is_sharded, lax.psum(local_sums, _AXIS), local_sums)
+
+    def any_rank(self, flag: Any, axes: Sequence[Axis]) -> Any:
+        """Return whether the flag, bool (), is set on any rank; inside of `jit` only.
+
+        Args:
+            flag: of what this rank has of some arrays.
+            axes: along which these are sharded; where none is, all ranks have the same flag.
+        """
+        if all(axis is None for axis in axes):
+            return flag
+        return lax.pmax(flag.astype(jnp.int32), _AXIS) > 0
+
+    def jit(self, step: Callable[..., Any], state: Any = None) -> Any:
+        """Wrap a step in `jax.jit` over all ranks; it reuses the memory of its first two arguments.
+
+        Args:
+            step: on this rank's part of arrays: `step(state, local_state, inputs, local_inputs) ->
+                (state, local_state, local)`.
+            state: the first argument, where some of it is sharded; the result is sharded alike.
+        """
+        if self._mesh is None:
+            return jax.jit(step, donate_argnums=(0, 1))
+        replicated, per_rank = PartitionSpec(), PartitionSpec(_AXIS)
+        state_specs = (
+            replicated if state is None else jax.tree.map(lambda a: a.sharding.spec, state)
+        )
+
+        def step_of_rank(state: Any, local_state: Any, inputs: Any, local_inputs: Any) -> Any:
+            local_state, local_inputs = jax.tree.map(lambda a: a[0], (local_state, local_inputs))
+            state, *local_results = step(state, local_state, inputs, local_inputs)
+            return state, *jax.tree.map(lambda a: a[None], local_results)
+
+        mapped = jax.shard_map(
+            step_of_rank, mesh=self._mesh, in_specs=(state_specs, per_rank, replicated, per_rank),
+            out_specs=(state_specs, per_rank, per_rank), check_vma=False,
+        )  # fmt: skip
+        return jax.jit(mapped, donate_argnums=(0, 1))
+
+
+def _spec(axis: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * axis, _AXIS)
+
+
+def _global_shape(
+    shard_shape: Sequence[int], spec: PartitionSpec, num_ranks: int
+) -> tuple[int, ...]:
+    """Return the shape of the array that has shards of this shape."""
+    mesh_axes = dict(enumerate(spec))
+    return tuple(
+        n * num_ranks if mesh_axes.get(axis) == _AXIS else n for axis, n in enumerate(shard_shape)
+    )
+
+
+class AbstractDataMesh(DataMesh):
+    """A mesh of ranks that do not run: its arrays are shapes and dtypes alone."""
+
+    def __init__(self, topology: Topology, shards: bool = False) -> None:
+        devices = jax.devices()[: topology.world_size]
+        self.device, self._rank, self._shards, self._by_gloo = devices[0], 0, shards, False
+        self._mesh = Mesh(np.array(devices), (_AXIS,)) if topology.world_size > 1 else None
+
+    def _place(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
+        mesh = self._mesh
+        if mesh is None:
+            return tree
+
+        def place(array: Any) -> Any:
+            shard = jax.eval_shape(form, array)
+            shape = _global_shape(shard.shape, spec, mesh.size)
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(place, tree)
