@@ -50,10 +50,10 @@ def trial_logs(noise: str, trials: int, rounds: int, random: np.random.Generator
     return logs
 
 
-def ratios(logs: np.ndarray, in_turns: bool, random: np.random.Generator) -> np.ndarray:
+def ratios(logs: np.ndarray, round_orders: bool, random: np.random.Generator) -> np.ndarray:
     """Return the logarithms of second over first; the first runs first unless in turns."""
     found = logs[..., 1] - logs[..., 0]
-    if not in_turns:
+    if not round_orders:
         return found
     # Both orders in every two rounds; which of them comes first is drawn.
     trials, rounds = found.shape
@@ -102,11 +102,11 @@ def main() -> None:
     print("| noise | order | rounds | interval | covers | A/A called | width % | found |")
     print("| --- | --- | ---: | --- | ---: | ---: | ---: | ---: |")
     cases = itertools.product(NOISES, (True, False), (2, 3, 5, 10))
-    for noise, in_turns, rounds in cases:
-        if not in_turns and noise != "drift":
+    for noise, round_orders, rounds in cases:
+        if not round_orders and noise != "drift":
             continue
         random = np.random.default_rng(1)
-        logs = ratios(trial_logs(noise, trials, rounds, random), in_turns, random)
+        logs = ratios(trial_logs(noise, trials, rounds, random), round_orders, random)
         for name, interval in (("bootstrap", of_bootstrap), ("t", of_t)):
             middle, low, high = interval(logs)
             covers = np.mean((low <= 0) & (high >= 0))
@@ -115,7 +115,7 @@ def main() -> None:
             found = share_of((verdict.FASTER,), (middle + shift, low + shift, high + shift))
             width = 100 * np.median(np.exp(high) - np.exp(low))
             print(
-                f"| {noise} | {'turns' if in_turns else 'fixed'} | {rounds} | {name} | "
+                f"| {noise} | {'turns' if round_orders else 'fixed'} | {rounds} | {name} | "
                 f"{covers:.1%} | {called:.1%} | {width:.0f} | {found:.0%} |",
                 flush=True,
             )

@@ -252,7 +252,7 @@ def _start_fork_server(engines: list[str], libraries: tuple[str, ...]) -> None:
     if set(engines) <= {"ddp", "xla"}:  # torch_xla is not to be beside inductor
         found.append("torch_xla")
     preloaded = [
-        "torch", "torch._dynamo", "torchvision", "accbench.comparing.numerics",
+        "torch", "torch._dynamo", "torchvision", "accbench.comparing.numerics_worker",
         "accbench.training.worker", "benchmarks.model_sweep", *found,
     ]  # fmt: skip
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
@@ -260,7 +260,7 @@ def _start_fork_server(engines: list[str], libraries: tuple[str, ...]) -> None:
 
 def in_process(work: Path, engine: str, flags: list[str], quick: bool, log: Path) -> None:
     """The runs of one process."""
-    from accbench.comparing import numerics, roundings
+    from accbench.comparing import check_pass, reference_pass, roundings
     from accbench.training import worker
 
     with log.open("wb") as file:
@@ -276,7 +276,7 @@ def in_process(work: Path, engine: str, flags: list[str], quick: bool, log: Path
     num_draws = roundings.NUM_DRAWS if engine == "ddp" else 0
 
     def check(task: Any, topology: Any, _started: float, _console: Any) -> None:
-        numerics.check(task, topology, work / "reference", num_draws)
+        check_pass.run(task, topology, work / "reference", num_draws)
 
     do(f"run-{engine}", None, f"--engine={engine}")
     if quick:
@@ -284,7 +284,7 @@ def in_process(work: Path, engine: str, flags: list[str], quick: bool, log: Path
     if engine != "ddp":
         do(engine, check, f"--engine={engine}")
         return
-    do("reference", lambda task, *_: numerics.make_reference(task, 1))
+    do("reference", lambda task, *_: reference_pass.run(task, 1))
     for name, more in _FLOORS.items():
         do(name, check, "--engine=ddp", *more)
 

@@ -42,14 +42,14 @@ def run_setting(base: Path, name: str, seeds: list[int], engines: list[str], ran
 
 
 def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: Any) -> None:
-    from accbench.comparing import numerics, reference, roundings
+    from accbench.comparing import check_pass, reference_pass, roundings
     from accbench.config import plugins
     from accbench.distributed import process_group
 
     num_workers, rank = SETTINGS[name].num_workers, topology.rank
     at = folder_of(base, name, seed, "reference")
-    if rank == 0 and not (at / reference.FOLDER).exists():
-        numerics.make_reference(_task(name, seed, "ddp", at, topology), num_workers)
+    if rank == 0 and not (at / reference_pass.FOLDER).exists():
+        reference_pass.run(_task(name, seed, "ddp", at, topology), num_workers)
     process_group.from_rank0(0)
     for engine in engines:
         folder = folder_of(base, name, seed, engine)
@@ -64,7 +64,7 @@ def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: An
         try:
             num_draws = roundings.NUM_DRAWS if engine in FLOORS else 0
             task = _task(name, seed, engine, folder, topology)
-            numerics.check(task, topology, at, num_draws)
+            check_pass.run(task, topology, at, num_draws)
         except Exception:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"error{rank}.txt").write_text(traceback.format_exc())

@@ -122,7 +122,7 @@ def test_on_and_off_behind_engines(text, on):
         ("ddp:channels_last={", "--ddp.channels_last is either on or off, not '{'"),
         ("xla:compile_cache=perhaps", "perhaps"),
         ("ddp:nhwc=on", "nhwc"),
-        ("ddp:channels_last", "'channels_last' is no option=value"),
+        ("ddp:channels_last", "'channels_last' is not of the form option=value"),
     ],
 )
 def test_wrong_settings_behind_engines_are_named_with_their_row(spec, expected):

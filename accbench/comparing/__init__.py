@@ -1,1 +1,1 @@
-"""`accbench compare`: a plan, its runs in turn, and the pass that looks at the numbers."""
+"""`accbench compare`: its plan, its runs in rounds, and the numerics pass."""

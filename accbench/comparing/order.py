@@ -1,4 +1,4 @@
-"""In which order a round measures the rows: drawn, and fair to all of them."""
+"""The order in which each round measures the rows: random, and balanced over the rounds."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,25 +8,25 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_turns(rows: Sequence[T], num_rounds: int, seed: int | None) -> Iterator[list[T]]:
-    """The order of each round; as given where `seed` is None.
+def round_orders(rows: Sequence[T], num_rounds: int, seed: int | None) -> Iterator[list[T]]:
+    """Yield the rows in the order of each round; in their given order if `seed` is None.
 
-    In as many rounds as there are rows, each row stands once at every place, and in twice
-    as many each one comes equally often after every other (Williams, Experimental designs
-    balanced for the estimation of residual effects of treatments, 1949). Or a machine that
-    is slower at the end of a round would be taken for a slow row.
+    Over as many rounds as there are rows, each row is measured once at every position, and over
+    twice as many each row follows every other equally often (Williams, Experimental designs
+    balanced for the estimation of residual effects of treatments, 1949). Otherwise a row would
+    look slow because the machine is slower at the end of a round.
     """
     if seed is None or not rows:
         yield from ([*rows] for _ in range(num_rounds))
         return
-    drawn, size = random.Random(seed), len(rows)
-    names = drawn.sample(range(size), size)
+    generator, size = random.Random(seed), len(rows)
+    indices = generator.sample(range(size), size)
     # 0, n-1, 1, n-2, ...: each difference between neighbours, once.
     zigzag = [*chain.from_iterable(zip(range(size), reversed(range(size)), strict=True))][:size]
     shifts: list[int] = []
     for number in range(num_rounds):
         if not shifts:
-            shifts = drawn.sample(range(size), size)
+            shifts = generator.sample(range(size), size)
             zigzag = zigzag[::-1] if number else zigzag
         shift = shifts.pop()
-        yield [rows[names[(place + shift) % size]] for place in zigzag]
+        yield [rows[indices[(position + shift) % size]] for position in zigzag]

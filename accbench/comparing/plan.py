@@ -1,4 +1,4 @@
-"""What `accbench compare` was asked for, as rows and the flags of each row's runs."""
+"""The flags of `accbench compare`, and the plan that they ask for: rows and their runs' flags."""
 
 import dataclasses
 import re
@@ -20,43 +20,47 @@ from accbench.report.comparison import ComparisonPlan, RowPlan
 class CompareFlags(TaskConfig):
     """Measure engines against a baseline, several times in turn, and say what was shown.
 
-    Takes the flags of a run, and these. What is not given is chosen for the device:
-    on a CPU a small model, so that a comparison takes minutes.
+    It takes these flags and those of a run. Settings left out are chosen for the device: on a CPU
+    a small model, so that a comparison takes minutes.
     """
 
     engines: str = flag(
         "ddp,inductor,xla",
-        "What to compare, comma-separated; options of an engine behind it with colons: "
+        "Engines to compare, comma-separated; an engine's options follow it after colons: "
         "`ddp:channels_last=false,ddp,xla`.",
     )
-    baseline: str | None = flag(None, "The row that others are held against. Unset: the first.")
+    baseline: str | None = flag(
+        None, "The row that the others are compared with. Unset: the first."
+    )
     repeats: int = flag(8, "Rounds; each runs every engine once in a fresh process. At least 2.")
     min_effect: float = flag(
         0.02,
-        "Smallest difference in speed that matters, as a part: 0.02 is 2 %.",
+        "Smallest difference in speed that matters, as a fraction: 0.02 is 2 %.",
     )
     numerics_steps: int = flag(
         20,
-        "Steps of the pass that compares losses, gradients and parameters; 0 leaves it out.",
+        "Steps of the pass that compares losses, gradients and parameters; 0 skips it.",
     )
     input_round: bool = flag(
         True,
-        "One more round on synthetic data, which tells what input costs.",
+        "One more round on synthetic data, which shows the cost of loading data.",
     )
     price_per_hour: float | None = flag(
         None,
-        "Price of all devices together an hour, in any currency, for the price of an epoch.",
+        "Price of all devices together for an hour, in any currency; the report then gives "
+        "the price of an epoch.",
     )
     order_seed: int | None = flag(
         None,
-        "Of the order in which each round measures the rows. Unset: drawn, and written down.",
+        "Seed of the order in which each round measures the rows. Unset: drawn at random and "
+        "recorded.",
     )
     compare: Annotated[bool, tyro.conf.FlagCreatePairsOff] = flag(
         False,
-        "What launch_single_task.py calls this command by.",
+        "Run this command from launch_single_task.py.",
     )
 
-    # Unset: as DEFAULTS has it for the device.
+    # Unset: the device's value in DEFAULTS.
     model: str | None = flag(  # type: ignore[assignment]
         None,
         "A model's name, or package.module:attribute. Unset: resnet10 on a CPU, else resnet50.",
@@ -65,7 +69,7 @@ class CompareFlags(TaskConfig):
         None,
         "Height and width in pixels. Unset: 96 on a CPU, else 224.",
     )
-    batch_size: int | None = flag(None, "Samples a worker and step. Unset: 4 on a CPU, else 128.")
+    batch_size: int | None = flag(None, "Samples per worker and step. Unset: 4 on a CPU, else 128.")
     amp_level: Literal["O0", "O1"] | None = flag(
         None,
         "O0: float32. O1: autocast. Unset: O0 on a CPU and with --script, else O1.",
@@ -94,7 +98,7 @@ class CompareFlags(TaskConfig):
     )
     workers: int | None = flag(
         None,
-        "Data loading processes a worker. Unset: none on a CPU, where they would take the cores "
+        "Data loading processes per worker. Unset: none on a CPU, where they would take the cores "
         "from training, else cores / workers, at most 8.",
     )
     epochs: int | None = flag(  # type: ignore[assignment]
@@ -118,13 +122,13 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-# After a warm-up that is longer than the chosen run.
+# Steps after a warm-up that is longer than the default run.
 _FEWEST_STEPS = 20
 _WINDOWS = ("warmup_steps", "log_interval")
 
 
 def parse(argv: Sequence[str], prog: str) -> tuple[ComparisonPlan, str | None]:
-    """A plan from the command line, and the folder that was asked for.
+    """Parse a command line into a plan, and the folder that it asks for.
 
     Raises:
         RequestError: a flag or a row is wrong, or the baseline cannot run here.
@@ -135,7 +139,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[ComparisonPlan, str | None]:
     if len(specs) < 2:
         raise RequestError("--engines needs two or more, such as --engines ddp,xla")
     chosen: dict[str, Any] = {}
-    rows = [_row(name, spec, flags, argv, chosen) for name, spec in _named(specs)]
+    rows = [_make_row(name, spec, flags, argv, chosen) for name, spec in _name_rows(specs)]
     baseline = rows[0].name if flags.baseline is None else flags.baseline
     names = [row.name for row in rows]
     if baseline not in names:
@@ -183,25 +187,27 @@ def _check(flags: Any) -> None:
         )
 
 
-def _named(specs: list[str]) -> list[tuple[str, str]]:
-    """(name, spec); a row that is asked for twice gets a number."""
-    named: list[tuple[str, str]] = []
+def _name_rows(specs: list[str]) -> list[tuple[str, str]]:
+    """Return the (name, spec) of each row; a row that is asked for twice gets a number."""
+    rows: list[tuple[str, str]] = []
     for spec in specs:
-        times = sum(1 for _, other in named if other == spec)
-        named.append((f"{spec}#{times + 1}" if times else spec, spec))
-    return named
+        num_earlier = sum(1 for _, other in rows if other == spec)
+        rows.append((f"{spec}#{num_earlier + 1}" if num_earlier else spec, spec))
+    return rows
 
 
-def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str, Any]) -> RowPlan:
+def _make_row(
+    name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str, Any]
+) -> RowPlan:
     engine, *settings = spec.split(":")
     folder = re.sub(r"[^A-Za-z0-9_=.-]+", "-", name)
-    plugins.load("engines", engine)  # a wrong name is nobody's row
-    task = config.task_of(_filled(flags, engine, chosen))
+    plugins.load("engines", engine)  # an unknown engine is an error, not a row that failed
+    task = config.task_of(_apply_defaults(flags, engine, chosen))
     values = config.as_mapping(task)
     options = values.setdefault(engine, {})
     options.update(_parse_settings(spec, settings))
     del values["output_dir"]
-    # Once more through the flags' parser, which knows each option's name and type.
+    # Parse once more: only the flags' parser knows each option's name and type.
     try:
         task = config.parse(config.as_flags(values), "accbench run")
     except RequestError as error:
@@ -215,28 +221,29 @@ def _row(name: str, spec: str, flags: Any, argv: Sequence[str], chosen: dict[str
     return RowPlan(name, folder, values)
 
 
-def _filled(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
-    """The flags for one engine, with what nobody gave chosen for its device."""
-    if flags.script is not None:  # it decides most by itself
+def _apply_defaults(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
+    """Return one engine's flags, with defaults for its device in place of flags left out."""
+    if flags.script is not None:  # the script itself decides most settings
         flags = dataclasses.replace(flags, eval_interval=TaskConfig.eval_interval)
     on_cpu = plugins.load("engines", engine).find_device(flags.device) == "cpu"
-    missing = {
+    defaults = {
         name: on_cpu_value if on_cpu else elsewhere
         for name, (on_cpu_value, elsewhere) in DEFAULTS.items()
         if getattr(flags, name) is None
         and (flags.script is None or name in ("max_steps", *_WINDOWS))
     }
-    _fit(flags, missing)
-    told = {n: value for n, value in missing.items() if n != "epochs" and value is not None}
-    chosen.update(told)
-    return dataclasses.replace(flags, engine=engine, **missing)
+    _fit(flags, defaults)
+    chosen.update(
+        {n: value for n, value in defaults.items() if n != "epochs" and value is not None}
+    )
+    return dataclasses.replace(flags, engine=engine, **defaults)
 
 
 def _fit(flags: Any, chosen: dict[str, Any]) -> None:
-    """Have what is chosen leave room for windows that count, whatever was given.
+    """Adjust chosen defaults, so that the given flags leave room for windows to measure.
 
     Raises:
-        RequestError: what was given leaves none.
+        RequestError: the given flags leave none.
     """
 
     def value(name: str) -> int:
@@ -262,6 +269,6 @@ def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, str]:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise RequestError(f"--engines {spec}: {setting!r} is no option=value")
+            raise RequestError(f"--engines {spec}: {setting!r} is not of the form option=value")
         parsed[key.replace("-", "_")] = value
     return parsed

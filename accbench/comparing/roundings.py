@@ -1,10 +1,10 @@
-"""Rounding as other programs would do it: what the noise of a step is drawn from.
+"""Perturbations as large as rounding, which measure the rounding noise of a step.
 
-How much rounding does to a step depends on the step: BatchNorm of a few values multiplies it,
-and a value beside a ReLU's zero makes a gradient jump. So a step is done again from weights that
-are off by a few roundings. In float32 norms take their variance with the error of E[x^2] - E[x]^2
-as well, which is how XLA computes it: where the mean is far larger than what a channel varies
-by, that is more than all other rounding.
+How much rounding changes a step depends on the step: BatchNorm over a few values amplifies it,
+and a value near a ReLU's zero makes a gradient jump. So a step is repeated from weights that
+are off by a few roundings. In float32, norms also compute their variance with the error of
+E[x^2] - E[x]^2, which is how XLA computes it: where a channel's mean is far larger than its
+spread, that error exceeds all other rounding.
 """
 
 import contextlib
@@ -17,21 +17,23 @@ from torch.nn import functional
 from accbench.engines.common.training_state import Tensors
 
 NUM_DRAWS = 2
-"""Of each checked step, in each pass of plain ddp; of the evaluation, which is one number, twice
-as many."""
+"""Repetitions of each checked step in each pass of plain ddp. The evaluation, which is a single
+number, is repeated twice as often."""
 TIMES = 4.0
-"""The roundings of float32 that a draw is made of, so that it meets jumps which programs a few
-roundings away from it have."""
+"""Size of a perturbation in roundings of float32: large enough to reach the jumps that other
+programs, a few roundings away, meet."""
 _FLOAT32 = 2.0**-24
-# In 16 bits enough to round anew what comes after, and little beside that rounding.
+# Enough to change how 16-bit values round afterwards, and small compared with that rounding.
 _OF_16_BIT = {torch.bfloat16: 2.0**-13, torch.float16: 2.0**-16}
 
 
 def perturbed(tensors: Tensors, dtype: torch.dtype | None, seed: int) -> Tensors:
-    """Each value off by at most some roundings, the same on all ranks.
+    """Change each value at random by at most a few roundings, in the same way on all ranks.
 
     Args:
-        dtype: of autocast, if there is any.
+        tensors: name -> tensor.
+        dtype: autocast's type; None without autocast.
+        seed: seed of the random changes.
     """
     size = TIMES * _FLOAT32 if dtype is None else _OF_16_BIT[dtype]
     generator = torch.Generator().manual_seed(seed)
@@ -41,10 +43,10 @@ def perturbed(tensors: Tensors, dtype: torch.dtype | None, seed: int) -> Tensors
     }
 
 
-def _normalised(
+def _normalized(
     x: torch.Tensor, dims: list[int], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x without mean and scale, its mean and its variance, over `dims`."""
+    """Return `x` normalized over `dims`, its mean and its variance."""
     mean = x.mean(dims, keepdim=True)
     centred = x - mean
     variance = centred.square().mean(dims, keepdim=True)
@@ -69,7 +71,7 @@ def _batch_norm(
 ) -> torch.Tensor:  # fmt: skip
     if not training:
         return _BATCH_NORM(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    x, mean, variance = _normalised(input, [0, *range(2, input.dim())], eps)
+    x, mean, variance = _normalized(input, [0, *range(2, input.dim())], eps)
     if running_mean is not None and running_var is not None:
         num_values = input.numel() // input.shape[1]
         unbiased = variance.detach() * num_values / max(num_values - 1, 1)
@@ -84,7 +86,7 @@ def _layer_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
-    x, _, _ = _normalised(input, [*range(-len(normalized_shape), 0)], eps)
+    x, _, _ = _normalized(input, [*range(-len(normalized_shape), 0)], eps)
     return _scaled(x, weight, bias)
 
 
@@ -93,7 +95,7 @@ def _group_norm(
     bias: torch.Tensor | None = None, eps: float = 1e-5,
 ) -> torch.Tensor:  # fmt: skip
     groups = input.reshape(input.shape[0], num_groups, -1)
-    x = _normalised(groups, [2], eps)[0].view(input.shape)
+    x = _normalized(groups, [2], eps)[0].view(input.shape)
     shape = (1, -1, *(1 for _ in input.shape[2:]))
     return _scaled(x, *(None if t is None else t.view(shape) for t in (weight, bias)))
 
@@ -103,16 +105,16 @@ _NORMS = {"batch_norm": _batch_norm, "layer_norm": _layer_norm, "group_norm": _g
 
 
 @contextlib.contextmanager
-def other_norms(dtype: torch.dtype | None) -> Iterator[None]:
-    """Have norms of float32 take their variance so; under autocast all stays as it is."""
+def norms_with_xla_variance(dtype: torch.dtype | None) -> Iterator[None]:
+    """Replace torch's float32 norms by those with XLA's variance; do nothing under autocast."""
     if dtype is not None:
         yield
         return
-    kept: dict[str, Any] = {name: getattr(functional, name) for name in _NORMS}
+    originals: dict[str, Any] = {name: getattr(functional, name) for name in _NORMS}
     try:
         for name, function in _NORMS.items():
             setattr(functional, name, function)
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(functional, name, function)

@@ -1,4 +1,4 @@
-"""`accbench compare`: every run of a plan in a fresh process, in turn, and then the report."""
+"""The command `accbench compare`: each run of a plan in a fresh process, and then the report."""
 
 import contextlib
 import dataclasses
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accbench import config, launchers
-from accbench.comparing.order import in_turns
+from accbench.comparing.order import round_orders
 from accbench.comparing.plan import parse
-from accbench.comparing.run import Kind, run_to_its_end
+from accbench.comparing.run import JobKind, run_to_its_end
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
@@ -24,27 +24,27 @@ from accbench.report import run as runs
 from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
 from accbench.system import folders
 
-# Below the reference's run, see accbench.comparing.reference.
+# Folder below the reference's run, see accbench.comparing.reference_pass.
 REFERENCE_TENSORS = "reference"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run of the comparison."""
+    """One run of a comparison."""
 
     label: str
     row: RowPlan
     folder: Path
     task: dict[str, Any]
     number: int | None = None
-    """The round, from 1, which starts with empty compile caches; None: not timed."""
-    kind: Kind = "run"
+    """The round, from 1; round 1 starts with empty compile caches. None if it is not timed."""
+    kind: JobKind = "run"
     argument: str = ""
-    """Of a numerics pass: ranks of the reference, or its folder."""
+    """For a numerics pass: the number of the reference's ranks, or the reference's folder."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """The command `accbench compare`; returns the exit status."""
+    """Run the command `accbench compare`, and return the exit status."""
     with contextlib.ExitStack() as stack:
         try:
             plan, wanted = parse(argv, prog)
@@ -55,9 +55,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
                 return runner.follow(task, prog)
             folder = stack.enter_context(claim(plan, wanted))
-            plan = ComparisonPlan.read(
-                folder
-            )  # with the order that was drawn, if not now then at first
+            plan = ComparisonPlan.read(folder)  # with the order that the first call drew
         except RequestError as error:
             return print_refusal(prog, error)
         try:
@@ -75,18 +73,18 @@ def _compare(plan: ComparisonPlan, folder: Path, prog: str) -> int:
         return print_interruption(f"{prog}: interrupted; go on with --output_dir {folder}")
     except (RequestError, OSError) as error:
         return _stopped(prog, error, folder)
-    found = comparison.read(folder, allow_mixed=True)
+    results = comparison.read(folder, allow_mixed=True)
     try:
-        for path in publish.write(found, folder):
+        for path in publish.write(results, folder):
             console.print(f"wrote {path}", markup=False)
     except OSError as error:
         return _stopped(prog, error, folder)
-    console.print(publish.render([found], "table"), markup=False, end="")
-    return 0 if any(row.good for row in found.rows) else 1
+    console.print(publish.render([results], "table"), markup=False, end="")
+    return 0 if any(row.good for row in results.rows) else 1
 
 
 def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
-    """One line on a folder that cannot be written any more; returns the exit status."""
+    """Print why the comparison cannot go on writing its folder, and return the exit status."""
     if isinstance(error, OSError):
         error = RequestError(f"cannot write {error.filename or folder}: {error.strerror}")
     print(f"{prog}: {error}; once it can, go on with --output_dir {folder}", file=sys.stderr)
@@ -95,11 +93,11 @@ def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
 
 @contextlib.contextmanager
 def claim(plan: ComparisonPlan, wanted: str | None) -> Iterator[Path]:
-    """The comparison's folder, held for the block: a new one, or one of the same plan.
+    """Lock the comparison's folder for the block: a new one, or one of the same plan.
 
     Raises:
-        RequestError: it cannot be written, holds something else, or another process is at
-            work in it.
+        RequestError: the folder cannot be written, holds something else, or another process is
+            using it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -113,7 +111,7 @@ def claim(plan: ComparisonPlan, wanted: str | None) -> Iterator[Path]:
             stack.enter_context(folders.lock(folder))
             _check_content(plan, folder)
             if not (folder / comparison.PLAN_FILE).exists():
-                _with_order(plan).write(folder)
+                _draw_order(plan).write(folder)
         except OSError as error:
             raise RequestError(
                 f"cannot write to --output_dir {wanted or 'runs'}: {error.strerror}; name one that "
@@ -124,7 +122,7 @@ def claim(plan: ComparisonPlan, wanted: str | None) -> Iterator[Path]:
 
 def _check_content(plan: ComparisonPlan, folder: Path) -> None:
     if (folder / comparison.PLAN_FILE).exists():
-        if not _goes_on(plan, ComparisonPlan.read(folder)):
+        if not _is_same_comparison(plan, ComparisonPlan.read(folder)):
             raise RequestError(
                 f"{folder} holds a comparison of other settings; choose another --output_dir"
             )
@@ -132,20 +130,20 @@ def _check_content(plan: ComparisonPlan, folder: Path) -> None:
         raise RequestError(f"{folder} is not empty and holds no comparison")
 
 
-def _goes_on(plan: ComparisonPlan, begun: ComparisonPlan) -> bool:
+def _is_same_comparison(plan: ComparisonPlan, begun: ComparisonPlan) -> bool:
     if plan.order_seed is None:
         plan = dataclasses.replace(plan, order_seed=begun.order_seed)
     return plan == begun
 
 
-def _with_order(plan: ComparisonPlan) -> ComparisonPlan:
+def _draw_order(plan: ComparisonPlan) -> ComparisonPlan:
     if plan.order_seed is not None:
         return plan
     return dataclasses.replace(plan, order_seed=secrets.randbelow(10**6))
 
 
 def introduction(plan: ComparisonPlan, folder: Path) -> str:
-    """What will be done, and which settings were chosen here."""
+    """Describe what the comparison will do, and which settings were chosen for the device."""
     task = next(row.task for row in plan.rows if row.task)
     what = f"{task.get('model')}, {task.get('image_size')} px"
     batch = f"batch {task['batch_size']} a worker, "
@@ -165,16 +163,16 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
 
 
 def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
-    """All runs, in their order: rounds in turn, then without input, then the numerics.
+    """Yield all runs in order: the rounds, then those without input, then the numerics pass.
 
-    What a later run is asked for can depend on what an earlier one has found.
+    The flags of a later run can depend on the record of an earlier one.
     """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
-    for number, turn in enumerate(in_turns(rows, plan.repeats, plan.order_seed), start=1):
+    for number, turn in enumerate(round_orders(rows, plan.repeats, plan.order_seed), start=1):
         for row, task in turn:
             at = comparison.round_folder(folder, number, row)
-            # Another seed in each, the same for all rows: what seeds do to the losses is the
-            # yardstick for what an engine may do.
+            # Each round has a seed of its own, the same for all rows: the spread of losses between
+            # seeds is the measure for differences between engines.
             seeded = {**task, "seed": task["seed"] + number - 1}
             yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, seeded, number)
     for row, task in rows if plan.input_round else []:
@@ -186,22 +184,22 @@ def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
 
 
 def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str, Any]:
-    """The task on synthetic data, with as many classes as a round of the row has found."""
-    found = runs.read_if_there(comparison.round_folder(folder, 1, row)).header
+    """Return the task on synthetic data, with as many classes as the row's first round had."""
+    header = runs.read_if_there(comparison.round_folder(folder, 1, row)).header
     without = {**task, "data": "synthetic"}
-    if found is None or found.num_classes is None:
+    if header is None or header.num_classes is None:
         return without
-    # Or the model's last layer is another, and all is compiled anew.
-    options = {**task.get("synthetic", {}), "num_classes": found.num_classes}
+    # With other classes the model's last layer would differ, and the engine would recompile.
+    options = {**task.get("synthetic", {}), "num_classes": header.num_classes}
     return {**without, "synthetic": options}
 
 
 def _numerics_jobs(
     plan: ComparisonPlan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
 ) -> Iterator[Job]:
-    """The reference, plain ddp in both layouts, and then the rows, whatever the baseline is."""
+    """Yield the jobs of the reference, of plain ddp in both layouts, and of every row."""
     row, task = rows[0]
-    # Loading processes would only cost their start, in every pass.
+    # Data loading processes would only add their start-up time to every pass.
     steps: dict[str, int | None] = {"max_steps": plan.numerics_steps}
     if "script" not in task:
         steps |= {"epochs": None, "workers": 0}
@@ -210,7 +208,7 @@ def _numerics_jobs(
     num_ranks = task["nproc_per_node"] * int(task["nnodes"])
     threads = None if plain["threads"] is None else num_ranks * plain["threads"]
     exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "nnodes": "1", "threads": threads}
-    if "script" in task:  # whose loop knows of its own samples alone
+    if "script" in task:  # its loop sees only its own rank's samples
         exact |= {"nproc_per_node": num_ranks, "threads": plain["threads"]}
     yield Job(
         "numerics  float64 reference", row, reference, exact, None, "reference", str(num_ranks)
@@ -220,14 +218,14 @@ def _numerics_jobs(
         floor = {**plain, "ddp": {"channels_last": channels_last}}
         label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
         yield Job(label, row, at, floor, None, "floor", str(reference))
-    for other, its_task in rows:
-        at = comparison.numerics_folder(folder, other.folder)
-        checked = {**its_task, **steps}
-        yield Job(f"numerics  {other.name}", other, at, checked, None, "check", str(reference))
+    for row, row_task in rows:
+        at = comparison.numerics_folder(folder, row.folder)
+        checked = {**row_task, **steps}
+        yield Job(f"numerics  {row.name}", row, at, checked, None, "check", str(reference))
 
 
 def _plain(task: dict[str, Any]) -> dict[str, Any]:
-    """The task by engine ddp in torch's own way; on the CPU where torch lacks the device."""
+    """Return the task with engine ddp and no options; on the CPU if torch lacks the device."""
     plain = {**task, "engine": "ddp", "ddp": {}}
     try:
         launchers.resolve(config.parse(config.as_flags(plain)))
@@ -237,7 +235,7 @@ def _plain(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_cache(row: RowPlan, folder: Path) -> dict[str, Any]:
-    """The row's flags; an engine that can keep compiled code keeps it in the comparison."""
+    """Return the row's flags, with the engine's compile cache in the comparison's folder."""
     assert row.task is not None
     engine = row.task["engine"]
     options = row.task.get(engine, {})
@@ -247,12 +245,12 @@ def with_cache(row: RowPlan, folder: Path) -> dict[str, Any]:
 
 
 def cache_folder(folder: Path, row: RowPlan) -> Path:
-    """Where a row keeps compiled code."""
+    """Return the folder of a row's compile cache."""
     return folder / "caches" / row.folder
 
 
 def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
-    """Run what has not ended well yet; a row that fails is left out from there on."""
+    """Run the jobs that have not yet succeeded; a row that fails gets no further runs."""
     num_jobs = sum(1 for _ in jobs(plan, folder))
     tensors = comparison.numerics_folder(folder, REFERENCE) / REFERENCE_TENSORS
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
@@ -264,32 +262,36 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
         for job in jobs(plan, folder):
             progress.update(bar, description=job.label)
             if job.row.name not in failed and not _is_done(job, tensors, plan, folder):
-                done = run(job, cache_folder(folder, job.row))
-                progress.console.print(f"{job.label}: {_outcome(done)}", markup=False)
-                if job.number is not None and done.status != "ok":
+                finished = run(job, cache_folder(folder, job.row))
+                progress.console.print(f"{job.label}: {_outcome(finished)}", markup=False)
+                if job.number is not None and finished.status != "ok":
                     failed.add(job.row.name)
                 elif job.number is not None:
-                    _refuse_without_speed(done)
+                    _refuse_without_speed(finished)
             progress.advance(bar)
-    shutil.rmtree(tensors, ignore_errors=True)  # large, and of no more use
+    shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
 
 
-def _refuse_without_speed(done: runs.RecordedRun) -> None:
-    """Raises RequestError where a round's run had no step to be measured, as no other will."""
-    if done.samples_per_s or done.end is None:
+def _refuse_without_speed(finished: runs.RecordedRun) -> None:
+    """Raise if a round's run had no step to measure, because no other run will have one.
+
+    Raises:
+        RequestError: all its steps were part of the warm-up.
+    """
+    if finished.samples_per_s or finished.end is None:
         return
     raise RequestError(
-        f"the run ended after {done.end.num_steps} steps, all of them in the warm-up, so that "
+        f"the run ended after {finished.end.num_steps} steps, all of them in the warm-up, so that "
         f"nothing was measured: give it more data or --epochs, or a --warmup_steps below "
-        f"{done.end.num_steps}"
+        f"{finished.end.num_steps}"
     )
 
 
 def _is_done(job: Job, tensors: Path, plan: ComparisonPlan, folder: Path) -> bool:
-    """Whether a run has ended well before, and what it left is still there if anyone needs it."""
-    done = runs.read_if_there(job.folder).status == "ok"
-    if not done or job.kind != "reference" or tensors.exists():
-        return done
+    """Return whether a run has already succeeded, and the files that other runs need are there."""
+    is_ok = runs.read_if_there(job.folder).status == "ok"
+    if not is_ok or job.kind != "reference" or tensors.exists():
+        return is_ok
     checks = (other for other in jobs(plan, folder) if other.kind in ("floor", "check"))
     return all(runs.read_if_there(check.folder).status == "ok" for check in checks)
 
@@ -316,7 +318,7 @@ def _outcome(run: runs.RecordedRun) -> str:
 
 
 def run(job: Job, cache: Path) -> runs.RecordedRun:
-    """Run a job in a process of its own; what it left is its record, also when it failed."""
+    """Run a job in a process of its own, and return its record, also when the job failed."""
     shutil.rmtree(job.folder, ignore_errors=True)
     if job.number == 1:
         shutil.rmtree(cache, ignore_errors=True)
@@ -326,7 +328,7 @@ def run(job: Job, cache: Path) -> runs.RecordedRun:
     flags = config.as_flags(job.task)
     num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
     if plugins.load("launchers", job.task["launcher"]).elsewhere:
-        num_devices = None  # what is seen of this machine says nothing
+        num_devices = None  # the run is on other machines
     exit_status = run_to_its_end(job.kind, job.argument, flags, job.folder, log, num_devices)
     path = job.folder / config.RECORDS_FILE
     path.parent.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
 """One run of a comparison, by a launcher in a process of its own.
 
-That process is forked from a server which has imported torch already, for a launcher
-needs seconds for that and a comparison starts dozens. Workers are fresh all the same:
-the launcher starts them as ever.
+The launcher's process is forked from a server that has imported torch, because that import takes
+seconds and a comparison starts dozens of launchers. Workers are still fresh processes, which the
+launcher starts as in any run.
 """
 
 import multiprocessing
@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -22,34 +21,33 @@ from accbench.recording import records
 from accbench.recording.device_watch import DeviceWatch
 from accbench.system import standard_streams
 
-Kind = Literal["run", "reference", "floor", "check"]
+JobKind = Literal["run", "reference", "floor", "check"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
 _GRACE_S = 15
-# Keeps Python (3.11 and later) from looking for modules in the current folder first, where a file
-# of a user's hides the module of its name that multiprocessing imports.
+# Keeps Python (3.11 and later) from looking for modules in the current folder first, where a user's
+# file would hide a module of the same name that multiprocessing imports.
 _SAFE_PATH, _SET_HERE = "PYTHONSAFEPATH", "for the fork server"
-_PRELOADED = ["accbench.comparing.prepared"]
+_PRELOADED = ["accbench.comparing.fork_server_preload"]
 
 
 def run_to_its_end(
-    kind: Kind,
+    kind: JobKind,
     argument: str,
     flags: Sequence[str],
     folder: Path,
     log: Path,
     num_devices: int | None,
 ) -> int | None:
-    """Returns the launcher's exit status; SIGTERM and Ctrl-C here end the run first.
+    """Run one job and return the launcher's exit status; SIGTERM and Ctrl-C end the run first.
 
     Args:
         kind: train, or a part of the numerics pass.
         argument: of the numerics pass, see `accbench.comparing.numerics`.
-        flags: those of a run.
-        folder: the run's, whose records get what other programs and devices did.
-        log: file for what the launcher says.
-        num_devices: accelerators to watch, beside this machine; None: watch nothing.
+        flags: the flags of a run.
+        folder: the run's folder; its records get the load of other programs and the devices' state.
+        log: file for the launcher's output.
+        num_devices: number of accelerators to watch besides this machine; None watches nothing.
     """
-
     stopped = started = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -65,7 +63,7 @@ def run_to_its_end(
     )
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        # Not cut short: the fork server would print a traceback at half a request.
+        # Not interrupted: the fork server would print a traceback for an incomplete request.
         try:
             process.start()
         except (EOFError, OSError):  # a SIGTERM to the whole group has ended the fork server
@@ -90,9 +88,9 @@ def run_to_its_end(
 
 def _start_fork_server() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    # It and all that it forks leave Ctrl-C in a terminal, which reaches every process there,
-    # to the comparison. One that comes meanwhile waits until it is handled again.
-    resource_tracker.ensure_running()  # or it is started meanwhile, and ends the waiting
+    # Ctrl-C in a terminal reaches every process there; the fork server and all that it forks leave
+    # it to the comparison. It is blocked here, so that one that comes now is handled afterwards.
+    resource_tracker.ensure_running()  # otherwise the fork server starts it, which unblocks Ctrl-C
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_ours = _SAFE_PATH not in os.environ and Path(__file__).parents[2] != Path.cwd()
@@ -108,9 +106,9 @@ def _start_fork_server() -> None:
 
 
 def _launch(
-    kind: Kind, argument: str, flags: list[str], folder: Path, log: Path, num_devices: int | None
+    kind: JobKind, argument: str, flags: list[str], folder: Path, log: Path, num_devices: int | None
 ) -> None:
-    # They import torch, which the comparison itself can do without.
+    # These import torch, which the comparison itself does not need.
     from accbench.comparing import numerics
     from accbench.launchers.common import run
 
@@ -126,7 +124,7 @@ def _launch(
     status = (
         run.run(flags, "accbench run", attached=True)
         if kind == "run"
-        else numerics.main([kind, argument, *flags], time.perf_counter())
+        else numerics.main([kind, argument, *flags])
     )
     sys.stdout.flush()
     folder.mkdir(exist_ok=True)
@@ -136,8 +134,8 @@ def _launch(
 
 
 def _die_with_comparison() -> None:
-    # The parent in the kernel's eyes is the fork server, which lives as long as we do. What
-    # multiprocessing calls the parent is the comparison, seen through a pipe.
+    # To the kernel the parent is the fork server, which lives as long as this process. To
+    # multiprocessing it is the comparison, whose end it sees through a pipe.
     comparison = multiprocessing.parent_process()
     assert comparison is not None
     comparison.join()

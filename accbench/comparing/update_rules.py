@@ -1,9 +1,9 @@
-"""Optimizers once more, on the host in float64: what a step should have done to a parameter.
+"""Reference optimizers in float64 on the host, which engines' updates are checked against.
 
 The formulas are those of `torch.optim.AdamW` (Loshchilov and Hutter, Decoupled Weight Decay
 Regularization, 2017) and `torch.optim.SGD` (Sutskever et al., On the importance of
-initialization and momentum in deep learning, 2013), with torch's defaults for what a task does
-not set.
+initialization and momentum in deep learning, 2013), with torch's defaults for the settings that a
+task does not have.
 """
 
 import abc
@@ -24,21 +24,21 @@ BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Rule(abc.ABC):
-    """Hyperparameters of a task's optimizer."""
+    """The update formula of a task's optimizer, with its hyperparameters."""
 
     task: TaskConfig
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is kept of a parameter, each a tensor of its shape."""
+        """Keys of a parameter's optimizer state, each a tensor of the parameter's shape."""
         average = (optimizer_state.AVERAGE,) if self.task.ema_decay else ()
         return (*optimizers.of_task(self.task).state_keys, *average)
 
     def step(
         self, parameter: torch.Tensor, state: Tensors, gradient: torch.Tensor, num_steps: int
     ) -> tuple[torch.Tensor, Tensors]:
-        """Parameter and state after the `num_steps`th step (from 1), in float64."""
-        # Of complex numbers their parts, as torch's optimizers take them.
+        """Compute a parameter and its state after the `num_steps`th step (from 1), in float64."""
+        # Complex numbers as pairs of reals, as torch's optimizers treat them.
         before = {key: complex_numbers.wide(tensor) for key, tensor in state.items()}
         p, g = complex_numbers.wide(parameter), complex_numbers.wide(gradient)
         moved, after = self._step(p, before, g, num_steps, self._decay(parameter))
@@ -57,21 +57,25 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
-        """What the optimizer used, from its state after and before a step: float64, (..., 2) of
-        complex numbers.
+        """Compute the gradient that an optimizer used, from its state before and after a step.
 
-        It is averaged, unscaled and clipped, wherever an engine does those.
+        The gradient is averaged over workers, unscaled and clipped, wherever an engine does that.
 
         Args:
-            parameter: before the step.
+            after: the parameter's optimizer state after the step.
+            before: its state before the step.
+            parameter: the parameter before the step.
+
+        Returns:
+            float64; (..., 2) for complex numbers.
         """
 
     def _decay(self, parameter: torch.Tensor) -> float:
         return self.task.weight_decay if optimizer_state.decays(self.task, parameter) else 0.0
 
 
-class AdamW(Rule):
-    """Decoupled weight decay, two moments."""
+class AdamWRule(Rule):
+    """AdamW: decoupled weight decay and two moments."""
 
     def _step(
         self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
@@ -89,41 +93,41 @@ class AdamW(Rule):
         return (m - BETA1 * complex_numbers.wide(before["exp_avg"])) / (1 - BETA1)
 
 
-class SGD(Rule):
-    """An L2 penalty in the gradient, momentum without dampening, Nesterov's by choice."""
+class SGDRule(Rule):
+    """SGD: an L2 penalty in the gradient, and momentum without dampening, optionally Nesterov's."""
 
     def _step(
         self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
     ) -> tuple[torch.Tensor, Tensors]:
         g = g + decay * p
         buffer = self.task.momentum * state["momentum_buffer"] + g
-        way = g + self.task.momentum * buffer if self.task.nesterov else buffer
-        return p - self.task.lr * way, {"momentum_buffer": buffer}
+        direction = g + self.task.momentum * buffer if self.task.nesterov else buffer
+        return p - self.task.lr * direction, {"momentum_buffer": buffer}
 
     def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
-        kept = self.task.momentum * complex_numbers.wide(before["momentum_buffer"])
+        carried_over = self.task.momentum * complex_numbers.wide(before["momentum_buffer"])
         penalty = self._decay(parameter) * complex_numbers.wide(parameter)
-        return complex_numbers.wide(after["momentum_buffer"]) - kept - penalty
+        return complex_numbers.wide(after["momentum_buffer"]) - carried_over - penalty
 
 
-RULES: dict[str, type[Rule]] = {"adamw": AdamW, "sgd": SGD}
+RULES: dict[str, type[Rule]] = {"adamw": AdamWRule, "sgd": SGDRule}
 
 
 def of_task(task: TaskConfig) -> Rule:
     """Return the rule of the task's optimizer.
 
     Raises:
-        RequestError: it has none here.
+        RequestError: there is no rule for it.
     """
     check(task.optimizer)
     return RULES[task.optimizer](task)
 
 
 def check(optimizer: str) -> None:
-    """Look whether an optimizer has a rule here.
+    """Check that an optimizer has a rule.
 
     Raises:
-        RequestError: it has none.
+        RequestError: there is no rule for it.
     """
     if optimizer not in RULES:
         raise RequestError(
@@ -135,7 +139,7 @@ def check(optimizer: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Parameters and the optimizer's state in float32, as engines keep them."""
+    """Parameters and optimizer state in float32, the types in which engines keep them."""
 
     parameters: Tensors
     state: dict[str, Tensors]
@@ -145,7 +149,7 @@ class Weights:
 
     @staticmethod
     def start(parameters: Tensors, rule: Rule) -> "Weights":
-        """Before the first step."""
+        """Return the weights before the first step, with the optimizer's initial state."""
         state = {
             name: {
                 key: tensor if key == optimizer_state.AVERAGE else torch.zeros_like(tensor)
@@ -156,10 +160,10 @@ class Weights:
         return Weights(parameters, state, dict.fromkeys(parameters, 0))
 
     def after(self, rule: Rule, gradients: Tensors) -> "Weights":
-        """One step further; a parameter without a gradient stays as it is.
+        """Compute the weights after one more step; parameters without a gradient stay as they are.
 
-        Rounded to float32 again, so that an engine can be given just this. The same bits
-        in every process of a machine: the reference keeps gradients alone.
+        The result is rounded to float32, so that an engine can load exactly this state. Every
+        process of a machine computes the same bits: the reference stores only gradients.
         """
         parameters, state, num_steps = dict(self.parameters), dict(self.state), dict(self.num_steps)
         for name, gradient in gradients.items():

@@ -1,6 +1,5 @@
 """Pure functions that summarise a compiled program for the report."""
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -211,8 +210,3 @@ def memory(stats: dict[str, int], gpu: GpuSpec, program: str) -> dict[str, Any]:
         "fits": peak <= gpu.memory_bytes,
         "rematerialised": sum(".remat" in line.split("=")[0] for line in program.splitlines()),
     }
-
-
-def of_gpu(gpu: GpuSpec) -> dict[str, Any]:
-    """Return the GPU as a report holds it."""
-    return dataclasses.asdict(gpu)

@@ -35,7 +35,7 @@ def _both(name: str, mean: float) -> tuple[list[torch.Tensor], list[torch.Tensor
         for parameter in norm.parameters():
             nn.init.uniform_(parameter, 0.5, 1.5)
         if other:
-            with roundings.other_norms(None):
+            with roundings.norms_with_xla_variance(None):
                 found.append(_passed(norm, x))
         else:
             found.append(_passed(norm, x))
@@ -60,11 +60,11 @@ def test_norms_are_put_back_and_stay_as_they_are_under_autocast_and_in_evaluatio
     before = functional.batch_norm, functional.layer_norm, functional.group_norm
     norm, x = nn.BatchNorm1d(3).eval(), 100 + torch.randn(4, 3)
     expected = norm(x)
-    with roundings.other_norms(None):
+    with roundings.norms_with_xla_variance(None):
         assert functional.batch_norm is not before[0]
         assert torch.equal(norm(x), expected)
     assert (functional.batch_norm, functional.layer_norm, functional.group_norm) == before
-    with roundings.other_norms(torch.bfloat16):
+    with roundings.norms_with_xla_variance(torch.bfloat16):
         assert functional.batch_norm is before[0]
 
 

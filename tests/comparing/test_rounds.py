@@ -14,7 +14,7 @@ import pytest
 
 from accbench import cli
 from accbench.comparing import rounds
-from accbench.comparing.order import in_turns
+from accbench.comparing.order import round_orders
 from accbench.comparing.plan import parse
 from accbench.report import comparison
 from benchmarks import planted
@@ -66,12 +66,12 @@ def test_file_here_does_not_hide_a_module_of_pythons(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["comparing.numerics_process", "preflight.child", "training.worker_process"]
+    "module", ["comparing.numerics_worker_process", "preflight.child", "training.worker_process"]
 )
 def test_file_here_does_not_hide_a_module_from_a_worker(tmp_path, module):
     (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
     what = {
-        "comparing.numerics_process": ("reference", "1", "--model=no_such"),
+        "comparing.numerics_worker_process": ("reference", "1", "--model=no_such"),
         "preflight.child": (str(os.getpid()), "accbench.preflight.tracing.xla", "x", "--model=x"),
         "training.worker_process": ("--model=no_such",),
     }[module]
@@ -109,7 +109,7 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     # Measured in turn, not one engine after the other, in the order that was asked for.
     lines = [line for line in out.splitlines() if line.startswith("round")]
     assert [line.split()[1] for line in lines] == ["1/2", "1/2", "1/2", "2/2", "2/2"]
-    first, second = in_turns(list(rows), 2, 6)
+    first, second = round_orders(list(rows), 2, 6)
     second.remove("crashes")  # once is enough
     assert [line.split()[2].rstrip(":") for line in lines] == [*first, *second]
     assert "planted crash" in next(line for line in lines if "crashes" in line)

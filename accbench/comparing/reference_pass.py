@@ -1,9 +1,10 @@
-"""What the numerics pass holds engines against: the same training in float64, by a plain loop.
+"""The reference pass: the same training in float64 by a model loop, which engines are held against.
 
-One process, no engine, no process group: the shards of all ranks one after the other, their
-gradients averaged by hand. After every step the weights are rounded to float32, so that an
-engine can be put into exactly the state that the next step begins in. Kept on disk are the
-weights at the start, and of each step its gradients and the buffers after it.
+It uses one process, no engine and no process group: the loop computes the shards of all ranks one
+after the other and averages their gradients. After every step it rounds the weights to float32, so
+that an engine can load exactly the state that the next step begins in. It stores the weights at the
+start, and of each step the gradients and the buffers after it. The twin for a user's script is
+`script_reference_pass`.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accbench import config, models
-from accbench.comparing import dropout, update_rules
+from accbench.comparing import shared_dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested
@@ -32,40 +33,48 @@ from accbench.engines.common import extra_state, model_state, tied_parameters
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.models.tasks import trainable
+from accbench.recording import records
+from accbench.recording.logger import RunLogger
 
 FOLDER = "reference"
 _FACTS, _START = "facts.json", "start.safetensors"
 _PARAMETER, _GRADIENT, _BUFFER, _EXTRA = "parameter/", "gradient/", "buffer/", "extra/"
-# The loss scale that float16 steps start from: nothing overflows, and little is lost below.
+# The loss scale that float16 steps start from: nothing overflows, and little underflows.
 LOSS_SCALE = 1024.0
+DRAWS_OTHERWISE = "the model draws random numbers that cannot be given to all engines"
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is known of a reference beside its tensors."""
+class ReferenceFacts:
+    """What a reference stores besides its tensors."""
 
     losses: list[list[float]]
     """Step -> rank -> the loss of its shard."""
     scores: list[float]
     """Rank -> the summed loss of its first batch, evaluated after the last step."""
     dropout_shapes: list[list[int]]
-    """Of the random numbers that each call in a forward pass takes."""
+    """Shape of the random numbers that each dropout call of a forward pass takes."""
     dropout_probabilities: list[float]
-    """Of the model's dropout layers, each once."""
+    """The distinct probabilities of the model's dropout layers."""
     draws_otherwise: bool
-    """Whether the model draws random numbers that cannot be given to all engines."""
+    """Whether the model draws random numbers that engines cannot share."""
     batch_size: int = 0
 
 
 def sources(task: TaskConfig, shards: list[Topology]) -> list[Any]:
-    """The data of each shard."""
+    """Return the data source of each shard."""
     name, location = config.data_name(task.data)
     source = plugins.load("data", name)
     return [source(location, task, task.options.get(name), shard) for shard in shards]
 
 
 def epochs(loader: Any, batches: Any) -> Generator[Batch, None, None]:
-    """`batches(loader)` of one epoch after the other."""
+    """Yield the batches of one epoch after the other, endlessly.
+
+    Args:
+        loader: a data loader.
+        batches: function of the loader that yields an epoch's batches.
+    """
     epoch = 0
     while True:
         loader.set_epoch(epoch)
@@ -82,8 +91,8 @@ def _cycled(loader: Any) -> Iterator[Batch]:
         yield from loader
 
 
-class _Plain:
-    """The float64 model of all shards: one set of weights, buffers and extra state of each."""
+class _Float64Model:
+    """The float64 model of all shards: shared weights; buffers and extra state for each shard."""
 
     def __init__(self, task: TaskConfig, num_classes: int, num_shards: int, rule: Rule) -> None:
         self.task, self.spec = task, models.of_task(task)
@@ -99,17 +108,17 @@ class _Plain:
         self.extra = [model_state.read_extra(net) for _ in range(num_shards)]
         cuda = task.device == "cuda" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
-        places = tied_parameters.places(net)
+        locations = tied_parameters.places(net)
         self.net = complex_numbers.double(net.to(self.device))
-        tied_parameters.tie(places)
+        tied_parameters.tie(locations)
         self.parameters = dict(self.net.named_parameters())
 
     def send(self, batch: Batch) -> Batch:
-        """What engines would compute with in float32 is float64 here."""
+        """Move a batch to the device and convert its float32 tensors to float64."""
         return nested.mapped(batch, lambda t: complex_numbers.doubled(t.to(self.device)))
 
-    def place(self, rank: int) -> None:
-        """Put the weights and a rank's buffers into the model."""
+    def load_rank(self, rank: int) -> None:
+        """Copy the weights and a rank's buffers and extra state into the model."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.weights.parameters[name])
@@ -125,16 +134,20 @@ class _Plain:
         self.extra[rank] = model_state.read_extra(self.net, wide=False)
 
     def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-        """Gradients of those that have any, on the host."""
+        """Compute the loss of a batch, and the gradients of the parameters that have any.
+
+        Returns:
+            The mean loss, and name -> float64 gradient on the host.
+        """
         trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         sums: dict[str, torch.Tensor] = {}
         mean_loss = 0.0
         parts = nested.chunks(self.send(batch), self.task.accumulate)
         for part in parts:
             loss = self.spec.loss(self.net, part) / len(parts)
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             mean_loss += loss.item()
-            for name, gradient in zip(trained, found, strict=True):
+            for name, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     sums[name] = sums.get(name, 0) + gradient.cpu()
         return mean_loss, sums
@@ -147,55 +160,76 @@ class _Plain:
         return float(scores[0].item())
 
 
-def make(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> Facts:
-    """Train `num_steps` steps and leave the reference in `run_dir`."""
+def run(task: TaskConfig, num_shards: int) -> None:
+    """Make a reference in the run's folder, and write its losses into the record.
+
+    Args:
+        task: what to train.
+        num_shards: the number of ranks that engines will train with.
+    """
+    assert task.max_steps is not None
+    logger = RunLogger(task.run_dir)
+    facts = _train(task, num_shards, task.max_steps, task.run_dir)
+    for step, losses in enumerate(facts.losses):
+        logger.write(
+            records.NumericsRecord(
+                phase="reference", step=step + 1, distances={},
+                loss=records.finite_or_none(sum(losses) / len(losses)),
+                note=DRAWS_OTHERWISE if facts.draws_otherwise else None,
+            )
+        )  # fmt: skip
+    logger.write(records.EndRecord("ok", num_steps=task.max_steps))
+
+
+def _train(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> ReferenceFacts:
+    """Train `num_steps` steps and write the reference into `run_dir`."""
     shards = [Topology(rank, rank, num_shards, num_shards) for rank in range(num_shards)]
-    of_shards = sources(task, shards)
+    shard_sources = sources(task, shards)
     rule = update_rules.of_task(task)
-    plain = _Plain(task, of_shards[0].num_classes, num_shards, rule)
+    model = _Float64Model(task, shard_sources[0].num_classes, num_shards, rule)
     folder = run_dir / FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _save(folder / _START, {_PARAMETER: plain.weights.parameters}, plain)
-    with dropout.given():
-        loaders = [source.train_loader() for source in of_shards]
+    _save(folder / _START, {_PARAMETER: model.weights.parameters}, model)
+    with shared_dropout.shared_dropout():
+        loaders = [source.train_loader() for source in shard_sources]
         streams = [epochs(loader, _host_batches) for loader in loaders]
         losses: list[list[float]] = []
-        first: list[Batch] = []
+        first_batches: list[Batch] = []
         for step, batches in enumerate(islice(zip(*streams, strict=True), num_steps)):
-            if not first:
-                first = list(batches)
-                draws, draws_otherwise = _learn_draws(task, plain, first[0])
+            if not first_batches:
+                first_batches = list(batches)
+                draws, draws_otherwise = _learn_draws(task, model, first_batches[0])
             sums: dict[str, torch.Tensor] = {}
             losses.append([])
             for rank, batch in enumerate(batches):
-                plain.place(rank)
-                draws.begin(step, rank, plain.send)
-                loss, gradients = plain.loss_and_gradients(batch)
-                plain.keep_buffers(rank)
+                model.load_rank(rank)
+                draws.begin(step, rank, model.send)
+                loss, gradients = model.loss_and_gradients(batch)
+                model.keep_buffers(rank)
                 losses[-1].append(loss)
                 for name, gradient in gradients.items():
                     sums[name] = sums[name] + gradient if name in sums else gradient
             averaged = _clipped(
                 {n: total / num_shards for n, total in sums.items()}, task.clip_norm
             )
-            _save(folder / _step_file(step), {_GRADIENT: averaged}, plain)
-            plain.weights = plain.weights.after(rule, averaged)
+            _save(folder / _step_file(step), {_GRADIENT: averaged}, model)
+            model.weights = model.weights.after(rule, averaged)
         scores = []
-        for rank, batch in enumerate(first):
-            plain.place(rank)
-            scores.append(plain.score(batch))
+        for rank, batch in enumerate(first_batches):
+            model.load_rank(rank)
+            scores.append(model.score(batch))
     assert task.batch_size is not None
-    facts = Facts(
+    facts = ReferenceFacts(
         losses, scores, [list(shape) for shape in draws.shapes or ()],
-        _probabilities(plain.net), draws_otherwise, task.batch_size,
+        _probabilities(model.net), draws_otherwise, task.batch_size,
     )  # fmt: skip
     (folder / _FACTS).write_text(json.dumps(dataclasses.asdict(facts)) + "\n", encoding="utf-8")
     return facts
 
 
 def _clipped(gradients: Tensors, max_norm: float | None) -> Tensors:
-    """In float32, as `torch.nn.utils.clip_grad_norm_` leaves them."""
+    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does, and round them to float32."""
     factor = 1.0
     if max_norm is not None:
         squares = sum(
@@ -207,13 +241,15 @@ def _clipped(gradients: Tensors, max_norm: float | None) -> Tensors:
     }
 
 
-def _learn_draws(task: TaskConfig, plain: _Plain, batch: Batch) -> tuple[dropout.Draws, bool]:
-    """The dropout of a forward pass, and whether the model draws in other ways as well."""
-    plain.place(0)
-    draws = dropout.Draws(task.seed)
-    before = _generator_states(plain.device)
-    draws.learn(lambda: plain.loss_and_gradients(batch))
-    after = _generator_states(plain.device)
+def _learn_draws(
+    task: TaskConfig, model: _Float64Model, batch: Batch
+) -> tuple[shared_dropout.Draws, bool]:
+    """Record a forward pass's dropout, and whether the model draws other random numbers."""
+    model.load_rank(0)
+    draws = shared_dropout.Draws(task.seed)
+    before = _generator_states(model.device)
+    draws.learn(lambda: model.loss_and_gradients(batch))
+    after = _generator_states(model.device)
     return draws, any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -223,28 +259,28 @@ def _generator_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def _probabilities(net: nn.Module) -> list[float]:
-    """Of its dropout layers: what an engine's own dropout is tried with."""
+    """Return the probabilities of the model's dropout layers, to check an engine's dropout with."""
     layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-    found = {module.p for module in net.modules() if isinstance(module, layers)}
+    probabilities = {module.p for module in net.modules() if isinstance(module, layers)}
     attention = {m.dropout for m in net.modules() if isinstance(m, nn.MultiheadAttention)}
-    return sorted(p for p in found | attention if 0 < p < 1)
+    return sorted(p for p in probabilities | attention if 0 < p < 1)
 
 
 def _step_file(step: int) -> str:
     return f"step-{step:04}.safetensors"
 
 
-def _save(path: Path, groups: dict[str, Tensors], plain: _Plain) -> None:
+def _save(path: Path, groups: dict[str, Tensors], model: _Float64Model) -> None:
     tensors = {
         prefix + name: tensor.contiguous()
         for prefix, group in groups.items()
         for name, tensor in group.items()
     }
     metadata: dict[str, str] = {}
-    for rank, of_rank in enumerate(plain.buffers):
-        tensors |= {f"{_BUFFER}{rank}/{name}": tensor for name, tensor in of_rank.items()}
+    for rank, buffers in enumerate(model.buffers):
+        tensors |= {f"{_BUFFER}{rank}/{name}": tensor for name, tensor in buffers.items()}
         extra: list[torch.Tensor] = []
-        packed = {key: extra_state.packed(v, extra) for key, v in plain.extra[rank].items()}
+        packed = {key: extra_state.packed(v, extra) for key, v in model.extra[rank].items()}
         metadata[str(rank)] = json.dumps(packed)
         tensors |= {f"{_EXTRA}{rank}/{number}": tensor for number, tensor in enumerate(extra)}
     try:
@@ -254,16 +290,16 @@ def _save(path: Path, groups: dict[str, Tensors], plain: _Plain) -> None:
 
 
 def _load(path: Path, rank: int) -> tuple[Tensors, dict[str, Any]]:
-    """(tensors, a rank's extra state)"""
+    """Read the tensors of a file, and a rank's extra state."""
     tensors = complex_numbers.as_complex(load_file(path))
     with safe_open(path, "pt") as file:
         packed = json.loads(file.metadata()[str(rank)])
-    extra = _of(tensors, f"{_EXTRA}{rank}/")
+    extra = _with_prefix(tensors, f"{_EXTRA}{rank}/")
     in_order = [extra[str(number)] for number in range(len(extra))]
-    return tensors, {key: extra_state.unpacked(one, in_order) for key, one in packed.items()}
+    return tensors, {key: extra_state.unpacked(value, in_order) for key, value in packed.items()}
 
 
-def _of(tensors: Tensors, prefix: str) -> Tensors:
+def _with_prefix(tensors: Tensors, prefix: str) -> Tensors:
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
@@ -272,52 +308,54 @@ def _of(tensors: Tensors, prefix: str) -> Tensors:
 
 
 class Reference:
-    """A reference as one rank reads it, step by step."""
+    """A stored reference that one rank reads, step by step."""
 
     def __init__(self, run_dir: Path, rule: Rule, rank: int) -> None:
         self.folder, self.rule, self.rank = run_dir / FOLDER, rule, rank
         try:
-            self.facts = Facts(**json.loads((self.folder / _FACTS).read_text(encoding="utf-8")))
+            self.facts = ReferenceFacts(
+                **json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))
+            )
         except (OSError, ValueError, TypeError) as error:
             raise RequestError(f"no reference in {self.folder}: {error}") from None
         start, extra = _load(self.folder / _START, rank)
         self.start_extra = self.extra = self.extra_after = extra
-        self.start = Weights.start(_of(start, _PARAMETER), rule)
+        self.start = Weights.start(_with_prefix(start, _PARAMETER), rule)
         self.weights = self.start
-        self.start_buffers = self.buffers = _of(start, f"{_BUFFER}{rank}/")
+        self.start_buffers = self.buffers = _with_prefix(start, f"{_BUFFER}{rank}/")
         self.gradients: Tensors = {}
         self.buffers_after: Tensors = {}
         self.weights_after = self.start
 
     def read(self, step: int) -> None:
-        """Get ready for a step; steps are read in their order."""
+        """Read a step; the caller reads steps in their order."""
         self.extra = self.extra_after
         tensors, self.extra_after = _load(self.folder / _step_file(step), self.rank)
         self.weights, self.buffers = self.weights_after, self.buffers_after or self.start_buffers
-        self.gradients = _of(tensors, _GRADIENT)
-        self.buffers_after = _of(tensors, f"{_BUFFER}{self.rank}/")
+        self.gradients = _with_prefix(tensors, _GRADIENT)
+        self.buffers_after = _with_prefix(tensors, f"{_BUFFER}{self.rank}/")
         self.weights_after = self.weights.after(self.rule, self.gradients)
 
     @property
     def state(self) -> TrainingState:
-        """Before the step that was read."""
+        """State before the step that was read."""
         return _state(self.weights, self.buffers, set(self.gradients), self.extra)
 
     @property
     def start_state(self) -> TrainingState:
-        """Before the first step."""
+        """State before the first step."""
         return _state(self.start, self.start_buffers, set(self.gradients), self.start_extra)
 
     @property
     def state_after(self) -> TrainingState:
-        """After the step that was read."""
+        """State after the step that was read."""
         return _state(self.weights_after, self.buffers_after, set(self.gradients), self.extra_after)
 
 
 def _state(
     weights: Weights, buffers: Tensors, trained: set[str], extra: dict[str, Any]
 ) -> TrainingState:
-    of_optimizer = {
+    optimizer_state = {
         name: {
             "step": torch.tensor(float(weights.num_steps[name])),
             **weights.state[name],
@@ -325,4 +363,4 @@ def _state(
         for name in trained
     }
     scaler = {"scale": LOSS_SCALE, "growth_tracker": 0.0}
-    return TrainingState({**weights.parameters, **buffers}, of_optimizer, scaler, extra)
+    return TrainingState({**weights.parameters, **buffers}, optimizer_state, scaler, extra)

@@ -1,6 +1,6 @@
-"""A look at the dropout that an engine draws by itself.
+"""A check of the dropout masks that an engine draws itself.
 
-It trains weights through nothing but dropout: their gradient is the mask that was drawn.
+It trains weights through dropout alone, so that their gradient is the mask that was drawn.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from accbench.data import nested
 from accbench.distributed.process_group import Topology, gather_values
 from accbench.engines import Batch, Engine
 
-# Elements a probability that own_dropout looks at; rates are told to about a hundredth.
+# Elements of each probability's mask; enough to tell rates that differ by about a hundredth.
 PROBE_SIZE = 1 << 16
 PROBE_STEPS = 3
-# Standard deviations from what chance gives; 1e-9 by chance alone.
+# Standard deviations from the expected value; chance alone exceeds them with probability 1e-9.
 _MAX_SIGMA = 6.0
 
 
 class _Probe(nn.Module):
-    """Weights behind dropout of each probability, and nothing else."""
+    """A model of one weight vector and one dropout layer for each probability."""
 
     def __init__(self, probabilities: Sequence[float]) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class _Probe(nn.Module):
         self.dropouts = nn.ModuleList(nn.Dropout(p) for p in probabilities)
 
     def forward(self, samples: torch.Tensor) -> torch.Tensor:
-        # zip(strict=True) is more than dynamo of torch 2.8 can trace.
+        # dynamo of torch 2.8 cannot trace zip(strict=True).
         dropped = [self.dropouts[i](self.weights[i]).sum() for i in range(len(self.dropouts))]
-        # The batch is only looked at because engines expect a model to.
+        # The batch is used because engines expect a model to use it.
         return torch.stack(dropped).sum() + 0 * samples.reshape(-1)[:1].float().sum()
 
 
 class _ProbeSpec:
-    """Its loss, as `accbench.models` has it."""
+    """The probe's model spec: its loss is the model's output."""
 
     @staticmethod
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -46,13 +46,16 @@ class _ProbeSpec:
         return loss
 
 
-def own_dropout(
+def find_problem(
     engine: Engine, topology: Topology, step: Callable[..., torch.Tensor], batch: Batch,
     probabilities: Sequence[float], seed: int,
 ) -> str | None:  # fmt: skip
-    """What is wrong with the dropout that the engine draws itself; None if nothing was found.
+    """Check the dropout masks that an engine draws itself.
 
-    Rate, scale, and that neither steps nor ranks share a mask. All ranks call this.
+    Checks their rate and scale, and that neither steps nor ranks share a mask. All ranks call this.
+
+    Returns:
+        What is wrong; None if nothing is.
     """
     net = _Probe(probabilities)
     model = engine.prepared(net)
@@ -66,36 +69,49 @@ def own_dropout(
     for _ in range(PROBE_STEPS):
         engine.run_step(step, model, _ProbeSpec, optimizer, batch)
         engine.wait()
-        own = engine.training_state(net, optimizer)
+        state = engine.training_state(net, optimizer)
         gradients = [
-            rule.gradient(own.optimizer[name], before.state[name], before.parameters[name])
+            rule.gradient(state.optimizer[name], before.state[name], before.parameters[name])
             for name in start
         ]
-        # How many ranks kept each weight, for the gradient is averaged over them.
+        # The number of ranks that kept each weight, as the gradient is averaged over them.
         counts.append(
             [
                 g * topology.world_size * (1 - p)
                 for g, p in zip(gradients, probabilities, strict=True)
             ]
         )
-        before = dataclasses.replace(before, parameters=own.model, state=own.optimizer)
+        before = dataclasses.replace(before, parameters=state.model, state=state.optimizer)
     problems = [
         problem
         for index, p in enumerate(probabilities)
-        if (problem := _problem([of_step[index] for of_step in counts], p, topology.world_size))
+        if (
+            problem := _problem_of_counts(
+                [step_counts[index] for step_counts in counts], p, topology.world_size
+            )
+        )
     ]
-    # Ranks see the same averages, unless averaging is what is wrong; one may see more.
-    found = [rank for rank, (bad,) in enumerate(gather_values([float(bool(problems))])) if bad]
-    return problems[0] if problems else ("its ranks differ" if found else None)
+    # Ranks see the same averages unless the averaging is wrong; then only some may see a problem.
+    any_rank = any(bad for (bad,) in gather_values([float(bool(problems))]))
+    return problems[0] if problems else ("its ranks differ" if any_rank else None)
 
 
-def _problem(kept: Sequence[torch.Tensor], p: float, world_size: int) -> str | None:
-    """Of the numbers of ranks that kept each weight, (PROBE_SIZE,) a step."""
-    off = max(float((count - count.round()).abs().max()) for count in kept)
-    if off > 1e-3 or min(float(c.min()) for c in kept) < -1e-3:
+def _problem_of_counts(counts: Sequence[torch.Tensor], p: float, world_size: int) -> str | None:
+    """Check the masks of one dropout probability.
+
+    Args:
+        counts: of each step, the number of ranks that kept each weight, (PROBE_SIZE,).
+        p: the dropout probability.
+        world_size: the number of ranks.
+
+    Returns:
+        What is wrong; None if nothing is.
+    """
+    error = max(float((count - count.round()).abs().max()) for count in counts)
+    if error > 1e-3 or min(float(count.min()) for count in counts) < -1e-3:
         return f"dropout of {p:g} does not scale what it keeps by 1 / (1 - p)"
     deviation = math.sqrt(p * (1 - p) / (PROBE_SIZE * world_size))
-    for count in kept:
+    for count in counts:
         rate = 1 - float(count.mean()) / world_size
         if abs(rate - p) > _MAX_SIGMA * deviation:
             return f"dropout of {p:g} drops {rate:.3g} of its input"
@@ -103,13 +119,15 @@ def _problem(kept: Sequence[torch.Tensor], p: float, world_size: int) -> str | N
     if variance == 0:
         return None
     limit = _MAX_SIGMA / math.sqrt(PROBE_SIZE)
-    for one, other in ((0, 1), (1, 2), (0, 2)):
-        both = (kept[one] - kept[one].mean()) * (kept[other] - kept[other].mean())
-        if abs(float(both.mean())) > limit * variance * world_size:
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        product = (counts[first] - counts[first].mean()) * (counts[second] - counts[second].mean())
+        if abs(float(product.mean())) > limit * variance * world_size:
             return f"dropout of {p:g} repeats itself from step to step"
-    # A sum of independent masks varies by their number; of equal ones, by its square.
-    spread = float(kept[0].var()) / variance
-    # The standard deviation of a variance is about sqrt(2 / n) of it, for any p a few times that.
+    # The variance of a sum of masks grows with their number if they are independent, and with its
+    # square if they are equal.
+    spread = float(counts[0].var()) / variance
+    # The relative standard deviation of a variance is about sqrt(2 / n), and a few
+    # times that for any p.
     if world_size > 1 and abs(spread - world_size) > world_size * 10 * limit / min(p, 1 - p):
         return f"dropout of {p:g} is the same on several ranks"
     return None

@@ -1,9 +1,9 @@
-"""Dropout for the numerics pass: the same for all engines, and a look at an engine's own.
+"""Dropout that drops the same elements in every engine, for the numerics pass.
 
-`given(...)` puts functions in the place of torch's that take their random numbers, uniform
-ones drawn on the host by step, rank and call, from a list. Whatever an engine makes of the
-model, a compiler too, sees a comparison with an input, and drops what all others drop. What
-draws at random in other ways is told by `Draws.others`.
+`shared_dropout()` replaces torch's dropout functions by ones that take their random numbers from
+a list: uniform numbers, drawn on the host by step, rank and call. Every engine, compiled or not,
+then sees a comparison with an input, and drops the same elements as all others. `Draws.num_others`
+counts the calls that this does not cover.
 """
 
 import contextlib
@@ -19,38 +19,39 @@ from torch.nn import functional
 from accbench.engines.common import extra_inputs
 
 Shape = tuple[int, ...]
-# What the functions below read. Plain globals: a compiler then takes the tensors as inputs.
+# The functions below read these. They are plain globals, so that compilers treat the tensors as
+# inputs.
 _uniforms: list[torch.Tensor] = []
 _shapes: list[Shape] = []
-_odd: list[Shape] = []
+_unexpected: list[Shape] = []
 _position = [0]
 
 
 def _take(shape: Shape, device: torch.device) -> torch.Tensor:
-    """The next uniform numbers; zeros, with which all is dropped, where others are asked for."""
+    """Return the next uniform numbers; zeros, which drop everything, if the shape is unexpected."""
     index = _position[0]
     _position[0] = index + 1
-    if _uniforms:  # anew in each forward pass: an engine may trace a step more than once
+    if _uniforms:  # restarts with each forward pass: an engine may trace a step more than once
         uniform = _uniforms[index % len(_uniforms)]
         if tuple(uniform.shape) == tuple(shape):
             return uniform
-    _odd.append(tuple(shape))
+    _unexpected.append(tuple(shape))
     return torch.zeros(tuple(shape), device=device)
 
 
-def _keep(like: torch.Tensor, p: float, shape: Shape) -> torch.Tensor:
-    """1 / (1 - p) or 0."""
-    kept = _take(shape, like.device) >= p
-    return kept.to(like.dtype) / (1 - p) if p < 1 else torch.zeros_like(kept, dtype=like.dtype)
+def _multiplier(like: torch.Tensor, p: float, shape: Shape) -> torch.Tensor:
+    """Return the dropout multiplier of each element: 1 / (1 - p) or 0."""
+    mask = _take(shape, like.device) >= p
+    return mask.to(like.dtype) / (1 - p) if p < 1 else torch.zeros_like(mask, dtype=like.dtype)
 
 
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    return input * _keep(input, p, tuple(input.shape)) if training else input
+    return input * _multiplier(input, p, tuple(input.shape)) if training else input
 
 
-def _channels(input: torch.Tensor, num_spatial: int) -> Shape:
+def _channel_shape(input: torch.Tensor, num_spatial: int) -> Shape:
     num_leading = input.dim() - num_spatial  # (N, C) or, unbatched, (C,)
     return (*input.shape[:num_leading], *(1 for _ in range(num_spatial)))
 
@@ -59,30 +60,30 @@ def _dropout_of_channels(num_spatial: int) -> Callable[..., torch.Tensor]:
     def dropout(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
-        shape = _channels(input, num_spatial)
-        return input * _keep(input, p, shape) if training else input
+        shape = _channel_shape(input, num_spatial)
+        return input * _multiplier(input, p, shape) if training else input
 
     return dropout
 
 
-def _alpha(input: torch.Tensor, p: float, shape: Shape) -> torch.Tensor:
+def _drop_alpha(input: torch.Tensor, p: float, shape: Shape) -> torch.Tensor:
     # Klambauer et al., Self-Normalizing Neural Networks, 2017
     dropped_value = -1.7580993408473766
-    kept = (_take(shape, input.device) >= p).to(input.dtype)
+    mask = (_take(shape, input.device) >= p).to(input.dtype)
     a = ((1 - p) * (1 + p * dropped_value**2)) ** -0.5 if p < 1 else 0.0
-    return a * (input * kept + dropped_value * (1 - kept)) - a * dropped_value * p
+    return a * (input * mask + dropped_value * (1 - mask)) - a * dropped_value * p
 
 
 def _alpha_dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> torch.Tensor:
-    return _alpha(input, p, tuple(input.shape)) if training else input
+    return _drop_alpha(input, p, tuple(input.shape)) if training else input
 
 
 def _feature_alpha_dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> torch.Tensor:
-    return _alpha(input, p, _channels(input, input.dim() - 2)) if training else input
+    return _drop_alpha(input, p, _channel_shape(input, input.dim() - 2)) if training else input
 
 
 def _stochastic_depth(
@@ -90,7 +91,7 @@ def _stochastic_depth(
 ) -> torch.Tensor:
     size = input.shape[0] if mode == "row" else 1
     shape = (size, *(1 for _ in input.shape[1:]))
-    return input * _keep(input, p, shape) if training else input
+    return input * _multiplier(input, p, shape) if training else input
 
 
 def _drop_path(
@@ -99,8 +100,8 @@ def _drop_path(
     if not training or drop_prob == 0.0:
         return x
     shape = (x.shape[0], *(1 for _ in x.shape[1:]))
-    kept = _keep(x, drop_prob, shape)
-    return x * (kept if scale_by_keep else (kept > 0).to(x.dtype))
+    multiplier = _multiplier(x, drop_prob, shape)
+    return x * (multiplier if scale_by_keep else (multiplier > 0).to(x.dtype))
 
 
 _ATTENTION = functional.scaled_dot_product_attention
@@ -130,7 +131,7 @@ def _attention(
 
 
 def _traceable(function: Any) -> Any:
-    """The same function as one that dynamo looks into, instead of taking it whole."""
+    """Copy a function of torch, so that dynamo traces into it."""
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__,
         function.__closure__,
@@ -143,7 +144,7 @@ _MULTI_HEAD = _traceable(functional.multi_head_attention_forward)
 
 
 def _replacements() -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
-    found: list[tuple[Any, str, Callable[..., torch.Tensor]]] = [
+    replacements: list[tuple[Any, str, Callable[..., torch.Tensor]]] = [
         (functional, "dropout", _dropout),
         (functional, "dropout1d", _dropout_of_channels(1)),
         (functional, "dropout2d", _dropout_of_channels(2)),
@@ -153,59 +154,64 @@ def _replacements() -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
         (functional, "scaled_dot_product_attention", _attention),
         (functional, "multi_head_attention_forward", _MULTI_HEAD),
     ]
-    # Those two packages draw for themselves; looked for only where the model brought them.
+    # These two packages draw random numbers themselves; replaced only if the model imported them.
     for module, name, function in (
         ("torchvision.ops.stochastic_depth", "stochastic_depth", _stochastic_depth),
         ("timm.layers.drop", "drop_path", _drop_path),
     ):
         if module in sys.modules:
-            found.append((sys.modules[module], name, function))
-    return found
+            replacements.append((sys.modules[module], name, function))
+    return replacements
 
 
-def taken() -> list[Shape]:
-    """Of the calls since `Draws.begin` that were given none: their shapes."""
-    return list(_odd)
+def unexpected_shapes() -> list[Shape]:
+    """Return the shapes of the calls since `Draws.begin` that no drawn numbers fitted."""
+    return list(_unexpected)
 
 
 class Draws:
-    """The random numbers of a pass, for one rank."""
+    """The random numbers that one rank's dropout takes in a numerics pass."""
 
     def __init__(self, seed: int, shapes: Sequence[Shape] | None = None) -> None:
         self.seed = seed
         self.shapes = None if shapes is None else [tuple(shape) for shape in shapes]
-        """Of each call in a forward pass; None until a first one has told them."""
+        """Shape of each call in a forward pass; None until `learn` has recorded them."""
 
     def begin(self, step: int, rank: int, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Draw for a forward pass, and have every call since forgotten.
+        """Draw the numbers of a forward pass, and forget all earlier calls.
 
         Args:
-            send: a tensor on the host to the model's device.
+            step: the step's number, part of the seed.
+            rank: the worker's rank, part of the seed.
+            send: moves a tensor from the host to the model's device.
         """
         _position[0] = 0
-        _odd.clear()
+        _unexpected.clear()
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 4099 + rank)
         drawn = (torch.rand(shape, generator=generator) for shape in self.shapes or ())
         _uniforms[:] = [send(uniform) for uniform in drawn]
 
     def learn(self, forward: Callable[[], Any]) -> None:
-        """Have a forward pass tell its calls."""
+        """Record the shapes of the calls in a forward pass."""
         self.shapes = []
         self.begin(0, 0, lambda tensor: tensor)
         forward()
-        self.shapes = list(_odd)
+        self.shapes = list(_unexpected)
 
-    def others(self) -> int:
-        """Calls since `begin` that were not those of the first forward pass, or were left out."""
+    def num_others(self) -> int:
+        """Count the calls since `begin` that `learn` did not record, and recorded ones left out."""
         if not self.shapes:
-            return len(_odd)
+            return len(_unexpected)
         left_out = len(self.shapes) if _position[0] == 0 else -_position[0] % len(self.shapes)
-        return len(_odd) + left_out
+        return len(_unexpected) + left_out
 
 
-def _tell_dynamo() -> None:
-    """Have it look up torch's functions while they are torch's: what it finds in their places
-    then, it takes for them, and does not look into."""
+def _load_dynamo_rules() -> None:
+    """Make dynamo look up torch's functions before they are replaced.
+
+    Dynamo treats whatever stands in their places at that time as torch's, and does not trace into
+    it.
+    """
     from torch._dynamo import trace_rules
 
     rules = getattr(trace_rules, "get_torch_obj_rule_map", None)  # torch 2.8's name
@@ -214,16 +220,16 @@ def _tell_dynamo() -> None:
 
 
 @contextlib.contextmanager
-def given() -> Iterator[None]:
-    """Have dropout take what `Draws` has drawn."""
-    _tell_dynamo()
-    kept = [(module, name, getattr(module, name)) for module, name, _ in _replacements()]
+def shared_dropout() -> Iterator[None]:
+    """Replace torch's dropout functions, so that they take the numbers that `Draws` has drawn."""
+    _load_dynamo_rules()
+    originals = [(module, name, getattr(module, name)) for module, name, _ in _replacements()]
     try:
         for module, name, function in _replacements():
             setattr(module, name, function)
         with extra_inputs.known(extra_inputs.Source(_uniforms, _position)):
             yield
     finally:
-        for module, name, function in kept:
+        for module, name, function in originals:
             setattr(module, name, function)
         _uniforms.clear()

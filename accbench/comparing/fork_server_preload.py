@@ -1,4 +1,7 @@
-"""What a comparison's fork server imports, once for all launchers: for nobody else."""
+"""Imports for a comparison's fork server, made once for all launchers.
+
+Only the fork server imports this module, as it also unblocks Ctrl-C.
+"""
 
 import signal
 
@@ -9,5 +12,5 @@ with pause_gc():
     import accbench.comparing.run
     import accbench.launchers.local  # noqa: F401
 
-# Held back while this process was started, and ignored since.
+# The comparison blocked and ignored it while it started this process.
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,0 +1,327 @@
+"""The check pass: hold one engine's training against a reference, part by part.
+
+Each part writes the distances that it measures into the run's record. The twin for a user's script
+is `script_check_pass`.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Generator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench import models
+from accbench.comparing import (
+    distances,
+    engine_dropout,
+    reference_pass,
+    roundings,
+    shared_dropout,
+    update_rules,
+)
+from accbench.comparing.reference_pass import Reference
+from accbench.config import TaskConfig
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
+from accbench.engines import Batch, Engine
+from accbench.engines.common import model_state
+from accbench.engines.common.training_state import NotLoadableError, TrainingState
+from accbench.errors import RequestError
+from accbench.models.tasks import trainable
+from accbench.recording import records
+from accbench.recording.logger import RunLogger
+from accbench.training import worker
+from accbench.training.opening import engine_of, first_engine_of
+from accbench.training.train_loop import train_step
+
+# A loss scale with which every float16 gradient overflows.
+_OVERFLOWING_SCALE = 2.0**100
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def run(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: int = 0) -> None:
+    """Hold `task.engine` against a reference and record the distances.
+
+    Args:
+        task: the engine's task.
+        topology: this worker's rank.
+        reference_dir: the run folder of the reference.
+        num_draws: how often to repeat each step from weights that are off by some roundings.
+
+    Raises:
+        RequestError: there is no reference, or it is of another task.
+    """
+    assert task.max_steps is not None
+    logger = RunLogger(task.run_dir, topology.rank)
+    engine = first_engine_of(task, topology)
+    reference = Reference(reference_dir, update_rules.of_task(task), topology.rank)
+    losses = reference.facts.losses
+    made_for = (reference.facts.batch_size, len(losses), len(losses[0]))
+    if made_for != (task.batch_size, task.max_steps, topology.world_size):
+        raise RequestError(f"the reference in {reference_dir} is of another task")
+    (source,) = reference_pass.sources(task, [topology])
+    logger.write(worker.run_record(task, engine, topology, source.num_classes))
+    engine.strategy.prove()
+    check = CheckPass(task, topology, engine, reference, logger, num_draws)
+    check.build(source.num_classes)
+    try:
+        with shared_dropout.shared_dropout():
+            check.steps(source)
+            check.evaluation(source)
+            check.overflow(source)
+            check.free_run()
+    except NotLoadableError as error:  # on all ranks
+        check.write("not loadable", 0, {}, note=str(error))
+    check.dropout()
+    logger.write(records.EndRecord("ok", num_steps=task.max_steps))
+    engine.close()
+
+
+class CheckPass:
+    """One engine's check pass: the parts of it, which `run` calls in their order."""
+
+    def __init__(
+        self, task: TaskConfig, topology: Topology, engine: Engine, reference: Reference,
+        logger: RunLogger, num_draws: int = 0,
+    ) -> None:  # fmt: skip
+        """Prepare the pass.
+
+        Args:
+            task: the engine's task.
+            topology: this worker's rank.
+            engine: the engine to check.
+            reference: what to hold it against.
+            logger: the run's record.
+            num_draws: how often to repeat each step, to measure the effect of rounding in it.
+        """
+        self.num_draws = num_draws
+        self.task, self.topology, self.engine = task, topology, engine
+        self.reference, self.logger = reference, logger
+        self.spec = models.of_task(task)
+        shapes = [tuple(shape) for shape in reference.facts.dropout_shapes]
+        self.draws = shared_dropout.Draws(task.seed, shapes)
+        assert task.max_steps is not None
+        self.num_steps = task.max_steps
+
+    def build(self, num_classes: int) -> None:
+        """Build the model and its optimizer as training does, and compare the initial weights."""
+        torch.manual_seed(self.task.seed)
+        self.net: nn.Module = trainable.plain(self.spec.build(num_classes))
+        self.engine.check_model(self.net)
+        process_group.broadcast_module(self.net)
+        model_state.share(self.net)
+        self.model = self.engine.prepared(self.net)
+        self.optimizer = self.engine.build_optimizer(self.model)
+        self.engine.seed(self.task.seed + self.topology.rank)
+        self.model.train()
+        state = self.engine.training_state(self.net, self.optimizer)
+        self.write("start", 0, distances.of_start(state, self.reference.start_state))
+
+    def steps(self, source: Any) -> None:
+        """Check every step, each from the reference's state."""
+        batches = self._batches(source)
+        with closing(batches):
+            for step, batch in enumerate(islice(batches, self.num_steps)):
+                self.reference.read(step)
+                self._load(self.reference.state)
+                self._draw(step)
+                loss = self._step(batch)
+                self.engine.wait()
+                state = self.engine.training_state(self.net, self.optimizer)
+                step_distances = {
+                    "loss": self._of_loss(loss, step),
+                    "dropout calls": float(self.draws.num_others()),
+                    **distances.of_step(state, self.reference),
+                }
+                self.write("step", step + 1, step_distances, loss=loss, state=state)
+                self._draws_of_step(step, batch)
+
+    def _draws_of_step(self, step: int, batch: Batch) -> None:
+        for draw in range(self.num_draws):
+            self._load_perturbed(self.reference.state, step, draw)
+            self._draw(step)
+            with roundings.norms_with_xla_variance(self.engine.precision.autocast_dtype):
+                loss = self._step(batch)
+            self.engine.wait()
+            perturbed_state = self.engine.training_state(self.net, self.optimizer)
+            noise = distances.of_draw(perturbed_state, self.reference)
+            self.write("noise", step + 1, {"loss": self._of_loss(loss, step), **noise})
+
+    def _load_perturbed(self, state: TrainingState, step: int, draw: int) -> None:
+        """Load a state whose weights are perturbed by some roundings.
+
+        Each pass perturbs them differently, as there are two floors. The caller has loaded the
+        exact state before, so that it is known to be loadable.
+        """
+        name = f"{self.logger.path.parent.name} {self.task.seed} {step} {draw}"
+        weights = {n: state.model[n] for n in self.reference.weights.parameters}
+        dtype = self.engine.precision.autocast_dtype
+        weights = roundings.perturbed(weights, dtype, zlib.crc32(name.encode()))
+        state = dataclasses.replace(state, model={**state.model, **weights})
+        self.engine.load_training_state(self.net, self.optimizer, state)
+
+    def evaluation(self, source: Any) -> None:
+        """Score the first batch with the weights after the last step."""
+        self._load(self.reference.state_after)
+        problem, distance = None, 0.0
+        try:
+            distance = distances.relative(self._score(source), self._expected_score)
+        except Exception as error:  # a failed evaluation says nothing about its training
+            problem = f"it could not evaluate: {_one_line(error)}"
+        self.write("evaluation", self.num_steps, {"loss": distance}, note=problem)
+        for draw in range(0 if problem else 2 * self.num_draws):
+            self._load_perturbed(self.reference.state_after, self.num_steps, draw)
+            distance = distances.relative(self._score(source), self._expected_score)
+            self.write("noise of evaluation", self.num_steps, {"loss": distance})
+
+    @property
+    def _expected_score(self) -> float:
+        return self.reference.facts.scores[self.topology.rank]
+
+    def _score(self, source: Any) -> float:
+        batches = self._batches(source)
+        with closing(batches), torch.no_grad():
+            batch = next(batches)
+            self.model.eval()
+            try:
+                scores = self.engine.run_score(self.model, self.spec, batch)
+                self.engine.end_step()
+                self.engine.wait()
+            finally:
+                self.model.train()
+        return float(scores.cpu()[0].item())
+
+    def overflow(self, source: Any) -> None:
+        """Check that an overflowing float16 step halves the loss scale and changes no weight."""
+        before = self.reference.state_after
+        if not self.engine.training_state(self.net, self.optimizer).scaler:
+            return
+        scaler = {"scale": _OVERFLOWING_SCALE, "growth_tracker": 0.0}
+        loaded = TrainingState(before.model, before.optimizer, scaler)
+        self._load(loaded)
+        self._draw(0)
+        batches = self._batches(source)
+        with closing(batches):
+            self._step(next(batches))
+        self.engine.wait()
+        state = self.engine.training_state(self.net, self.optimizer)
+        self.write("overflow", self.num_steps, distances.of_skipped_step(state, loaded))
+
+    def free_run(self) -> None:
+        """Check as many steps from the start, with nothing loaded or read between them."""
+        self._load(self.reference.start_state)
+        self._train_freely("free")
+        for draw in range(self.num_draws):
+            self._load_perturbed(self.reference.start_state, self.num_steps + 1, draw)
+            with roundings.norms_with_xla_variance(self.engine.precision.autocast_dtype):
+                self._train_freely("noise of free")
+
+    def _train_freely(self, phase: str) -> None:
+        (source,) = reference_pass.sources(self.task, [self.topology])
+        batches = self._batches(source)
+        losses = []
+        with closing(batches):
+            for step, batch in enumerate(islice(batches, self.num_steps)):
+                self._draw(step)
+                losses.append(self._run_step(batch))
+        self.engine.wait()
+        state = self.engine.training_state(self.net, self.optimizer)
+        for step, tensor in enumerate(losses):
+            loss = float(tensor.cpu().item())
+            self.write(phase, step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
+        end = distances.of_free_run(state, self.reference)
+        self.write(f"{phase} end", self.num_steps, end, state=state)
+
+    def dropout(self) -> None:
+        """Check that the dropout masks which the engine draws itself are random."""
+        probabilities = self.reference.facts.dropout_probabilities
+        if not probabilities:
+            return
+        (source,) = reference_pass.sources(self.task, [self.topology])
+        batches = self._batches(source)
+        problem, not_tried = None, None
+        with closing(batches):
+            try:
+                # A new engine, as this one may have compiled the shared dropout in. The mask is
+                # read from a gradient, which must not be clipped.
+                unclipped = dataclasses.replace(self.task, clip_norm=None, accumulate=1)
+                problem = engine_dropout.find_problem(
+                    engine_of(unclipped, self.topology), self.topology, train_step,
+                    next(batches), probabilities, self.task.seed,
+                )  # fmt: skip
+            except Exception as error:
+                # An engine may run only its own kind of model; everything else has been checked.
+                not_tried = f"its own dropout could not be tried: {_one_line(error)}"
+        num_problems = {"problems": float(problem is not None)}
+        self.write("own dropout", self.num_steps, num_problems, note=problem or not_tried)
+
+    def _batches(self, source: Any) -> Generator[Batch, None, None]:
+        return reference_pass.epochs(source.train_loader(), self.engine.device_batches)
+
+    def _draw(self, step: int) -> None:
+        self.draws.begin(step, self.topology.rank, lambda t: self.engine.to_device((t,))[0])
+
+    def _step(self, batch: Batch) -> float:
+        return float(self._run_step(batch).cpu().item())
+
+    def _run_step(self, batch: Batch) -> torch.Tensor:
+        return self.engine.run_step(train_step, self.model, self.spec, self.optimizer, batch)
+
+    def _load(self, state: TrainingState) -> None:
+        """Load a state, or raise on all ranks, so that none waits for another.
+
+        Raises:
+            NotLoadableError: a rank could not load the state.
+        """
+        problem = None
+        try:
+            self.engine.load_training_state(self.net, self.optimizer, state)
+            problem = distances.not_loaded(
+                self.engine.training_state(self.net, self.optimizer), state
+            )
+        except NotLoadableError as error:
+            problem = str(error)
+        bad = [rank for rank, (n,) in enumerate(_gather([float(problem is not None)])) if n]
+        if bad:
+            raise NotLoadableError(problem or f"rank {bad[0]} did not take over its state")
+
+    def _of_loss(self, loss: float, step: int) -> float:
+        return distances.relative(loss, self.reference.facts.losses[step][self.topology.rank])
+
+    def write(
+        self, phase: str, step: int, measured: dict[str, float], note: str | None = None,
+        loss: float | None = None, state: TrainingState | None = None,
+    ) -> None:  # fmt: skip
+        """Record distances, the largest of any rank; all ranks call this."""
+        names = sorted(measured)
+        rank_distances = _gather([0.0, *(measured[name] for name in names)])  # one value at least
+        _, *furthest = [max(values, key=abs) for values in zip(*rank_distances, strict=True)]
+        rank_losses = [value for (value,) in _gather([0.0 if loss is None else loss])]
+        mean = sum(rank_losses) / len(rank_losses)
+        record = records.NumericsRecord(
+            phase=phase,
+            step=step,
+            distances={n: distances.bounded(d) for n, d in zip(names, furthest, strict=True)},
+            loss=None if loss is None else records.finite_or_none(mean),
+            ranks_apart=0 if state is None else self._num_parameters_apart(state),
+            note=note,
+        )
+        self.logger.write(record)
+
+    def _num_parameters_apart(self, state: TrainingState) -> int:
+        """Count the parameters that are not bitwise equal on all ranks."""
+        names = sorted(dict(self.net.named_parameters()))
+        sums = [float(zlib.crc32(state.model[n].contiguous().numpy().tobytes())) for n in names]
+        return sum(len(set(rank_sums)) > 1 for rank_sums in zip(*_gather(sums), strict=True))
+
+
+def _gather(values: list[float]) -> list[list[float]]:
+    return process_group.gather_values(values)
