@@ -20,7 +20,6 @@ from accbench.config import TaskConfig
 from accbench.distributed import complex_numbers, process_group
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch
-from accbench.engines.common import complex_numbers
 from accbench.engines.common.training_state import NotLoadableError, Tensors, TrainingState
 from accbench.errors import RequestError
 from accbench.recording import records
