@@ -16,7 +16,7 @@ from accbench import config, models, resolving
 from accbench.config import plugins
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
-from accbench.engines.ddp import engine as ddp
+from accbench.distributed.strategies import data_parallel
 from accbench.training.train_loop import train_step
 from accbench.training.worker import apply_environment
 
@@ -65,7 +65,7 @@ def of_jax(engine: str) -> int:
 def break_reduction() -> None:
     """Make all ways of averaging gradients do nothing and say nothing."""
     dist.all_reduce = lambda tensor, *_, **__: None
-    ddp.DistributedDataParallel = lambda module, **_: module
+    data_parallel.DistributedDataParallel = lambda module, **_: module
     if "--engine=jax" in sys.argv:
         lax = importlib.import_module("jax").lax
         lax.pmean = lambda tree, _axis: tree
