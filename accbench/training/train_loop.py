@@ -1,4 +1,4 @@
-"""The one training loop, for training and for measuring. It knows `Engine` and nothing below."""
+"""The one training loop, for training and for measuring. It knows only the `Engine` contract."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -17,9 +17,9 @@ from accbench.training.step_timer import StepTimer
 def train_step(
     engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> torch.Tensor:
-    """One optimizer step; returns the loss on the device, for nobody to wait for."""
+    """Do one optimizer step, and return the loss on the device without waiting for it."""
     optimizer.zero_grad(set_to_none=True)
-    kept = engine.keep_buffers(model)
+    buffers = engine.keep_buffers(model)
     *earlier, last = nested.chunks(batch, engine.task.accumulate)
     total = None
     for part in earlier:
@@ -28,7 +28,7 @@ def train_step(
         total = loss if total is None else total + loss
     loss = _backward(engine, model, spec, last)
     engine.apply_gradients(optimizer)
-    engine.take_back_buffers(kept)
+    engine.take_back_buffers(buffers)
     engine.end_step()
     return loss if total is None else total + loss
 
@@ -46,9 +46,16 @@ def train_epoch(
     engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
     loader: Any, timer: StepTimer, epoch: int, after_step: Callable[[int], None],
 ) -> bool:  # fmt: skip
-    """Train over the loader once, or until `--max_steps`; returns whether the epoch was whole.
+    """Train over the loader once, or until `--max_steps`; return whether the epoch is complete.
 
     Args:
+        engine: the engine that trains.
+        model: the prepared model.
+        spec: the model's spec, which has the loss.
+        optimizer: the model's optimizer.
+        loader: the training loader.
+        timer: times the steps.
+        epoch: the epoch's number, from 0.
         after_step: called with the number of batches done, while the device is at work.
     """
     model.train()
@@ -69,7 +76,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: int) -> EvalRecord:
-    """Loss and, if it has such, accuracy over the validation set; every rank scores its part."""
+    """Score the validation set: loss, and accuracy if the task has one; each rank its part."""
     model.eval()
     sums: torch.Tensor | None = None
     with closing(engine.device_batches(loader)) as batches:
@@ -77,10 +84,10 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
             score = engine.run_score(model, spec, batch)
             sums = score if sums is None else sums + score
             engine.end_step()
-    # float64 on the host; a rank without a sample of its own has nothing to add
-    own = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
+    # float64 on the host; a rank without samples adds nothing
+    local_sums = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
     loss, top1, top5, num_samples = (
-        sum(values) for values in zip(*gather_values(own), strict=True)
+        sum(values) for values in zip(*gather_values(local_sums), strict=True)
     )
 
     def mean(total: float) -> float | None:
