@@ -36,7 +36,7 @@ from accbench.models.tasks import trainable
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import worker
-from accbench.training.opening import engine_of, first_engine_of
+from accbench.training.opening import open_engine, open_first_engine
 from accbench.training.train_loop import train_step
 
 # A loss scale with which every float16 gradient overflows.
@@ -61,7 +61,7 @@ def run(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: in
     """
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
-    engine = first_engine_of(task, topology)
+    engine = open_first_engine(task, topology)
     reference = Reference(reference_dir, update_rules.of_task(task), topology.rank)
     losses = reference.facts.losses
     made_for = (reference.facts.batch_size, len(losses), len(losses[0]))
@@ -254,7 +254,7 @@ class CheckPass:
                 # read from a gradient, which must not be clipped.
                 unclipped = dataclasses.replace(self.task, clip_norm=None, accumulate=1)
                 problem = engine_dropout.find_problem(
-                    engine_of(unclipped, self.topology), self.topology, train_step,
+                    open_engine(unclipped, self.topology), self.topology, train_step,
                     next(batches), probabilities, self.task.seed,
                 )  # fmt: skip
             except Exception as error:

@@ -24,8 +24,8 @@ from accbench.engines.common.training_state import NotLoadableError, Tensors, Tr
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
-from accbench.training.accelerated_run import Run, Watch
-from accbench.training.opening import first_engine_of
+from accbench.training.accelerated_run import Run, StepListener
+from accbench.training.opening import open_first_engine
 
 
 def run(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
@@ -48,7 +48,7 @@ def run(task: TaskConfig, topology: Topology, reference_dir: Path) -> None:
 
 def _check(task: TaskConfig, topology: Topology, reference_dir: Path, logger: RunLogger) -> None:
     folder = script_reference_pass.tensors_folder(reference_dir)
-    engine = first_engine_of(task, topology)
+    engine = open_first_engine(task, topology)
     first = ReferenceStep.read(folder, 0, topology.rank)
     shapes = [tuple(shape) for shape in first.dropout_shapes]
     for free in (False, True):
@@ -70,17 +70,17 @@ def _check(task: TaskConfig, topology: Topology, reference_dir: Path, logger: Ru
 def _watch_with(
     checks: "list[_StepCheck]", check_class: "type[_StepCheck]", draws: shared_dropout.Draws,
     folder: Path, logger: RunLogger,
-) -> Callable[[Run], Watch]:  # fmt: skip
+) -> Callable[[Run], StepListener]:  # fmt: skip
     """Return a function that builds a run's check and appends it to `checks`."""
 
-    def watch(run: Run) -> Watch:
+    def watch(run: Run) -> StepListener:
         checks.append(check_class(run, draws, folder, logger))
         return checks[-1]
 
     return watch
 
 
-class _StepCheck(Watch):
+class _StepCheck(StepListener):
     """Checks every step of an engine, each from the reference's state."""
 
     def __init__(

@@ -29,7 +29,7 @@ from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import script
-from accbench.training.accelerated_run import Run, Watch
+from accbench.training.accelerated_run import Run, StepListener
 from accbench.training.current import Worker
 
 # Relative difference of a batch's sums in float32 and in float64.
@@ -193,7 +193,7 @@ def _run_and_store(task: TaskConfig, topology: Topology, logger: RunLogger) -> N
     engine = Float64Engine(task, topology)
     writers: list[_StepWriter] = []
 
-    def watch(run: Run) -> Watch:
+    def watch(run: Run) -> StepListener:
         writers.append(_StepWriter(run, first_step.draws, tensors_folder(task.run_dir)))
         return writers[0]
 
@@ -216,7 +216,7 @@ class _HeaderLogger(RunLogger):
 
 
 def run_script(
-    task: TaskConfig, topology: Topology, engine: Any, watch: Callable[[Run], Watch]
+    task: TaskConfig, topology: Topology, engine: Any, watch: Callable[[Run], StepListener]
 ) -> None:
     """Run the script once; its run writes its header, and no windows.
 
@@ -227,7 +227,7 @@ def run_script(
         watch: called with the script's run; what it returns sees every step.
     """
 
-    def begin(run: Run) -> Watch:
+    def begin(run: Run) -> StepListener:
         run.logger = run.timer.listener.logger = _HeaderLogger(task.run_dir, topology.rank)  # type: ignore[attr-defined]
         return watch(run)
 
@@ -239,13 +239,13 @@ class _FirstStepDone(BaseException):
     """Ends the script after its first step."""
 
 
-class _DropoutRecorder(Watch):
+class _DropoutRecorder(StepListener):
     """Records the shapes of the random numbers that dropout takes in the first step."""
 
     def __init__(self, draws: shared_dropout.Draws) -> None:
         self.draws = draws
 
-    def watch(self, run: Run) -> Watch:
+    def watch(self, run: Run) -> StepListener:
         self.run = run
         return self
 
@@ -257,7 +257,7 @@ class _DropoutRecorder(Watch):
         raise _FirstStepDone
 
 
-class _StepWriter(Watch):
+class _StepWriter(StepListener):
     """Writes every step of the reference to the disk."""
 
     def __init__(self, run: Run, draws: shared_dropout.Draws, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""A worker from top to bottom, the one training loop, and the one place that waits."""
+"""Training in a worker: its one training loop, and the one place that waits for the device."""

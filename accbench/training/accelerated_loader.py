@@ -1,4 +1,4 @@
-"""A user's loader, whose batches come on the device; each rank's share of its samples."""
+"""A user's data loader, sharded over the ranks, with its batches moved to the device."""
 
 import copy
 from collections.abc import Generator, Iterator
@@ -18,40 +18,40 @@ from accbench.errors import RequestError
 from accbench.training.gathering import BatchPosition
 
 
-class Passes(Protocol):
-    """Is told of each pass over a loader."""
+class PassListener(Protocol):
+    """Listener for each pass over a loader."""
 
     engine: LoopEngine
 
-    def batches(self, loader: "Loader", on_device: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches as the loop gets them."""
+    def batches(self, loader: "AcceleratedLoader", on_device: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of one pass as the loop gets them."""
 
 
-class Loader:
-    """Batches on the device. Everything else is the user's loader's own.
+class AcceleratedLoader:
+    """A user's loader with its batches on the device; other attributes are the loader's.
 
-    Where that has worker processes, it is read ahead of the loop. One without is read in the
-    loop's own thread, so that random numbers are drawn in the order of a plain loop.
+    A loader with worker processes is read ahead of the loop. One without is read in the loop's own
+    thread, so that random numbers are drawn in the order of a plain loop.
     """
 
-    def __init__(self, loader: Any, passes: Passes, sampler: "_OfRank | None") -> None:
+    def __init__(self, loader: Any, passes: PassListener, sampler: "_RankSampler | None") -> None:
         self.loader, self._passes, self._sampler = loader, passes, sampler
         self.epoch = 0
-        """Of the next pass, which a sampler made here shuffles by."""
+        """Epoch of the next pass, by which a sampler made here shuffles."""
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # in the midst of unpickling there is none
+        if name == "loader":  # during unpickling it does not exist yet
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next pass by this number; passes count by themselves as well."""
+        """Set the number that shuffles the next pass; passes also count by themselves."""
         self.epoch = epoch
-        for one in (self.loader, getattr(self.loader, "sampler", None)):
-            set_epoch = getattr(one, "set_epoch", None)
+        for candidate in (self.loader, getattr(self.loader, "sampler", None)):
+            set_epoch = getattr(candidate, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
 
@@ -66,8 +66,8 @@ class Loader:
         """A count of batches for a new pass, for `Run.gather`."""
         inner = getattr(self.loader, "batch_sampler", None)
         samplers = (getattr(self.loader, "sampler", None), inner, getattr(inner, "sampler", None))
-        found = (one for one in samplers if hasattr(one, "num_replicas"))
-        return BatchPosition(next(found, None))
+        sharded = (sampler for sampler in samplers if hasattr(sampler, "num_replicas"))
+        return BatchPosition(next(sharded, None))
 
     def _on_device(self) -> Generator[Batch, None, None]:
         engine = self._passes.engine
@@ -84,11 +84,11 @@ class Loader:
         batches = iter(self.loader)
         if self._sampler is None:
             return batches
-        return _by_the_sampler(batches, self._sampler, self.loader)
+        return _check_sampler_used(batches, self._sampler, self.loader)
 
 
-class _OfRank(DistributedSampler):
-    """Knows whether a loader has taken samples from it."""
+class _RankSampler(DistributedSampler):
+    """A distributed sampler that records whether a loader has taken samples from it."""
 
     was_asked = False
 
@@ -97,18 +97,19 @@ class _OfRank(DistributedSampler):
         return super().__iter__()
 
 
-def of_rank(loader: Any, topology: Topology, seed: int) -> tuple[Any, _OfRank | None]:
-    """A loader of this rank's part of the samples, and the sampler that was made for it.
+def shard_loader(loader: Any, topology: Topology, seed: int) -> tuple[Any, _RankSampler | None]:
+    """Shard a loader: return a loader of this rank's samples, and the sampler made for it.
 
     Raises:
-        RequestError: it cannot be shared out.
+        RequestError: it cannot be sharded.
     """
     if topology.world_size == 1:
         return loader, None
     sampler = getattr(loader, "sampler", None)
-    if any(hasattr(one, "num_replicas") for one in (sampler, getattr(loader, "batch_sampler", 0))):
+    samplers = (sampler, getattr(loader, "batch_sampler", None))
+    if any(hasattr(candidate, "num_replicas") for candidate in samplers):
         return loader, None
-    why = _why_whole(loader, sampler)
+    why = _why_not_shardable(loader, sampler)
     if why is not None:
         raise RequestError(
             f"{why} cannot be shared out over {topology.world_size} workers: give its DataLoader "
@@ -116,30 +117,33 @@ def of_rank(loader: Any, topology: Topology, seed: int) -> tuple[Any, _OfRank | 
             "samples of its own and say sharded=True"
         )
     shuffle = isinstance(sampler, RandomSampler)
-    shared = _OfRank(loader.dataset, topology.world_size, topology.rank, shuffle=shuffle, seed=seed)
-    return _with_sampler(loader, shared), shared
+    shard = _RankSampler(
+        loader.dataset, topology.world_size, topology.rank, shuffle=shuffle, seed=seed
+    )
+    return _with_sampler(loader, shard), shard
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler) -> DataLoader[Any]:
-    """Return a copy of the loader, of its own class and with all its attributes, that takes its
-    samples from `sampler`.
+    """Return a copy of the loader that takes its samples from `sampler`.
 
-    One built anew from a list of arguments would lose what a subclass does to its batches
-    (huggingface/accelerate#3322).
+    The copy is of the loader's own class and has all its attributes. A loader rebuilt from a list
+    of arguments would lose what a subclass does to its batches (huggingface/accelerate#3322).
     """
     other = copy.copy(loader)
     batches = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
-    # DataLoader lets nobody set these after its constructor; the copy has not been read yet.
+    # DataLoader refuses to set these after its constructor; the copy has not been read yet.
     vars(other).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return other
 
 
-def _by_the_sampler(batches: Iterator[Any], sampler: "_OfRank", loader: Any) -> Iterator[Any]:
-    """Pass batches through.
+def _check_sampler_used(
+    batches: Iterator[Any], sampler: "_RankSampler", loader: Any
+) -> Iterator[Any]:
+    """Pass batches through, and check that the loader uses the sampler.
 
     Raises:
-        RequestError: the first comes without the sampler having been asked for samples, so that
-            each worker would train on all of them.
+        RequestError: the first batch came without a sample from the sampler, so that each worker
+            would train on all samples.
     """
     for batch in batches:
         if not sampler.was_asked:
@@ -151,8 +155,8 @@ def _by_the_sampler(batches: Iterator[Any], sampler: "_OfRank", loader: Any) -> 
         yield batch
 
 
-def _why_whole(loader: Any, sampler: Any) -> str | None:
-    """What of a loader only its maker knows how to share out; None if it can be."""
+def _why_not_shardable(loader: Any, sampler: Any) -> str | None:
+    """Describe why a loader cannot be sharded here; return None if it can be."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
@@ -160,6 +164,6 @@ def _why_whole(loader: Any, sampler: Any) -> str | None:
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return f"a DataLoader with the batch sampler {type(loader.batch_sampler).__name__}"
     if isinstance(sampler, RandomSampler):
-        whole = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-        return None if whole else "a DataLoader that draws with replacement, or a part"
+        draws_all = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+        return None if draws_all else "a DataLoader that draws with replacement, or a part"
     return None if type(sampler) is InOrder else f"the sampler {type(sampler).__name__}"

@@ -1,4 +1,4 @@
-"""A user's model, run by an engine wherever it is called, and else what it was."""
+"""A user's model that an engine runs wherever it is called."""
 
 from typing import Any
 
@@ -10,20 +10,22 @@ from accbench.engines.loops import LoopEngine
 
 
 def accelerate(model: nn.Module, prepared: nn.Module, engine: LoopEngine) -> None:
-    """Have `model(...)` run `prepared(...)` under the engine's autocast; results are float32.
+    """Make `model(...)` run `prepared(...)` under the engine's autocast; results are float32.
 
-    The object stays, of a subclass of its class: attributes, methods and names of parameters are
-    as they were, which those of a wrapper would not be. A copy of it is an ordinary model.
+    The object stays the same, of a subclass of its class: attributes, methods and parameter names
+    do not change, as they would with a wrapper. A copy of it is an ordinary model.
 
     Args:
-        prepared: what `engine.prepare(model)` gave.
+        model: the user's model; changed in place.
+        prepared: what `engine.prepare(model)` returned.
+        engine: the engine that prepared it.
     """
     kind: Any = type(model)
     running = False
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal running
-        if running:  # by what was prepared, or by a method of the model's
+        if running:  # called by `prepared`, or by a method of the model's
             return kind.__call__(self, *args, **kwargs)
         running = True
         try:
@@ -38,15 +40,15 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: LoopEngine) -> Non
 
     def reduce(self: Any, protocol: Any) -> Any:
         _, _, *state = kind.__reduce_ex__(self, protocol)
-        return _new, (kind,), *state
+        return _new_instance, (kind,), *state
 
     members = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
     accelerated = type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__})
-    # Not by the class's own `__setattr__`: a traced module hands it on to what it is made of.
+    # Not by the class's own `__setattr__`: a traced module passes it on to its parts.
     object.__setattr__(model, "__class__", accelerated)
 
 
-def _new(kind: Any) -> Any:
+def _new_instance(kind: Any) -> Any:
     return kind.__new__(kind)
 
 

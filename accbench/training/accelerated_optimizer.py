@@ -1,4 +1,4 @@
-"""A user's optimizer, whose `step` is an engine's, and else what it was."""
+"""A user's optimizer whose `step` is the engine's."""
 
 import functools
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from accbench.errors import RequestError
 Names = dict[int, str]
 
 
-def names_of(model: nn.Module) -> Names:
-    """Parameter, by its identity -> its first name."""
+def names_by_id(model: nn.Module) -> Names:
+    """Map each parameter's `id` to its first name in the model."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def check(optimizer: torch.optim.Optimizer, names: Names) -> None:
-    """Look whether the optimizer is one of the model's.
+    """Check that the optimizer's parameters are the model's and its `step` is its class's.
 
     Raises:
-        RequestError: it has parameters that are not the model's, or no `step` of its class.
+        RequestError: it has parameters that are not the model's, or its `step` was replaced.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -31,43 +31,45 @@ def check(optimizer: torch.optim.Optimizer, names: Names) -> None:
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
                     "the model's: build it from model.parameters(), with all that trains in model"
                 )
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    replaced_step = vars(optimizer).get("step")
+    if replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched"):
         raise RequestError("the optimizer's step was replaced; give accelerate the optimizer first")
 
 
-def take_over(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> None:
-    """Put the parameters that the model has now in the places of those that it had.
+def replace_parameters(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> None:
+    """Replace the optimizer's parameters by those that the model has now.
 
-    Groups stay the objects that they are. What the optimizer keeps of each parameter, from an
-    earlier run for one, goes with it, laid out in memory as the parameter is.
+    Groups stay the same objects. The optimizer's state of each parameter, for example from an
+    earlier run, is kept, laid out in memory as the parameter is.
 
     Args:
-        names: of the parameters that the optimizer has.
+        optimizer: changed in place.
+        names: `id` -> name of the parameters that the optimizer has.
+        model: the model with the new parameters.
     """
     parameters = dict(model.named_parameters())
-    kept, groups = optimizer.state_dict(), optimizer.param_groups
+    state_dict, groups = optimizer.state_dict(), optimizer.param_groups
     for group in groups:
         group["params"][:] = [parameters[names[id(p)]] for p in group["params"]]
     if not optimizer.state:
         return
     flat = [p for group in groups for p in group["params"]]
-    for index, state in kept["state"].items():
+    for index, state in state_dict["state"].items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == flat[index].shape:
-                # Fused AdamW goes through all of a parameter's tensors in one order.
+                # Fused AdamW reads all of a parameter's tensors in the same memory order.
                 like = torch.empty_like(flat[index], device="cpu", dtype=value.dtype)
                 state[key] = like.copy_(value)
     optimizer.state.clear()
-    optimizer.load_state_dict(kept)
+    optimizer.load_state_dict(state_dict)
     optimizer.param_groups = groups
 
 
 def accelerate(optimizer: torch.optim.Optimizer, take_step: Callable[[], None]) -> None:
-    """Have `optimizer.step()` call `take_step`; see `plainly` for what that does.
+    """Make `optimizer.step()` call `take_step`; `step_unaccelerated` then does the step.
 
-    The object stays, of a subclass of its class, so that learning rate schedulers made before or
-    after find it as they expect it.
+    The object stays the same, of a subclass of its class, so that learning rate schedulers made
+    before or after find what they expect.
     """
     kind: Any = type(optimizer)
 
@@ -78,12 +80,12 @@ def accelerate(optimizer: torch.optim.Optimizer, take_step: Callable[[], None]) 
         take_step()
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's hooks run in the step within
-    of_scheduler = vars(optimizer).pop("step", None)
+    scheduler_step = vars(optimizer).pop("step", None)
     accelerated = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
     optimizer.__class__ = accelerated
-    if of_scheduler is not None:  # which counts the steps at the method that it replaced
+    if scheduler_step is not None:  # the scheduler counts steps at the method that it replaced
 
-        @functools.wraps(of_scheduler)
+        @functools.wraps(scheduler_step)
         def counted(*args: Any, **kwargs: Any) -> None:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             step(optimizer, *args, **kwargs)
@@ -92,8 +94,8 @@ def accelerate(optimizer: torch.optim.Optimizer, take_step: Callable[[], None]) 
         vars(optimizer)["step"] = counted
 
 
-def plainly(optimizer: Any, engine: LoopEngine) -> None:
-    """The engine's step, by the optimizer as it was before `accelerate`."""
+def step_unaccelerated(optimizer: Any, engine: LoopEngine) -> None:
+    """Step as the optimizer did before `accelerate`, through the engine."""
     accelerated, counted = type(optimizer), vars(optimizer).pop("step", None)
     optimizer.__class__ = accelerated.__base__
     try:

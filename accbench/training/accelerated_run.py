@@ -1,4 +1,4 @@
-"""A run of a user's own loop: what `accbench.accelerate` gives."""
+"""The run of a user's own training loop, which `accbench.accelerate` returns."""
 
 import contextlib
 import inspect
@@ -32,25 +32,25 @@ from accbench.training import (
     gathering,
     worker,
 )
-from accbench.training.accelerated_loader import Loader
+from accbench.training.accelerated_loader import AcceleratedLoader
 from accbench.training.current import Worker
 from accbench.training.foreign_steps import ForeignSteps
 from accbench.training.gathering import BatchPosition
-from accbench.training.opening import engine_of
+from accbench.training.opening import open_engine
 from accbench.training.step_timer import StepTimer
 
 
-class Watch:
-    """Is told of a run's steps. By itself it does nothing."""
+class StepListener:
+    """Listener for a run's steps; this class itself does nothing."""
 
     def before_step(self) -> None:
-        """The loop asks for the first batch of a step."""
+        """Handle the loop's request for the first batch of a step."""
 
     def got(self, batch: Batch) -> None:
-        """A batch for training has come to the device."""
+        """Handle a training batch that has come to the device."""
 
     def after_step(self, loss: torch.Tensor) -> None:
-        """The step was handed to the device; its gradients are still there."""
+        """Handle a step that was handed to the device; its gradients still exist."""
 
 
 class Run:
@@ -62,28 +62,28 @@ class Run:
     ) -> None:  # fmt: skip
         self.task, self.topology = begun.task, begun.topology
         self.optimizer_class = type(optimizer)
-        """As the script built it."""
-        self._given, model = model, trainable.plain(model)
-        names = accelerated_optimizer.names_of(model)
+        """Class of the optimizer as the script built it."""
+        self._user_model, model = model, trainable.plain(model)
+        names = accelerated_optimizer.names_by_id(model)
         accelerated_optimizer.check(optimizer, names)
         shares: list[tuple[Any, Any]] = [
             (loader, None) if sharded
-            else accelerated_loader.of_rank(loader, self.topology, self.task.seed)
+            else accelerated_loader.shard_loader(loader, self.topology, self.task.seed)
             for loader in loaders
         ]  # fmt: skip
         random_state = torch.get_rng_state()
-        engine: Any = begun.engine or engine_of(self.task, self.topology)
+        engine: Any = begun.engine or open_engine(self.task, self.topology)
         self.engine: LoopEngine = engine
         self.model, self.optimizer = model, optimizer
-        given = [*model.parameters()]
+        original_parameters = [*model.parameters()]
         self._prepare(names)
         # Dropout differs by rank; on the first, the script's own random numbers go on.
         self.engine.seed((torch.initial_seed() + self.topology.rank) % 2**32)
         if self.topology.rank == 0:
             torch.set_rng_state(random_state)
-        self.loaders = [Loader(loader, self, sampler) for loader, sampler in shares]
+        self.loaders = [AcceleratedLoader(loader, self, sampler) for loader, sampler in shares]
         self.at_end = lambda: None
-        """Called when the record has its end."""
+        """Called after the record's last line."""
         self._stack = contextlib.ExitStack()
         display = self._stack.enter_context(
             TrainingDisplay(begun.console, self.task.max_steps, ("samples", 1))
@@ -96,17 +96,17 @@ class Run:
         self.timer.start(0)
         self._passes: list[Generator[Batch, None, None]] = []
         self._losses: list[torch.Tensor] = []
-        self._taken: dict[int, int] = {}  # of the next step: pass over a loader -> samples
+        self._taken: dict[int, int] = {}  # pass over a loader -> samples taken for the next step
         self._position: BatchPosition | None = None
         self._stepped: set[int] = set()  # optimizers, by the gradients of the last backward passes
         self._training_passes: set[int] = set()  # begun, and not at their end
         self._num_applied = self._num_backward = 0
         self._error: Exception | None = None
         self._has_header = self._ended = self._is_unscaled = self._without_reduction = False
-        self._watch: Watch = begun.watch(self) if begun.watch else Watch()
+        self._watch: StepListener = begun.watch(self) if begun.watch else StepListener()
         self._hook = optimizer.register_step_post_hook(self._count)
         self._foreign = ForeignSteps(
-            model, given, self._before_foreign_step, self._after_foreign_step
+            model, original_parameters, self._before_foreign_step, self._after_foreign_step
         )
         self._stack.enter_context(self._foreign)
 
@@ -119,12 +119,12 @@ class Run:
         model_state.share(self.model)
         self.prepared = self.engine.prepared(self.model)
         accelerated_model.accelerate(self.model, self.prepared, self.engine)
-        accelerated_optimizer.take_over(self.optimizer, names, self.model)
+        accelerated_optimizer.replace_parameters(self.optimizer, names, self.model)
         self.engine.adopt_optimizer(self.optimizer, self.prepared)
         accelerated_optimizer.accelerate(self.optimizer, self._step)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self._given, self.optimizer, *self.loaders))
+        return iter((self._user_model, self.optimizer, *self.loaders))
 
     @property
     def rank(self) -> int:
@@ -133,13 +133,13 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, and the loaders' batches come."""
+        """The device of the model and of the loaders' batches."""
         return next(self.model.parameters()).device
 
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, create_graph: bool = False
     ) -> None:
-        """In place of `loss.backward()`: gradients of the loss, averaged over all workers.
+        """Compute gradients averaged over all workers, in place of `loss.backward()`.
 
         With float16 they hold the loss scale until `optimizer.step` or `finish_gradients`. Several
         calls before a step add up.
@@ -147,7 +147,7 @@ class Run:
         Args:
             loss: a tensor of one element.
             retain_graph: keep the graph, to go back through it again.
-            create_graph: refused; it is there for a message that says what to call instead.
+            create_graph: not supported; the error message says what to call instead.
 
         Raises:
             RequestError: `create_graph` is set.
@@ -160,13 +160,13 @@ class Run:
             )
         self._num_backward += 1
         self._stepped.clear()
-        with self._foreign.gathered():
+        with self._foreign.in_backward():
             self.engine.backward(loss, retain_graph)
         complex_parameters.materialize_gradients(self.optimizer)
         if not self._without_reduction:
             self.engine.reduce_gradients(self.optimizer)
         self._losses.append(loss.detach())
-        if self._foreign.take_gathered():
+        if self._foreign.take_backward_step():
             self._after_step(None)
 
     def gather(self, nest: Any) -> Any:
@@ -186,50 +186,54 @@ class Run:
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Around all but the last forward and `backward` of a step: averages nothing yet.
+        """Skip the averaging of gradients in the block.
 
-        Only saves time: gradients that were averaged may be added to, and averaged again.
+        It goes around all but the last forward and `backward` of a step. It only saves time:
+        gradients that were averaged may be added to, and averaged again.
         """
         self._without_reduction = True
         try:
-            with self._of_engine():
+            with self._engine_without_reduction():
                 yield
         finally:
             self._without_reduction = False
 
-    def _of_engine(self) -> AbstractContextManager[Any]:
+    def _engine_without_reduction(self) -> AbstractContextManager[Any]:
         return self.engine.without_reduction(self.prepared)
 
     def finish_gradients(self) -> None:
-        """Take the loss scale out of the gradients, so that they can be looked at or changed."""
+        """Remove the loss scale from the gradients, so that they can be read or changed."""
         if not self._is_unscaled:
             self._is_unscaled = True
             self.engine.precision.unscale(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` of the model's gradients as the step will use them."""
+        """Unscale the model's gradients and clip them by `torch.nn.utils.clip_grad_norm_`."""
         self.finish_gradients()
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     def to_host(self, nest: Any) -> Any:
-        """Copies of all tensors on the host, of a `state_dict()` for one, to be saved."""
+        """Copy all tensors of a nest, such as a `state_dict()`, to the host, to be saved."""
         return nested.mapped(nest, lambda tensor: tensor.detach().to("cpu", copy=True))
 
     def _step(self) -> None:
         self._raise_left()
         self._begin_step(self.optimizer)
         with self._foreign.ignored():  # a wrapper's own optimizer steps in here
-            accelerated_optimizer.plainly(self.optimizer, self.engine)
+            accelerated_optimizer.step_unaccelerated(self.optimizer, self.engine)
         self._after_step(self.optimizer)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether there are gradients, unless it takes part in a step that is counted."""
+        """Check that there are gradients, unless the step is part of a counted one."""
         if not self._takes_part(optimizer):
             self._refuse_without_losses()
             self._end_if_done()
 
     def _takes_part(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether another optimizer has stepped by the same gradients, and this has not."""
+        """Return whether the step is part of one that another optimizer has counted.
+
+        That is so if another optimizer has stepped by the same gradients, and this one has not.
+        """
         return not self._losses and bool(self._stepped) and id(optimizer) not in self._stepped
 
     def _refuse_without_losses(self) -> None:
@@ -240,7 +244,7 @@ class Run:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count a step of the optimizer; None is those that stepped in a backward pass.
+        """Count a step of an optimizer; None stands for those that stepped in a backward pass.
 
         Several optimizers by the same gradients, each with some of the parameters, are one step.
         """
@@ -257,12 +261,12 @@ class Run:
         self._begin_record(num_samples)
         self._watch.after_step(loss)
         self._losses, self._taken, self._is_unscaled = [], {}, False
-        # One more optimizer's step on the same batch, or a loop without a loader.
+        # No samples: one more optimizer's step on the same batch, or a loop without a loader.
         known = num_samples or (0 if self.loaders else self.task.batch_size)
         self.timer.step_done(loss, known)
 
     def _before_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Another optimizer is about to step: a wrapped one, or one of some of the parameters."""
+        """Check the step of another optimizer: a wrapped one, or one of some of the parameters."""
         self._raise_left()
         if not self._foreign.is_in_backward:
             self._begin_step(optimizer)
@@ -291,20 +295,22 @@ class Run:
     def _count(self, *_: Any) -> None:
         self._num_applied += 1
 
-    def batches(self, loader: Loader, on_device: Iterator[Batch]) -> Iterator[Batch]:
-        """One pass over a loader; `on_device` is to be closed when it is left."""
-        # What is evaluated is no part of a window of training.
+    def batches(self, loader: AcceleratedLoader, on_device: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of one pass over a loader; `on_device` is closed when the pass ends."""
+        # An evaluation is not part of a training window.
         evaluates = not (torch.is_grad_enabled() and self.model.training)
-        # Nor is a window cut by one more loader that is read beside others.
+        # A further loader that is read at the same time does not end the window.
         if not (evaluates or self._training_passes):
             self.timer.close_window()
             self.timer.start(loader.epoch - 1)
-        a_pass = self._pass(on_device, evaluates, loader.position)
+        new_pass = self._pass(on_device, evaluates, loader.position)
         self._passes = [
-            one for one in self._passes if inspect.getgeneratorstate(one) != inspect.GEN_CLOSED
+            earlier
+            for earlier in self._passes
+            if inspect.getgeneratorstate(earlier) != inspect.GEN_CLOSED
         ]
-        self._passes.append(a_pass)
-        return a_pass
+        self._passes.append(new_pass)
+        return new_pass
 
     def _pass(
         self, on_device: Any, evaluates: bool, position: BatchPosition
@@ -313,15 +319,15 @@ class Run:
         if pauses:
             self.timer.pause()
         timed = iter(on_device) if evaluates else self.timer.batches(on_device)
-        end, this = "failed", id(on_device)
+        end, pass_id = "failed", id(on_device)
         if not evaluates:
-            self._training_passes.add(this)
+            self._training_passes.add(pass_id)
         try:
             while True:
                 self._raise_left()
                 self._end_if_done()
                 if not evaluates and not self._losses:
-                    self._taken.pop(this, None)  # of a batch that nothing was made of
+                    self._taken.pop(pass_id, None)  # of a batch that no step used
                     self._watch.before_step()
                 try:
                     batch = next(timed)
@@ -334,11 +340,11 @@ class Run:
                 self._position = position
                 if not evaluates:
                     self._begin_record(samples)
-                    self._taken[this] = self._taken.get(this, 0) + samples
+                    self._taken[pass_id] = self._taken.get(pass_id, 0) + samples
                     self._watch.got(batch)
                 yield self.engine.given(batch)
                 del batch
-                if self.timer.num_steps == num_steps:  # or the step has done so
+                if self.timer.num_steps == num_steps:  # otherwise the step has ended it
                     self.engine.end_step()
         except (GeneratorExit, RunEnded):
             end = "left"
@@ -346,7 +352,7 @@ class Run:
         finally:
             self.engine.leave_batches()
             on_device.close()
-            self._training_passes.discard(this)
+            self._training_passes.discard(pass_id)
             if pauses:
                 self.timer.resume()
             # Not after an error: the other ranks may be gone, which a window waits for.
@@ -359,7 +365,7 @@ class Run:
         except Exception as error:
             if not left:
                 raise
-            self._error = error  # a loop that was left would not get it
+            self._error = error  # a loop that was left early would not see it raised
 
     def _raise_left(self) -> None:
         error, self._error = self._error, None
@@ -371,7 +377,7 @@ class Run:
             raise RunEnded(0)
 
     def _begin_record(self, num_samples: int) -> None:
-        """The record's first line, which tells the samples of a batch."""
+        """Write the record's first line, which has the number of samples in a batch."""
         if self._has_header:
             return
         self._has_header = True
@@ -396,15 +402,15 @@ class Run:
             log.info(malloc.NOTICE)
 
     def let_go(self) -> None:
-        """Close what is under way, passes over loaders and the display, and wait for nobody."""
+        """Close the display and all passes over loaders, and wait for no other rank."""
         self._ended = True
         for a_pass in self._passes:
-            with contextlib.suppress(ValueError):  # the one that we are called from
+            with contextlib.suppress(ValueError):  # the pass that called this
                 a_pass.close()
         self._stack.close()
 
     def close(self) -> None:
-        """End the run and its record; a script that ends does so by itself.
+        """End the run and its record; a script that ends does this by itself.
 
         Raises:
             NonFiniteLossError: in the last steps' window.
@@ -430,7 +436,7 @@ class Run:
         self.at_end()
 
     def fail(self, error: BaseException) -> None:
-        """End the record with what the script died of."""
+        """End the record with the error that the script ended with."""
         if self._ended:
             return
         self.let_go()
@@ -445,17 +451,17 @@ class Run:
 
     def _end_record(self) -> records.EndRecord:
         end = worker.end_record(self.engine, self.optimizer, self.timer, 0, 0)
-        of_ranks = process_group.gather_values([float(self.timer.num_samples)])
+        rank_samples = process_group.gather_values([float(self.timer.num_samples)])
         return replace(
             end,
-            num_samples=int(sum(n for (n,) in of_ranks)),
+            num_samples=int(sum(n for (n,) in rank_samples)),
             skipped_steps=self._num_skipped(end.skipped_steps),
             num_bad_samples=None,
             samples_per_epoch=None,
         )
 
     def _num_skipped(self, by_state: int | None) -> int | None:
-        """A step that overflows is not called, or called and does nothing."""
+        """Count the skipped steps: overflowed ones, which were not called or changed nothing."""
         if self.engine.precision.loss_scale() is None:
             return 0
         called = self.timer.num_steps - self._num_applied

@@ -1,9 +1,10 @@
 """One checkpoint on disk: a folder of tensors.safetensors and checkpoint.json.
 
-Tensors are `model/NAME`, `optimizer/KEY/NAME` and `rng/RANK/KEY`, where NAME is the parameter's
-or buffer's, and `extra/NUMBER`, of the model's extra state. Complex ones are real ones with a last
-axis of 2, and `:complex` behind the name. The JSON has the rest, the size and SHA-256 of the
-tensors' file, and its own SHA-256. Nothing in it is code: reading one runs none.
+Tensors are named `model/NAME`, `optimizer/KEY/NAME` and `rng/RANK/KEY`, where NAME is the
+parameter's or buffer's name, and `extra/NUMBER` for the model's extra state. Complex tensors are
+stored as real ones with a last axis of 2 and `:complex` appended to the name. The JSON has
+everything else, the size and SHA-256 of the tensors' file, and its own SHA-256. It contains no
+code: reading a checkpoint runs none.
 """
 
 import contextlib
@@ -26,25 +27,25 @@ from accbench.engines.common.training_state import Tensors, TrainingState
 FORMAT = 1
 JSON_FILE, TENSORS_FILE = "checkpoint.json", "tensors.safetensors"
 _EXTRA = "extra"
-# Behind the hidden name of one that a newer one of the same step is taking the place of.
+# Suffix of the hidden name of a checkpoint that a newer one of the same step replaces.
 REPLACED = ".old"
 _CHUNK_BYTES = 1 << 22
 
 
 class DamagedError(Exception):
-    """What is there is no whole checkpoint; the message says why."""
+    """A folder holds no complete checkpoint; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What a checkpoint holds beside tensors. Counts are of the whole run."""
+class CheckpointFacts:
+    """What a checkpoint holds besides tensors. Counts cover the whole run."""
 
     step: int
     """Optimizer steps done."""
     epoch: int
     """The epoch to go on with, from 0."""
     loader: dict[str, Any] | None
-    """Where that epoch is, as the loader has it; None: at its beginning."""
+    """The loader's state in that epoch; None at its beginning."""
     world_size: int
     engine: str
     model: str
@@ -52,31 +53,31 @@ class Facts:
     num_classes: int
     scaler: dict[str, float]
     top1: float | None = None
-    """Of the evaluation at this point, 0..1; None: there was none, or it has no such thing."""
+    """Top-1 accuracy of the evaluation at this point, 0..1; None without one."""
     loss: float | None = None
-    """Of the same evaluation."""
+    """Loss of the same evaluation."""
     optimizer: str = "adamw"
     image_size: int = 224
     num_samples: int | None = None
-    """Trained on by all ranks, step by step; None: written before it was kept."""
+    """Samples that all ranks have trained on; None in checkpoints from before it was stored."""
     format: int = FORMAT
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on; tensors on the host."""
+    """All that a run needs to go on; its tensors are on the host."""
 
-    facts: Facts
+    facts: CheckpointFacts
     state: TrainingState
     rng: tuple[Tensors, ...]
-    """By rank: states of random number generators by name."""
+    """For each rank: name -> state of a random number generator."""
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> int:
-    """Write `folder`, whole or not at all; it is durable when this returns. Returns its bytes.
+    """Write a checkpoint's folder atomically and durably, and return its number of bytes.
 
     Raises:
-        OSError: it cannot be written; what was begun is removed.
+        OSError: it cannot be written; what was begun has been removed.
     """
     begun = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(begun, ignore_errors=True)
@@ -91,7 +92,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> int:
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(begun, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # its way to tell of a full disk
+        if isinstance(error, SafetensorError):  # safetensors reports a full disk by this
             raise OSError(0, str(error), str(folder)) from None
         raise
     return num_bytes
@@ -117,17 +118,17 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
 
 
 def _flat(checkpoint: Checkpoint, extra: list[torch.Tensor]) -> Tensors:
-    found = {f"model/{name}": tensor for name, tensor in checkpoint.state.model.items()}
-    for name, kept in checkpoint.state.optimizer.items():
-        found.update({f"optimizer/{key}/{name}": tensor for key, tensor in kept.items()})
+    tensors = {f"model/{name}": tensor for name, tensor in checkpoint.state.model.items()}
+    for name, state in checkpoint.state.optimizer.items():
+        tensors.update({f"optimizer/{key}/{name}": tensor for key, tensor in state.items()})
     for rank, states in enumerate(checkpoint.rng):
-        found.update({f"rng/{rank}/{key}": tensor for key, tensor in states.items()})
-    found.update({f"{_EXTRA}/{number}": tensor for number, tensor in enumerate(extra)})
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+        tensors.update({f"rng/{rank}/{key}": tensor for key, tensor in states.items()})
+    tensors.update({f"{_EXTRA}/{number}": tensor for number, tensor in enumerate(extra)})
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def _flush(path: Path) -> None:
-    """Have the disk itself hold a file, or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,8 +136,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_facts(folder: Path) -> Facts:
-    """What the JSON says; the tensors are not looked at.
+def read_facts(folder: Path) -> CheckpointFacts:
+    """Read what the JSON says, without the tensors.
 
     Raises:
         DamagedError: it is missing, damaged or of a newer format.
@@ -144,8 +145,8 @@ def read_facts(folder: Path) -> Facts:
     return _facts(_read_json(folder))
 
 
-def verify(folder: Path) -> Facts:
-    """Read all of a checkpoint once, and hold it against its checksums.
+def verify(folder: Path) -> CheckpointFacts:
+    """Read all of a checkpoint once, and compare it with its checksums.
 
     Raises:
         DamagedError: something is missing, damaged or of a newer format.
@@ -164,10 +165,10 @@ def verify(folder: Path) -> Facts:
 
 
 def read(folder: Path) -> Checkpoint:
-    """A checkpoint that `verify` found whole.
+    """Read a checkpoint that `verify` has found complete.
 
     Raises:
-        DamagedError: it is not, or no longer.
+        DamagedError: it is not complete, or no longer.
     """
     content = _read_json(folder)
     facts = _facts(content)
@@ -190,19 +191,19 @@ def read(folder: Path) -> Checkpoint:
                 optimizer.setdefault(name, {})[group] = tensor
             else:
                 rng.setdefault(int(group), {})[name] = tensor
-        of_modules = _extra_of(content, extra)
+        extra_state_dict = _extra_of(content, extra)
     except (OSError, SafetensorError, ValueError, LookupError) as error:
         raise DamagedError(f"cannot read {folder / TENSORS_FILE}: {error}") from None
-    state = TrainingState(model, optimizer, facts.scaler, of_modules)
+    state = TrainingState(model, optimizer, facts.scaler, extra_state_dict)
     return Checkpoint(facts, state, tuple(rng[rank] for rank in sorted(rng)))
 
 
 def _extra_of(content: dict[str, Any], tensors: dict[int, torch.Tensor]) -> dict[str, Any] | None:
-    """The model's extra state; None of a checkpoint from before it was kept."""
+    """Return the model's extra state; None for a checkpoint from before it was stored."""
     if _EXTRA not in content:
         return None
     in_order = [tensors[number] for number in range(len(tensors))]
-    return {key: extra_state.unpacked(found, in_order) for key, found in content[_EXTRA].items()}
+    return {key: extra_state.unpacked(value, in_order) for key, value in content[_EXTRA].items()}
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
@@ -221,9 +222,9 @@ def _read_json(folder: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _facts(content: dict[str, Any]) -> Facts:
-    names = {field.name for field in dataclasses.fields(Facts)}
-    return Facts(**{name: value for name, value in content.items() if name in names})
+def _facts(content: dict[str, Any]) -> CheckpointFacts:
+    names = {field.name for field in dataclasses.fields(CheckpointFacts)}
+    return CheckpointFacts(**{name: value for name, value in content.items() if name in names})
 
 
 def _sha256_of(content: dict[str, Any]) -> str:
@@ -241,7 +242,7 @@ def _sha256_of_file(path: Path) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Take a checkpoint away; one that is half gone has no valid name any more."""
+    """Remove a checkpoint; an incomplete removal leaves nothing under its valid name."""
     going = folder.with_name(f".{folder.name}.{os.getpid()}.gone")
     with contextlib.suppress(OSError):
         folder.rename(going)

@@ -1,4 +1,7 @@
-"""A run's checkpoints: written in the background, the newest few and the best kept, found again."""
+"""A run's checkpoints: written in the background, found again, old ones removed.
+
+The newest few and the best one are kept.
+"""
 
 import contextlib
 import re
@@ -13,36 +16,36 @@ from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.recording.records import CheckpointRecord
 from accbench.training import checkpoint_file
-from accbench.training.checkpoint_file import Checkpoint, DamagedError, Facts
+from accbench.training.checkpoint_file import Checkpoint, CheckpointFacts, DamagedError
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{9,})")
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies."""
+    """Return the folder of the checkpoint after `step` steps."""
     return run_dir / FOLDER / f"step-{step:09}"
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints that are there, whole or damaged, the newest first."""
+    """Return the steps of all checkpoints on disk, complete or damaged, the newest first."""
     folder = run_dir / FOLDER
     if not folder.is_dir():
         return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def find(resume: str, run_dir: Path | None, warn: Callable[[str], None]) -> Path | None:
-    """The checkpoint that `--resume` means, verified; None: auto, and there is none yet.
+    """Find and verify the checkpoint that `--resume` means; return None if auto finds none.
 
     Args:
         resume: auto, a run's folder, or a checkpoint's.
-        run_dir: the run's own folder, which auto looks into; None where it is a new one.
-        warn: told of each damaged one that is passed over.
+        run_dir: the run's own folder, where auto looks; None for a new folder.
+        warn: called with a line on each damaged checkpoint that is skipped.
 
     Raises:
-        RequestError: there is none where one was named, or all there are are damaged.
+        RequestError: the named checkpoint does not exist, or all checkpoints are damaged.
     """
     if resume == "auto":
         return None if run_dir is None else _newest(run_dir, warn)
@@ -55,10 +58,10 @@ def find(resume: str, run_dir: Path | None, warn: Callable[[str], None]) -> Path
         return path.absolute()
     if not path.is_dir():
         raise RequestError(f"--resume {resume}: there is no such folder")
-    found = _newest(path, warn)
-    if found is None:
+    newest = _newest(path, warn)
+    if newest is None:
         raise RequestError(f"--resume {resume}: no checkpoint is in it")
-    return found.absolute()
+    return newest.absolute()
 
 
 def _newest(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
@@ -74,14 +77,14 @@ def _newest(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
         return folder_of(run_dir, step)
     if damaged:
         raise RequestError(
-            f"no checkpoint in {run_dir / FOLDER} is whole ({damaged[0]}); to begin anew choose "
-            "another --output_dir"
+            f"no checkpoint in {run_dir / FOLDER} is whole ({damaged[0]}); to start from the "
+            "beginning choose another --output_dir"
         )
     return None
 
 
 def clean(run_dir: Path) -> None:
-    """Tidy up after a killed writer; only for who holds the run's folder.
+    """Remove what a killed writer has left; the caller must hold the run's folder.
 
     A checkpoint that was just being replaced gets its name back.
     """
@@ -93,8 +96,8 @@ def clean(run_dir: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _best(facts: dict[int, Facts]) -> int | None:
-    """The step of the highest top-1, or of the lowest loss where none has a top-1."""
+def _best(facts: dict[int, CheckpointFacts]) -> int | None:
+    """Return the step with the highest top-1, or with the lowest loss if none has a top-1."""
     scores = {step: fact.top1 for step, fact in facts.items() if fact.top1 is not None}
     if not scores:
         scores = {step: -fact.loss for step, fact in facts.items() if fact.loss is not None}
@@ -105,9 +108,10 @@ class Writer:
     """Writes one checkpoint at a time in a thread, on rank 0; training goes on meanwhile.
 
     Args:
-        keep: how many of the newest stay. The best one stays as well, see `_best`.
+        run_dir: the run's folder.
+        keep: how many of the newest checkpoints stay. The best one stays as well, see `_best`.
         stop_on_error: whether a checkpoint that cannot be written ends the run.
-        warn: told of what does not.
+        warn: called with a line on a failure that does not end the run.
     """
 
     def __init__(
@@ -119,13 +123,14 @@ class Writer:
         self._error: Exception | None = None
 
     def save(self, checkpoint: Checkpoint, stall_s: float) -> None:
-        """Begin to write; waits for the one before.
+        """Begin to write a checkpoint, after waiting for the one before.
 
         Args:
+            checkpoint: what to write.
             stall_s: seconds for which training stood still to read the state.
 
         Raises:
-            RequestError: the one before could not be written, and that is to end the run.
+            RequestError: the checkpoint before could not be written, and that ends the run.
         """
         asked = time.perf_counter()
         self.finish()
@@ -141,7 +146,7 @@ class Writer:
         try:
             num_bytes = checkpoint_file.write(folder, checkpoint)
             self._remove_old()
-        except Exception as error:  # raised by `finish`: else "all is saved" would not be true
+        except Exception as error:  # `finish` raises it, so that nobody believes that all is saved
             self._error = error
             return
         record = CheckpointRecord(
@@ -154,23 +159,23 @@ class Writer:
             self._error = OSError(0, str(error))
 
     def _remove_old(self) -> None:
-        """Only now, for the new one is on the disk."""
+        """Remove old checkpoints; called only once the new one is on the disk."""
         facts = {}
         for step in steps_of(self.run_dir):
             try:
                 facts[step] = checkpoint_file.read_facts(folder_of(self.run_dir, step))
             except DamagedError:
-                continue  # not ours to remove: perhaps a newer version's
+                continue  # not removed: perhaps a newer version of accbench wrote it
         best = _best(facts)
         for step in list(facts)[self.keep :]:
             if step != best:
                 checkpoint_file.remove(folder_of(self.run_dir, step))
 
     def finish(self) -> None:
-        """Wait until what was begun is on the disk.
+        """Wait until the checkpoint being written is on the disk.
 
         Raises:
-            RequestError: it could not be written, and that is to end the run.
+            RequestError: it could not be written, and that ends the run.
         """
         if self._thread is not None:
             self._thread.join()

@@ -11,33 +11,33 @@ from accbench.distributed.process_group import Topology
 
 @dataclasses.dataclass
 class Worker:
-    """What a launcher has decided, and the run that the script makes of it."""
+    """A worker's task and connections, and the run that its script makes."""
 
     task: TaskConfig
     topology: Topology
     started: float
     """`time.perf_counter()` when the process began."""
     console: Any
-    """The terminal's, on rank 0."""
+    """The terminal's console, on rank 0."""
     engine: Any = None
-    """The task's, or what is to train in its place; None: to be made."""
+    """The engine that trains; None until it is opened."""
     watch: Callable[[Any], Any] | None = None
-    """Called with the run that the script begins; returns what is told of its steps."""
+    """Called with the run that the script begins; returns a listener for its steps."""
     run: Any = None
-    """Once the script has begun one."""
+    """The script's run, once it has begun."""
 
 
 _current: Worker | None = None
 
 
 def worker() -> Worker | None:
-    """This process's; None where a person started the script."""
+    """Return this process's worker; None where a person started the script."""
     return _current
 
 
 @contextlib.contextmanager
-def entered(new: Worker) -> Iterator[Worker]:
-    """`worker()` gives `new` in the block."""
+def use_worker(new: Worker) -> Iterator[Worker]:
+    """Make `worker()` return `new` in the block."""
     global _current
     before, _current = _current, new
     try:

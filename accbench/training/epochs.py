@@ -1,4 +1,4 @@
-"""Epoch after epoch: train, evaluate, save; stop when asked to, and go on from where one was."""
+"""The loop over epochs: train, evaluate, save, stop on request, and resume."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from accbench.logger import RunLogger
 from accbench.recording.records import EvalRecord, ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints
-from accbench.training.checkpoint_file import Facts
+from accbench.training.checkpoint_file import CheckpointFacts
 from accbench.training.profile import StepProfile
 from accbench.training.resume import Keeper
 from accbench.training.schedule import Schedule
@@ -27,7 +27,7 @@ from accbench.training.train_loop import evaluate, train_epoch
 
 @dataclasses.dataclass
 class Epochs:
-    """One run's way through its epochs."""
+    """One run's loop over its epochs."""
 
     engine: Engine
     model: nn.Module
@@ -54,10 +54,10 @@ class Epochs:
         )
 
     def restore(self) -> None:
-        """Go on from the checkpoint of `--resume`, if there is one.
+        """Restore the checkpoint of `--resume`, if there is one.
 
         Raises:
-            RequestError: it does not fit.
+            RequestError: the checkpoint does not fit.
         """
         if self.task.resume is None:
             return
@@ -73,11 +73,11 @@ class Epochs:
         """Train until `--epochs` or `--max_steps`.
 
         Raises:
-            StoppedError: on all ranks, when one of them was asked to stop; all is saved.
+            StoppedError: on all ranks, when one of them was asked to stop; the state is saved.
         """
         self._start_schedule()
         rank = self.engine.topology.rank
-        # Where nothing is to be saved, a signal ends the process as ever.
+        # Without checkpoints, a signal ends the process as usual.
         stops = (
             StopRequests(self.task.timeout_s, self.task.run_dir, rank)
             if self.task.save_interval
@@ -87,7 +87,7 @@ class Epochs:
             num_rollbacks, epoch = 0, self.first_epoch
             while epoch < self.task.epochs and not self._is_done():
                 try:
-                    self._one(epoch)
+                    self._run_epoch(epoch)
                     epoch += 1
                 except NonFiniteLossError as error:
                     if self.task.on_nan == "stop" or num_rollbacks == self.task.max_rollbacks:
@@ -102,13 +102,13 @@ class Epochs:
     def _is_done(self) -> bool:
         return self.task.max_steps is not None and self.timer.num_steps >= self.task.max_steps
 
-    def _one(self, epoch: int) -> None:
+    def _run_epoch(self, epoch: int) -> None:
         with self.display.report_long_steps(self.engine.compiler):
-            whole = train_epoch(
+            is_complete = train_epoch(
                 self.engine, self.model, self.spec, self.optimizer, self.train_loader, self.timer,
                 epoch, self._after_step,
             )  # fmt: skip
-        if not whole:
+        if not is_complete:
             return
         scores, number = None, epoch + 1
         self._at = number, None
@@ -119,7 +119,7 @@ class Epochs:
             self._save(scores)
 
     def _evaluate(self, loader: Any, epoch: int) -> EvalRecord:
-        """The scores of what is to be kept: of the averaged weights, if there are such."""
+        """Evaluate, and return the scores of the averaged weights if there are any."""
         models = [self.model]
         if self.task.ema_decay:
             models.append(optimizer_state.Averaged(self.keeper.net, self.optimizer))
@@ -144,21 +144,21 @@ class Epochs:
             self.timer.start(self.timer.epoch)
 
     def _roll_back(self, error: NonFiniteLossError) -> None:
-        """Take the newest checkpoint's weights, and go on behind the data that did it.
+        """Load the newest checkpoint's weights, and go on after the data that caused the error.
 
         Raises:
-            NonFiniteLossError: `error`, where there is no checkpoint.
+            NonFiniteLossError: `error`, if there is no checkpoint.
         """
         epoch, num_batches = self._at
         bad_step = self.timer.num_steps
-        # A step whose window ended badly was not told to `_after_step`.
-        behind = self.train_loader.state_dict((num_batches or 0) + bad_step - self._at_step)
+        # `_after_step` is not called for a step whose window ended with an error.
+        loader_state = self.train_loader.state_dict((num_batches or 0) + bad_step - self._at_step)
         self.keeper.finish()
         folder = self.keeper.newest()
         if folder is None:
             raise error
         facts = self.keeper.restore(folder)
-        self.train_loader.load_state_dict(behind)
+        self.train_loader.load_state_dict(loader_state)
         self._at = epoch, 0
         self._go_on_from(facts)
         self._saved_step = facts.step
@@ -169,7 +169,7 @@ class Epochs:
         )
         self.logger.write(ResumeRecord(facts.step, epoch, str(folder), rolled_back=True))
 
-    def _go_on_from(self, facts: Facts) -> None:
+    def _go_on_from(self, facts: CheckpointFacts) -> None:
         self.timer.num_steps = self._at_step = facts.step
         num_samples = facts.num_samples
         if num_samples is None:
@@ -186,9 +186,9 @@ class Epochs:
         )  # fmt: skip
 
     def _save(self, scores: EvalRecord | None = None) -> None:
-        """Save, unless this very step is saved already without knowing less."""
-        again = self._saved_step == self.timer.num_steps and scores is None
-        if again or not self.task.save_interval:
+        """Save a checkpoint, unless this step is saved already with as many scores."""
+        is_saved = self._saved_step == self.timer.num_steps and scores is None
+        if is_saved or not self.task.save_interval:
             return
         self.keeper.save(self.timer.num_steps, *self._at, scores, self.timer.num_samples_of_all)
         self._saved_step = self.timer.num_steps
@@ -197,7 +197,8 @@ class Epochs:
         self.timer.close_window()
         self._save()
         self.keeper.finish()
-        # Also so that no rank leaves, and its launcher ends the others, before all is on the disk.
+        # The collective also keeps each rank until all is on the disk: the first one to leave would
+        # make its launcher end the others.
         asked = process_group.gather_values([float(stops.received)])
         ranks = ", ".join(str(rank) for rank, (was_asked,) in enumerate(asked) if was_asked)
         raise StoppedError(

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as other tools load them: `accbench export RUN OUT`."""
+"""The command `accbench export RUN OUT`: write a checkpoint's weights for other tools."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -23,17 +23,21 @@ def export(
 ) -> str:
     """Write the weights of a run's newest whole checkpoint, or of a checkpoint's own folder.
 
+    In PyTorch's formats the names are the network's own, as torchvision's models load them.
+
     Args:
-        average: the moving average of the weights, where there is one.
-        evaluate: also score what ONNX Runtime reads there on the run's validation set.
+        run: the run's folder, or a checkpoint's.
+        out: the file to write.
+        format: its format.
+        average: export the moving average of the weights, if there is one.
+        evaluate: also score the exported network on the run's validation set, by ONNX Runtime.
 
-    Of PyTorch's formats the names are the network's own, as torchvision's models load them.
-
-    Returns a line on what was written.
+    Returns:
+        A line on what was written.
 
     Raises:
-        RequestError: no checkpoint, another model, no data to evaluate, or a place that cannot
-            be written.
+        RequestError: there is no checkpoint, the model is another, there is no data to evaluate,
+            or the file cannot be written.
     """
     if format.startswith("onnx"):
         export_onnx.check_installed()
@@ -41,21 +45,21 @@ def export(
         raise RequestError(
             f"--evaluate is of --format onnx and onnx_int8; {format} holds the weights unchanged"
         )
-    found = checkpoints.find(str(run), None, print)
-    assert found is not None
-    saved = checkpoint_file.read(found)
+    folder = checkpoints.find(str(run), None, print)
+    assert folder is not None
+    saved = checkpoint_file.read(folder)
     tensors = optimizer_state.of_averages(saved.state) if average else saved.state.model
     model = _model_of(saved.facts, tensors, saved.state.extra)
-    loader = _validation_set(found.parent.parent / config.CONFIG_FILE) if evaluate else None
+    loader = _validation_set(folder.parent.parent / config.CONFIG_FILE) if evaluate else None
     part = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         note = _write(model, saved.facts.image_size, part, format)
         if loader is not None:
             spec = models.resolve(saved.facts.model, saved.facts.image_size)
-            of_onnx, number = _top1(spec, export_onnx.Network(part), loader)
-            of_torch, _ = _top1(spec, model, loader)
-            note += f"; top-1 of {number} held-out samples {of_onnx:.2%}, torch {of_torch:.2%}"
+            onnx_top1, number = _top1(spec, export_onnx.Network(part), loader)
+            torch_top1, _ = _top1(spec, model, loader)
+            note += f"; top-1 of {number} held-out samples {onnx_top1:.2%}, torch {torch_top1:.2%}"
         part.rename(out)
     except OSError as error:
         raise RequestError(f"cannot write {out}: {error.strerror}") from None
@@ -65,10 +69,10 @@ def export(
 
 
 def _validation_set(config_file: Path) -> Any:
-    """The loader of a run's validation set, for one worker.
+    """Return the loader of a run's validation set, for one worker.
 
     Raises:
-        RequestError: the run's flags or its data are not there, or it has no such set.
+        RequestError: the run's flags or its data are missing, or it has no validation set.
     """
     task = config.parse([f"--config={config_file}"])
     name, location = config.data_name(task.data)
@@ -81,7 +85,7 @@ def _validation_set(config_file: Path) -> Any:
 
 
 def _top1(spec: Any, model: nn.Module, loader: Any) -> tuple[float, int]:
-    """The part of the samples whose best class is right, 0..1, and their number."""
+    """Compute top-1 accuracy, 0..1, and the number of samples."""
     with torch.no_grad():
         sums = sum(spec.score(model, batch).double() for batch in loader)
     _, top1, _, number = sums.tolist()
@@ -89,7 +93,7 @@ def _top1(spec: Any, model: nn.Module, loader: Any) -> tuple[float, int]:
 
 
 def _model_of(
-    facts: checkpoint_file.Facts, tensors: Tensors, extra: dict[str, Any] | None
+    facts: checkpoint_file.CheckpointFacts, tensors: Tensors, extra: dict[str, Any] | None
 ) -> nn.Module:
     spec = models.resolve(facts.model, facts.image_size)
     model = trainable.plain(spec.build(facts.num_classes))
@@ -104,9 +108,9 @@ def _model_of(
 
 
 def network_state(model: nn.Module) -> dict[str, Any]:
-    """The state_dict of the network, without the normalisation of images before it.
+    """Return the network's state_dict, without the normalization of images before it.
 
-    Extra state is in it as its modules give it.
+    Extra state is in it as its modules return it.
     """
     net = getattr(model, "net", model)
     return {
@@ -117,8 +121,8 @@ def network_state(model: nn.Module) -> dict[str, Any]:
 
 def _write(model: nn.Module, image_size: int, path: Path, format: Format) -> str:
     if format.startswith("onnx"):
-        apart = export_onnx.write(model, image_size, path, int8=format == "onnx_int8")
-        return f", logits of random images within {apart:.1e} of the largest of torch's"
+        error = export_onnx.write(model, image_size, path, int8=format == "onnx_int8")
+        return f", logits of random images within {error:.1e} of the largest of torch's"
     state = network_state(model)
     if format == "state_dict":
         torch.save(state, path)
@@ -127,12 +131,12 @@ def _write(model: nn.Module, image_size: int, path: Path, format: Format) -> str
 
 
 def _write_safetensors(state: dict[str, Any], path: Path) -> str:
-    """Write the tensors; returns a note on what this format has no place for."""
+    """Write the tensors, and return a note on what the format cannot hold."""
     from safetensors.torch import save_file
 
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     try:
-        # A tied weight has several names there, which this format writes out each.
+        # A tied weight has several names in the state_dict; this format stores each of them.
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
     except KeyError as error:
         raise RequestError(
@@ -142,4 +146,4 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> str:
     others = [name for name in state if name not in tensors]
     if not others:
         return ""
-    return f", without {', '.join(others)}, which are no tensors: --format state_dict has them"
+    return f", without {', '.join(others)}, which are not tensors: --format state_dict has them"

@@ -1,4 +1,4 @@
-"""A trained network as ONNX: bytes of images in, logits out, for any number of images."""
+"""Export of a trained network to ONNX: uint8 images in, logits out, for any batch size."""
 
 import contextlib
 import importlib.util
@@ -14,13 +14,13 @@ from torch import nn
 from accbench.errors import RequestError
 from accbench.system import extras
 
-# What its logits may differ by from torch's, as a part of the largest.
+# Largest difference allowed between its logits and torch's, as a fraction of the largest logit.
 _TOLERANCE = 1e-4
 _NUM_TRIED = 3
 
 
 def check_installed() -> None:
-    """Look for the packages.
+    """Check that the packages for ONNX are installed.
 
     Raises:
         RequestError: one is missing.
@@ -34,15 +34,18 @@ def check_installed() -> None:
 
 
 def write(model: nn.Module, image_size: int, path: Path, int8: bool) -> float:
-    """Write `path`; returns how far its logits are from torch's, as a part of the largest.
+    """Write `path`, and return the largest difference of its logits from torch's.
 
-    The input `images` is (N, 3, image_size, image_size) uint8, not normalised, the output
-    `logits` (N, num_classes) float32.
+    The difference is a fraction of the largest logit. The input `images` is
+    (N, 3, image_size, image_size) uint8, not normalized; the output `logits` is (N, num_classes)
+    float32.
 
     Args:
         model: in evaluation mode, on the host.
-        int8: weights as bytes and activations quantised as they come ("dynamically"), by ONNX
-            Runtime; far from torch's by design.
+        image_size: height and width of the images in pixels.
+        path: the file to write.
+        int8: store weights as bytes and quantize activations dynamically, by ONNX Runtime; the
+            logits then differ from torch's by design.
 
     Raises:
         RequestError: the network cannot be written as ONNX, or would compute something else.
@@ -52,8 +55,8 @@ def write(model: nn.Module, image_size: int, path: Path, int8: bool) -> float:
     images_NCHW = torch.randint(0, 256, shape_NCHW, dtype=torch.uint8, generator=generator)
     with _silenced():
         try:
-            # By itself the exporter would fall back to recording one forward pass, and so to
-            # whatever way that took through a model that decides by what it computes.
+            # Left to itself the exporter falls back to recording one forward pass, and so to one
+            # path through a model with data-dependent control flow.
             program = torch.export.export(
                 model, (images_NCHW[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},)
             )
@@ -61,31 +64,31 @@ def write(model: nn.Module, image_size: int, path: Path, int8: bool) -> float:
                 program, (), str(path), dynamo=True, external_data=False, verbose=False,
                 input_names=["images"], output_names=["logits"],
             )  # fmt: skip
-        except Exception as error:
-            # The exporter's own classes are many, and their messages pages long.
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise RequestError(f"the network cannot be written as ONNX: {why}") from error
+        except Exception as failure:
+            # The exporter has many exception classes, with messages that fill pages.
+            why = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+            raise RequestError(f"the network cannot be written as ONNX: {why}") from failure
         if int8:
-            _quantise(path)
-        apart = _apart(model, path, images_NCHW)
-    if not int8 and not apart <= _TOLERANCE:
-        raise RequestError(f"ONNX Runtime's logits are {apart:.1e} of the largest from torch's")
-    return apart
+            _quantize(path)
+        error = _relative_error(model, path, images_NCHW)
+    if not int8 and not error <= _TOLERANCE:
+        raise RequestError(f"ONNX Runtime's logits are {error:.1e} of the largest from torch's")
+    return error
 
 
-def _quantise(path: Path) -> None:
+def _quantize(path: Path) -> None:
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    whole = onnx.load(str(path))
-    # Shapes that torch wrote down, of weights that the quantiser transposes.
-    del whole.graph.value_info[:]
+    network = onnx.load(str(path))
+    # Shapes that torch recorded for weights which the quantizer transposes.
+    del network.graph.value_info[:]
     # Unsigned: the only convolutions of integers that ONNX Runtime has on a CPU.
-    quantize_dynamic(whole, str(path), weight_type=QuantType.QUInt8)
+    quantize_dynamic(network, str(path), weight_type=QuantType.QUInt8)
 
 
 class Network(nn.Module):
-    """What ONNX Runtime reads in a file that `write` wrote, as a model."""
+    """A model that runs a file of `write` in ONNX Runtime."""
 
     def __init__(self, path: Path) -> None:
         import onnxruntime
@@ -95,21 +98,21 @@ class Network(nn.Module):
         self.session = onnxruntime.InferenceSession(str(path), providers=providers)
 
     def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
-        """uint8 (N, 3, image_size, image_size) to float32 (N, num_classes)."""
+        """Compute float32 (N, num_classes) from uint8 (N, 3, image_size, image_size)."""
         (logits,) = self.session.run(None, {"images": images_NCHW.contiguous().numpy()})
         return torch.from_numpy(logits)
 
 
-def _apart(model: nn.Module, path: Path, images_NCHW: torch.Tensor) -> float:
+def _relative_error(model: nn.Module, path: Path, images_NCHW: torch.Tensor) -> float:
     with torch.no_grad():
         expected = model(images_NCHW)
-    apart = float((Network(path)(images_NCHW) - expected).abs().max())
-    return apart / (float(expected.abs().max()) or 1.0)
+    error = float((Network(path)(images_NCHW) - expected).abs().max())
+    return error / (float(expected.abs().max()) or 1.0)
 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Keep exporter and quantiser from warning of what is looked at here."""
+    """Silence warnings of the exporter and the quantizer, whose results are checked here."""
     with warnings.catch_warnings(), open(os.devnull, "w") as nowhere:
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Steps of optimizers that `accbench.accelerate` was not given, over the model's parameters.
+"""Steps of optimizers that `accbench.accelerate` did not get, on the model's parameters.
 
 An optimizer may be wrapped, as SAM and Lookahead wrap one (davda54/sam#8), or there may be several.
 """
@@ -20,22 +20,25 @@ from accbench.errors import RequestError
 
 
 class ForeignSteps(contextlib.AbstractContextManager["ForeignSteps"]):
-    """Tells of them while it is entered."""
+    """Reports the steps of other optimizers while it is entered."""
 
     def __init__(
-        self, model: nn.Module, given: Iterable[nn.Parameter],
+        self, model: nn.Module, original_parameters: Iterable[nn.Parameter],
         before: Callable[[torch.optim.Optimizer], None],
         after: Callable[[torch.optim.Optimizer], None],
     ) -> None:  # fmt: skip
-        """
+        """Prepare the hooks; entering installs them.
+
         Args:
-            given: the parameters that the model had before an engine took it.
-            before, after: called with the optimizer around its step; `after` not in a backward
-                pass, whose steps are one together.
+            model: the model.
+            original_parameters: the parameters that the model had before an engine took it.
+            before: called with an optimizer before its step.
+            after: called with an optimizer after its step, but not in a backward pass, whose
+                steps together count as one.
         """
         self._model, self._before, self._after = model, before, after
         now = {id(parameter) for parameter in model.parameters()}
-        self._replaced = {id(p): weakref.ref(p) for p in given if id(p) not in now}
+        self._replaced = {id(p): weakref.ref(p) for p in original_parameters if id(p) not in now}
         self._is_ignored = self.is_in_backward = self._has_stepped = False
         self._handles: list[Any] = []
 
@@ -55,7 +58,7 @@ class ForeignSteps(contextlib.AbstractContextManager["ForeignSteps"]):
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Tell of no step in the block: it is part of one that is known."""
+        """Report no step in the block, because it is part of a known one."""
         self._is_ignored = True
         try:
             yield
@@ -63,16 +66,16 @@ class ForeignSteps(contextlib.AbstractContextManager["ForeignSteps"]):
             self._is_ignored = False
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Take all steps in the block, a backward pass, for one, which `take_gathered` tells."""
+    def in_backward(self) -> Iterator[None]:
+        """Collect all steps in the block, a backward pass; `take_backward_step` reports them."""
         self.is_in_backward = True
         try:
             yield
         finally:
             self.is_in_backward = False
 
-    def take_gathered(self) -> bool:
-        """Return whether an optimizer has stepped in the last backward pass, once."""
+    def take_backward_step(self) -> bool:
+        """Return whether an optimizer has stepped in the last backward pass, and forget it."""
         has_stepped, self._has_stepped = self._has_stepped, False
         return has_stepped
 
@@ -91,12 +94,12 @@ class ForeignSteps(contextlib.AbstractContextManager["ForeignSteps"]):
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._is_ignored:
             return False
-        of_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(id(p) in self._replaced and self._replaced[id(p)]() is p for p in of_optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) in self._replaced and self._replaced[id(p)]() is p for p in parameters):
             raise RequestError(
                 f"this {type(optimizer).__name__} has parameters that the model had before "
-                "accbench.accelerate, in whose place the engine has put others: build it behind "
+                "accbench.accelerate, in whose place the engine has put others: build it after "
                 "accelerate, from model.parameters()"
             )
-        learned = {id(parameter) for parameter in self._model.parameters()}
-        return any(id(p) in learned for p in of_optimizer)
+        model_parameters = {id(parameter) for parameter in self._model.parameters()}
+        return any(id(p) in model_parameters for p in parameters)

@@ -1,4 +1,4 @@
-"""Results of an evaluation from all workers, each sample once."""
+"""Gather an evaluation's results from all workers, each sample once."""
 
 from typing import Any
 
@@ -11,13 +11,14 @@ from accbench.errors import RequestError
 
 
 class BatchPosition:
-    """Where in an epoch a worker's batches are, for samplers that pad the last ones."""
+    """A worker's position in an epoch, for samplers that pad the last batch."""
 
     def __init__(self, sampler: Any) -> None:
-        """
+        """Begin at the start of an epoch.
+
         Args:
-            sampler: the loader's, or its batch sampler's; None or any other where each worker's
-                loader has samples of its own.
+            sampler: the loader's sampler, or its batch sampler's; None or another object if each
+                worker's loader has samples of its local.
         """
         replicas = getattr(sampler, "num_replicas", None)
         in_turn = replicas is not None and not getattr(sampler, "contiguous", False)
@@ -35,20 +36,21 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
     """Return all workers' tensors, joined along the first dimension, on the host.
 
     All workers call it, with the same nest; their first dimensions may differ. Results of the last
-    batch are put into the order of the samples, and without those that a distributed sampler has
-    added so that all workers have equally many.
+    batch are put into the order of the samples, without those that a distributed sampler has added
+    so that all workers have equally many.
 
     Args:
-        nest: tensors in any nesting; (N, ...) of N samples, or () of one.
-        position: of the last batch; None where there was none.
+        nest: tensors in any nesting; (N, ...) for N samples, or () for one.
+        position: position of the last batch; None if there was none.
+        world_size: the number of workers.
 
     Raises:
         RequestError: tensors are of different types or shapes on different workers.
     """
 
-    def of_all(tensor: Any) -> torch.Tensor:
-        own = torch.atleast_1d(tensor.detach().cpu()).contiguous()
-        parts = _of_workers(own) if world_size > 1 else [own]
+    def gather_tensor(tensor: Any) -> torch.Tensor:
+        local = torch.atleast_1d(tensor.detach().cpu()).contiguous()
+        parts = _all_gather(local) if world_size > 1 else [local]
         if position is None or position.num_samples is None or world_size == 1:
             return torch.cat(parts)
         if any(len(part) != position.num_in_batch for part in parts):
@@ -57,27 +59,27 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
         left = position.num_samples - position.num_before * world_size
         return in_order[: max(0, left)]
 
-    return nested.mapped(nest, of_all, doing="gathered")
+    return nested.mapped(nest, gather_tensor, doing="gathered")
 
 
-def _of_workers(own: torch.Tensor) -> list[torch.Tensor]:
-    facts = process_group.gather_names(f"{tuple(own.shape[1:])} of {own.dtype}")
+def _all_gather(local: torch.Tensor) -> list[torch.Tensor]:
+    facts = process_group.gather_names(f"{tuple(local.shape[1:])} of {local.dtype}")
     if len(set(facts)) > 1:
         raise RequestError(
             f"run.gather: workers have tensors of {', '.join(sorted(set(facts)))}; all but the "
             "first dimension must be the same"
         )
-    lengths = [int(n) for (n,) in process_group.gather_values([float(len(own))])]
+    lengths = [int(n) for (n,) in process_group.gather_values([float(len(local))])]
     longest = max(lengths)
-    # Gloo knows neither complex numbers nor all types of 8 and 16 bits, but bytes.
-    real = torch.view_as_real(own) if own.is_complex() else own
+    # Gloo supports bytes, but neither complex numbers nor all types of 8 and 16 bits.
+    real = torch.view_as_real(local) if local.is_complex() else local
     padded = torch.zeros((longest, *real.shape[1:]), dtype=real.dtype)
     padded[: len(real)] = real
     parts = [torch.zeros_like(padded) for _ in lengths]
     if padded.numel():
         dist.all_gather([_bytes(part) for part in parts], _bytes(padded))
-    cut = [part[:length] for part, length in zip(parts, lengths, strict=True)]
-    return [torch.view_as_complex(part) for part in cut] if own.is_complex() else cut
+    unpadded = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+    return [torch.view_as_complex(part) for part in unpadded] if local.is_complex() else unpadded
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A task's engine in a worker's process."""
+"""Open a task's engine in a worker's process."""
 
 from accbench.config import TaskConfig, plugins
 from accbench.distributed.process_group import Topology
@@ -6,17 +6,17 @@ from accbench.engines import Engine
 from accbench.system.gc_pause import pause_gc
 
 
-def engine_of(task: TaskConfig, topology: Topology) -> Engine:
-    """The task's engine, opened."""
+def open_engine(task: TaskConfig, topology: Topology) -> Engine:
+    """Open the task's engine."""
     kind: type[Engine] = plugins.load("engines", task.engine)
     if task.script is not None:
         kind = kind.for_loops()
     return kind(task, task.options.get(task.engine), topology)
 
 
-def first_engine_of(task: TaskConfig, topology: Topology) -> Engine:
-    """`engine_of`, in a process that is a worker's alone."""
+def open_first_engine(task: TaskConfig, topology: Topology) -> Engine:
+    """Open the first engine of a worker's process, with garbage collection paused."""
     with pause_gc():
-        import torch._dynamo  # noqa: F401  # or the first optimizer does
+        import torch._dynamo  # noqa: F401  # otherwise the first optimizer imports it
 
-        return engine_of(task, topology)
+        return open_engine(task, topology)

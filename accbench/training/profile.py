@@ -1,4 +1,4 @@
-"""`--profile N`: a trace of N steps from every rank, for Perfetto, and XLA's own beside it."""
+"""`--profile N`: a trace of N steps from every rank, for Perfetto, and XLA's own profile."""
 
 from collections.abc import Callable
 
@@ -13,9 +13,9 @@ FOLDER = "profile"
 
 
 class StepProfile:
-    """Begins where the first window after the warm-up ends; `after_step` is called after each.
+    """A profile that begins after the first window behind the warm-up.
 
-    Its steps are slower than others, and so are the windows that they are in.
+    Profiled steps are slower than others, and so are their windows.
     """
 
     def __init__(self, engine: Engine, timer: StepTimer, num_steps: int) -> None:
@@ -25,7 +25,7 @@ class StepProfile:
         self._end_of_engines: Callable[[], None] = lambda: None
 
     def after_step(self) -> None:
-        """Start, count or stop."""
+        """Start, count or stop the profile; called after each step."""
         if self._left is None:
             if self.timer.step_s is not None:
                 self._start(self.timer.step_s)
@@ -35,7 +35,7 @@ class StepProfile:
                 self._stop()
 
     def finish(self) -> None:
-        """Write what there is, where training ended before all steps were done."""
+        """Write what was traced, if training ended before all steps were done."""
         if self._left is None:
             log.warning(
                 "nothing profiled: the run ended before its first window after the warm-up; lower "

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, what it means for a run, and back into the engine."""
+"""Resuming from a checkpoint: choosing it, and restoring it into the engine."""
 
 import contextlib
 import dataclasses
@@ -21,27 +21,29 @@ from accbench.errors import RECORDS_BEFORE_VARIABLE, RequestError
 from accbench.recording import records, run_folder
 from accbench.recording.terminal import log
 from accbench.training import checkpoint_file, checkpoints
-from accbench.training.checkpoint_file import Checkpoint, DamagedError, Facts
+from accbench.training.checkpoint_file import Checkpoint, CheckpointFacts, DamagedError
 
 
-def claimed(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
-    """The task, of a folder that is held, with `--resume` as the checkpoint's own folder.
+def with_checkpoint(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
+    """Return the task with `--resume` replaced by the path of the checkpoint; writes it down.
+
+    The caller holds the run's folder.
 
     Raises:
-        RequestError: there is none where one was named, or none is whole.
+        RequestError: the named checkpoint does not exist, or none is complete.
     """
     checkpoints.clean(task.run_dir)
     if task.resume is None:
         return task
-    found = checkpoints.find(task.resume, task.run_dir, say)
-    if found is None:
-        say(f"no checkpoint in {task.run_dir} yet: training begins anew")
+    checkpoint = checkpoints.find(task.resume, task.run_dir, say)
+    if checkpoint is None:
+        say(f"no checkpoint in {task.run_dir} yet: training starts from the beginning")
         path = task.run_dir / config.RECORDS_FILE
         if path.exists():
             records.append(path, records.ResumeRecord(step=0, epoch=0, checkpoint=None))
     else:
-        say(f"going on from {found}")
-    task = dataclasses.replace(task, resume=str(found) if found else None)
+        say(f"going on from {checkpoint}")
+    task = dataclasses.replace(task, resume=str(checkpoint) if checkpoint else None)
     try:
         run_folder.write(task)
     except OSError as error:
@@ -49,40 +51,47 @@ def claimed(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
     return task
 
 
-def restarted(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
-    """Likewise for workers that are started again, from the newest checkpoint there is now."""
-    of_its_own = checkpoints.steps_of(task.run_dir) or task.resume is None
-    return claimed(dataclasses.replace(task, resume="auto" if of_its_own else task.resume), say)
+def with_newest_checkpoint(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
+    """Return the task for workers that are started again, from the newest checkpoint."""
+    has_own = checkpoints.steps_of(task.run_dir) or task.resume is None
+    return with_checkpoint(
+        dataclasses.replace(task, resume="auto" if has_own else task.resume), say
+    )
 
 
-def rejoined(task: TaskConfig, topology: Topology) -> TaskConfig:
-    """The task of workers that were started again by a launcher of several nodes, on every rank.
+def rejoin(task: TaskConfig, topology: Topology) -> TaskConfig:
+    """Return, on every rank, the task of workers that a launcher of several nodes restarted.
 
     Raises:
-        RequestError: on every rank, where no checkpoint is whole.
+        RequestError: on every rank, if no checkpoint is complete.
     """
     before = os.environ.get(RECORDS_BEFORE_VARIABLE)
     if before is None:
         return task
-    told: tuple[str | None, str | None] = (task.resume, None)
+    resume_and_problem: tuple[str | None, str | None] = (task.resume, None)
     path = task.run_dir / config.RECORDS_FILE
     if topology.rank == 0 and path.exists() and path.stat().st_size > int(before):
         try:
-            told = (restarted(task, log.info).resume, None)
+            resume_and_problem = (with_newest_checkpoint(task, log.info).resume, None)
         except RequestError as error:
-            told = (None, str(error))
-    found, problem = from_rank0(told)
+            resume_and_problem = (None, str(error))
+    resume, problem = from_rank0(resume_and_problem)
     if problem is not None:
         raise RequestError(problem)
-    return dataclasses.replace(task, resume=found)
+    return dataclasses.replace(task, resume=resume)
 
 
 class Keeper:
-    """Reads the state of training into checkpoints, and puts one back.
+    """Writes the state of training into checkpoints, and restores it.
 
     Args:
-        net: what the engine's `prepare` was given.
-        writer: on rank 0; None on the others, and where nothing is to be written.
+        engine: the engine that trains.
+        net: the model that the engine prepared.
+        optimizer: its optimizer.
+        loader: the training loader.
+        num_classes: number of classes of the data.
+        topology: this worker's rank.
+        writer: writes on rank 0; None on the others, and if nothing is to be written.
     """
 
     def __init__(
@@ -96,17 +105,17 @@ class Keeper:
         self, step: int, epoch: int, num_batches: int | None = None,
         scores: records.EvalRecord | None = None, num_samples: int | None = None,
     ) -> None:  # fmt: skip
-        """Have a checkpoint written; all ranks call it, and training goes on while it is.
+        """Start writing a checkpoint; all ranks call it, and training goes on meanwhile.
 
         Args:
             step: optimizer steps done.
-            epoch: the one to go on with.
-            num_batches: of that epoch, trained on in this process; None: none of it.
-            scores: of the evaluation at this point, if there was one.
-            num_samples: that all ranks have trained on.
+            epoch: the epoch to go on with.
+            num_batches: batches of that epoch that this process has trained on; None for none.
+            scores: scores of the evaluation at this point, if there was one.
+            num_samples: samples that all ranks have trained on.
 
         Raises:
-            RequestError: the one before could not be written, and that is to end the run.
+            RequestError: the checkpoint before could not be written, and that ends the run.
         """
         began = time.perf_counter()
         rng = self.engine.rng_state()
@@ -115,7 +124,7 @@ class Keeper:
         model_state.refuse_unsaved(self.net)
         if self.writer is not None:
             state = self.engine.training_state(self.net, self.optimizer)
-            facts = Facts(
+            facts = CheckpointFacts(
                 step=step, epoch=epoch,
                 loader=None if num_batches is None else self.loader.state_dict(num_batches),
                 world_size=self.topology.world_size, engine=self.engine.task.engine,
@@ -126,36 +135,38 @@ class Keeper:
                 optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
                 num_samples=num_samples,
             )  # fmt: skip
-            of_ranks = tuple(
+            rng_of_ranks = tuple(
                 {name: states[rank] for name, states in by_name.items()}
                 for rank in range(self.topology.world_size)
             )
-            self.writer.save(Checkpoint(facts, state, of_ranks), time.perf_counter() - began)
-        self.engine.load_rng_state(rng)  # reading may have drawn, and a run that is not saved not
+            self.writer.save(Checkpoint(facts, state, rng_of_ranks), time.perf_counter() - began)
+        self.engine.load_rng_state(
+            rng
+        )  # reading may have drawn numbers; a run without checkpoints would not
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint of this run, on every rank."""
-        found = None
+        """Return the newest complete checkpoint of this run, on every rank."""
+        newest = None
         if self.topology.rank == 0:
             with contextlib.suppress(RequestError):
-                found = checkpoints.find("auto", self.engine.task.run_dir, log.warning)
-        path = from_rank0(None if found is None else str(found))
+                newest = checkpoints.find("auto", self.engine.task.run_dir, log.warning)
+        path = from_rank0(None if newest is None else str(newest))
         return None if path is None else Path(path)
 
     def finish(self) -> None:
-        """Wait until the last one is on the disk.
+        """Wait until the last checkpoint is on the disk.
 
         Raises:
-            RequestError: it could not be written, and that is to end the run.
+            RequestError: it could not be written, and that ends the run.
         """
         if self.writer is not None:
             self.writer.finish()
 
-    def restore(self, folder: Path) -> Facts:
-        """Put a checkpoint back, on every rank.
+    def restore(self, folder: Path) -> CheckpointFacts:
+        """Restore a checkpoint, on every rank.
 
         Raises:
-            RequestError: it is of another model or of other data, or no longer whole.
+            RequestError: it is of another model or of other data, or is damaged.
         """
         try:
             saved = checkpoint_file.read(folder)
@@ -177,15 +188,15 @@ class Keeper:
         except (NotLoadableError, ValueError, KeyError) as error:
             raise RequestError(f"--resume {folder} does not fit: {error}") from None
         rank, world_size = self.topology.rank, self.topology.world_size
-        # Anew, for another engine's checkpoint may lack a generator that this one has.
-        self.engine.seed(task.seed + rank + _FAR * facts.step)
+        # Seed first: another engine's checkpoint may lack a generator that this one has.
+        self.engine.seed(task.seed + rank + _SEED_STRIDE * facts.step)
         if facts.world_size == world_size and rank < len(saved.rng):
             self.engine.load_rng_state(saved.rng[rank])
         else:
-            were = f"saved by {facts.world_size} workers, now {world_size}"
-            log.info(f"{were}: dropout and the like are drawn anew")
+            change = f"saved by {facts.world_size} workers, now {world_size}"
+            log.info(f"{change}: dropout and the like draw new random numbers")
         return facts
 
 
-# Seeds of ranks lie side by side; those of later steps must not fall among them.
-_FAR = 1_000_003
+# Ranks have consecutive seeds; seeds after later steps must not coincide with them.
+_SEED_STRIDE = 1_000_003

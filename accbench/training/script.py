@@ -1,4 +1,4 @@
-"""A user's script in a worker's process, as Python itself would run it."""
+"""Run a user's script in a worker's process, as Python itself would."""
 
 import contextlib
 import random
@@ -17,7 +17,7 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError, RunEnded, ScriptExitError
 from accbench.training import current
 from accbench.training.current import Worker
-from accbench.training.opening import first_engine_of
+from accbench.training.opening import open_first_engine
 
 
 def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> None:
@@ -25,23 +25,23 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
 
     Raises:
         RequestError: it does not call `accbench.accelerate`.
-        ScriptExitError: it ended by an exit status other than 0.
+        ScriptExitError: it ended with an exit status other than 0.
     """
     run_in(Worker(task, topology, started, console))
 
 
 def run_in(worker: Worker) -> None:
-    """Likewise, as this worker."""
+    """Run `--script` in a given worker, as `run` does."""
     task = worker.task
     assert task.script is not None
-    # Before the script's first backward pass, by which autograd learns what devices there are.
-    worker.engine = worker.engine or first_engine_of(task, worker.topology)
-    # Or ranks and engines would begin with other weights, and in another order, unless the
-    # script sees to that.
+    # Before the script's first backward pass, at which autograd registers the devices.
+    worker.engine = worker.engine or open_first_engine(task, worker.topology)
+    # Otherwise ranks and engines would begin with different weights and in a different order,
+    # unless the script seeds them itself.
     torch.manual_seed(task.seed)
     random.seed(task.seed)
     np.random.seed(task.seed % 2**32)
-    with current.entered(worker):
+    with current.use_worker(worker):
         try:
             with _as_main(task.script, shlex.split(task.script_args)):
                 runpy.run_path(task.script, run_name="__main__")
@@ -69,7 +69,7 @@ def _let_go(worker: Worker) -> None:
 
 @contextlib.contextmanager
 def _as_main(path: str, arguments: list[str]) -> Iterator[None]:
-    """The arguments, and the script's folder where Python would look first."""
+    """Set `sys.argv`, and put the script's folder first in `sys.path`, for the block."""
     argv, folders = sys.argv, sys.path[:]
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))

@@ -1,16 +1,16 @@
-"""Which input of a step changed its shape, for a compiler compiles each set of shapes anew."""
+"""Which input of a step changed its shape, as a compiler recompiles for each set of shapes."""
 
 from typing import Any
 
 from accbench.data import nested
 
-_MOST = 5
+_MAX_CHANGES = 5
 
 Signature = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 
 class ShapeWatch:
-    """Notes batches of shapes that were not there before."""
+    """A record of the sets of shapes that batches had."""
 
     def __init__(self) -> None:
         self._seen: set[Signature] = set()
@@ -20,21 +20,21 @@ class ShapeWatch:
 
     @property
     def num_seen(self) -> int:
-        """Different sets of shapes."""
+        """Number of different sets of shapes."""
         return len(self._seen)
 
     def note(self, batch: Any) -> None:
-        """Look at a batch before its step."""
-        found = nested.signature(batch)
-        last, self._last = self._last, found
-        if found in self._seen:
+        """Note a batch's shapes before its step."""
+        signature = nested.signature(batch)
+        last, self._last = self._last, signature
+        if signature in self._seen:
             return
-        self._seen.add(found)
-        if last is not None and len(self.changes) < _MOST:
-            self.changes.append(_difference(last, found))
+        self._seen.add(signature)
+        if last is not None and len(self.changes) < _MAX_CHANGES:
+            self.changes.append(_difference(last, signature))
 
     def causes(self) -> str:
-        """In words, for a message on recompilations."""
+        """Describe the causes of recompilations, for a message."""
         if not self.changes:
             return (
                 "no input changed its shape: a number that Python computes does, such as a "

@@ -1,7 +1,7 @@
-"""Warm-up, windows, and the only place where the host waits for the device.
+"""Timing of steps in windows, and the only place where the host waits for the device.
 
-A window is a number of steps between two waits. Windows lie end to end, so
-that no second of training is left out; an evaluation interrupts them.
+A window is a number of steps between two waits. Windows follow each other without gaps, so that
+no second of training is left out; an evaluation interrupts them.
 """
 
 import time
@@ -16,19 +16,20 @@ from accbench.errors import NonFiniteLossError, RecompiledError, remedy_of_overf
 from accbench.recording.records import WindowRecord, finite_or_none
 from accbench.training.shapes import ShapeWatch
 
-# Below this a GradScaler has halved in thirty steps on end: gradients are infinite, not large.
+# A GradScaler below this has halved in about thirty steps in a row: gradients are infinite, not
+# large.
 # fairseq's --min-loss-scale has the same default.
 MIN_LOSS_SCALE = 1e-4
 
 
-class Listener(Protocol):
-    """Is told how training goes on."""
+class TimerListener(Protocol):
+    """TimerListener for the progress of training."""
 
     def step(self, num_steps: int) -> None:
-        """A step was handed to the device, the `num_steps`th."""
+        """Handle the `num_steps`th step, which was handed to the device."""
 
     def window(self, record: WindowRecord) -> None:
-        """A window ended."""
+        """Handle the end of a window."""
 
 
 class StepTimer:
@@ -37,16 +38,16 @@ class StepTimer:
     `steady` and `warmup` sum up what the compiler did in windows of each kind.
     """
 
-    def __init__(self, engine: Engine, started: float, listener: Listener) -> None:
+    def __init__(self, engine: Engine, started: float, listener: TimerListener) -> None:
         self.engine, self.started, self.listener = engine, started, listener
         self.num_steps = 0
         self.num_samples = 0
-        """Of this rank, since its process began."""
+        """Samples of this rank since its process began."""
         self.num_earlier_samples = 0
-        """Of all ranks, whatever their number was, in the processes before this."""
+        """Samples of all ranks in the processes before this one."""
         self.time_to_first_step_s: float | None = None
         self.step_s: float | None = None
-        """Of the last window behind the warm-up, the mean."""
+        """Mean seconds a step in the last window after the warm-up."""
         self.warmup, self.steady = CompileStats(), CompileStats()
         self.num_steady_steps = 0
         self.shapes = ShapeWatch()
@@ -54,15 +55,15 @@ class StepTimer:
         self._data_wait_s = self._dispatch_s = self._got_batch = 0.0
         self._in_step = False
         self._paused: tuple[float, CompileStats] | None = None
-        # Left on the device, each a result of its step, until the window ends: a sum kept
-        # there would be one more operation a step, which XLA would compile.
+        # Each stays on the device as a result of its step until the window ends: a running sum
+        # would be one more operation a step, which XLA would compile.
         self._losses: list[torch.Tensor] = []
         self._window_started = 0.0
         self._stats = CompileStats()
         self._in_warmup = True
 
     def start(self, epoch: int) -> None:
-        """Begin a window: at the start, and after anything that was no training."""
+        """Begin a window: at the start, and after anything that was not training."""
         self.epoch = epoch
         self._stats = self.engine.compile_stats()
         self._window_started = time.perf_counter()
@@ -70,16 +71,16 @@ class StepTimer:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the clock stands still."""
+        """Whether the clock is stopped."""
         return self._paused is not None
 
     def pause(self) -> None:
-        """Stop the clock for what is no training, in the midst of a window."""
+        """Stop the clock within a window, for what is not training."""
         self.engine.wait()
         self._paused = time.perf_counter(), self.engine.compile_stats()
 
     def resume(self) -> None:
-        """Let it go on; as if there had been nothing since `pause`."""
+        """Continue the clock, as if nothing had happened since `pause`."""
         assert self._paused is not None
         self.engine.wait()
         paused, before = self._paused
@@ -92,7 +93,7 @@ class StepTimer:
         iterator = iter(on_device)
         while True:
             asked = time.perf_counter()
-            if self._in_step:  # it takes several batches
+            if self._in_step:  # a step of several batches
                 self._dispatch_s += asked - self._got_batch
             try:
                 batch = next(iterator)
@@ -107,14 +108,15 @@ class StepTimer:
 
     @property
     def num_samples_of_all(self) -> int:
-        """Of all ranks, where each takes as many, in all steps so far."""
+        """Samples of all ranks in all steps so far, if each rank takes as many."""
         return self.num_earlier_samples + self.num_samples * self.engine.topology.world_size
 
     def step_done(self, loss: torch.Tensor, num_samples: int | None = None) -> None:
-        """Count a step; closes the window when it is full.
+        """Count a step, and close the window when it is full.
 
         Args:
-            num_samples: that this rank took in it; those of a batch if None.
+            loss: the step's loss, on the device.
+            num_samples: samples that this rank took in the step; None for those of a batch.
         """
         if self._in_step:
             self._dispatch_s += time.perf_counter() - self._got_batch
@@ -144,17 +146,17 @@ class StepTimer:
             return
         self.engine.wait()
         now = time.perf_counter()
-        own_losses = [loss.cpu().item() for loss in self._losses]
-        own = [
-            own_losses[-1],
-            sum(own_losses) / len(own_losses),
+        local_losses = [loss.cpu().item() for loss in self._losses]
+        local_values = [
+            local_losses[-1],
+            sum(local_losses) / len(local_losses),
             self._data_wait_s,
             self._dispatch_s,
             float(self.engine.peak_memory_bytes()),
             float(self.num_samples - self._samples_before),
         ]
         losses, mean_losses, data_waits_s, dispatches_s, peaks, samples = zip(
-            *gather_values(own), strict=True
+            *gather_values(local_values), strict=True
         )
         world_size = len(losses)
         stats = self.engine.compile_stats()

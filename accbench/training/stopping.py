@@ -29,13 +29,14 @@ _LAUNCHED = (LAUNCHER_PID_VARIABLE, "TORCHELASTIC_RUN_ID")
 
 
 class StopRequests:
-    """Catches the signals while its block runs; `agreed` tells when to stop.
+    """Catches stop signals while its block runs; `agreed` tells when to stop.
 
     Args:
         timeout_s: seconds to wait for another rank.
-        run_dir, rank: this process's run, and its place in it.
+        run_dir: the run's folder.
+        rank: this process's rank.
 
-    An order ends the process at once. Once it was asked to stop, a worker does so even if its
+    A second signal ends the process at once. A worker that was asked to stop does so even if its
     launcher is killed: a notebook's interrupt and Python's `subprocess.run` give a launcher half
     a second, and then SIGKILL.
     """
@@ -51,14 +52,14 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         if dist.is_initialized():
-            # Of its own, so that no collective of training comes in between.
+            # A group of its own, so that no collective of training comes in between.
             timeout = timedelta(seconds=self.timeout_s)
             with terminal.redirect_descriptors(self.log):
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.signals.__enter__()
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and any(name in os.environ for name in _LAUNCHED):
-            # What a shell started outlives it, and has nobody to stand in for.
+            # A process that a shell started outlives it anyway, and has no launcher to replace.
             self._outlive_launcher_once_asked()
         return self
 
@@ -75,7 +76,10 @@ class StopRequests:
         self._pending = None
 
     def _outlive_launcher_once_asked(self) -> None:
-        """Have another thread see to it, for this one may be in C for the length of a step."""
+        """Outlive the launcher once a stop is requested, by a thread that watches for it.
+
+        This thread may be in C code for the length of a step.
+        """
         launcher, watches = os.getppid(), threading.Event()
         woken = self._stack.enter_context(signal_wakeup_fd())
 
@@ -92,12 +96,12 @@ class StopRequests:
 
         threading.Thread(target=watch, daemon=True).start()
         watches.wait()
-        outlive_parent()  # by this thread's word; from now on it is the other's
+        outlive_parent()  # for this thread; from now on the other one dies with the parent
         self._stack.callback(die_with_parent, launcher)
         self._stack.callback(self._has_ended.set)
 
     def _finish_alone(self, launcher: int) -> None:
-        """See to what a launcher does, from the moment that it is gone, once asked to stop."""
+        """Do the launcher's work from the moment that it is gone, once a stop is requested."""
         while os.getppid() == launcher:
             if self._has_ended.wait(_POLL_S):
                 return
@@ -112,14 +116,14 @@ class StopRequests:
 
     @property
     def received(self) -> bool:
-        """Whether this very rank was asked to stop."""
+        """Whether this rank was asked to stop."""
         return self.signals.wish is not None
 
     def agreed(self) -> bool:
-        """Whether all ranks stop now. Asked once after each step, by all of them.
+        """Return whether all ranks stop now; all of them call this once after each step.
 
-        A request is passed on in the background of the next step, so that no step waits for
-        another rank's answer: all stop one step after the first of them was asked to.
+        Ranks exchange requests in the background of the next step, so that no step waits for
+        another rank: all stop one step after the first of them was asked to.
         """
         if self._group is None:
             return self.received

@@ -1,4 +1,4 @@
-"""The one training loop, for training and for measuring. It knows engines' contracts alone."""
+"""The one training loop, for training and for measuring. It knows only engines' contracts."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -18,7 +18,7 @@ from accbench.training.step_timer import StepTimer
 def train_step(
     engine: LoopEngine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> torch.Tensor:
-    """One optimizer step; returns the loss on the device, for nobody to wait for."""
+    """Do one optimizer step, and return the loss on the device without waiting for it."""
     optimizer.zero_grad(set_to_none=True)
     copies = engine.precision.copy_buffers(model)
     *earlier, last = nested.chunks(batch, engine.task.accumulate)
@@ -47,9 +47,16 @@ def train_epoch(
     engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
     loader: Any, timer: StepTimer, epoch: int, after_step: Callable[[int], None],
 ) -> bool:  # fmt: skip
-    """Train over the loader once, or until `--max_steps`; returns whether the epoch was whole.
+    """Train over the loader once, or until `--max_steps`; return whether the epoch is complete.
 
     Args:
+        engine: the engine that trains.
+        model: the prepared model.
+        spec: the model's spec, which has the loss.
+        optimizer: the model's optimizer.
+        loader: the training loader.
+        timer: times the steps.
+        epoch: the epoch's number, from 0.
         after_step: called with the number of batches done, while the device is at work.
     """
     model.train()
@@ -70,7 +77,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: int) -> EvalRecord:
-    """Loss and, if it has such, accuracy over the validation set; every rank scores its part."""
+    """Score the validation set: loss, and accuracy if the task has one; each rank its part."""
     model.eval()
     sums: torch.Tensor | None = None
     with closing(engine.device_batches(loader)) as batches:
@@ -78,10 +85,10 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
             score = engine.run_score(model, spec, batch)
             sums = score if sums is None else sums + score
             engine.end_step()
-    # float64 on the host; a rank without a sample of its own has nothing to add
-    own = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
+    # float64 on the host; a rank without samples adds nothing
+    local_sums = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
     loss, top1, top5, num_samples = (
-        sum(values) for values in zip(*gather_values(own), strict=True)
+        sum(values) for values in zip(*gather_values(local_sums), strict=True)
     )
 
     def mean(total: float) -> float | None:

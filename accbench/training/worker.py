@@ -1,4 +1,4 @@
-"""One worker, top to bottom. `main.py`, torchrun and the launchers all come here."""
+"""One worker from start to end; `main.py`, torchrun and the launchers run it."""
 
 import contextlib
 import faulthandler
@@ -45,10 +45,10 @@ from accbench.system import cache_folders, malloc, standard_streams
 from accbench.system.stop_signals import die_with_parent
 from accbench.training import checkpoints, flops, resume, script
 from accbench.training.epochs import Epochs
-from accbench.training.opening import first_engine_of
+from accbench.training.opening import open_first_engine
 from accbench.training.step_timer import StepTimer
 
-# Images of the first batch for TensorBoard.
+# Number of images of the first batch that TensorBoard shows.
 _NUM_PREVIEWED = 16
 
 
@@ -57,12 +57,12 @@ def main(
     started: float | None = None,
     job: Callable[[TaskConfig, Topology, float, Any], None] | None = None,
 ) -> int:
-    """Train as the arguments say; returns the exit status.
+    """Train as the arguments say, and return the exit status.
 
     Args:
-        argv: flags, as `launch_single_task.py` takes them; those of the process if None.
+        argv: flags, as `launch_single_task.py` takes them; None for those of the process.
         started: `time.perf_counter()` when the process began.
-        job: what to do instead of training, with what `run` takes.
+        job: what to do instead of training; called with the arguments of `run`.
     """
     status = _worker(argv, time.perf_counter() if started is None else started, job or run)
     if status and status != STOPPED_STATUS:
@@ -100,10 +100,10 @@ def _worker(
             return _failed(error, topology, None)
         try:
             console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
-            if launched:  # gloo greets on stdout, which is no news for a terminal
+            if launched:  # gloo prints a greeting on stdout, which is kept from the terminal
                 with terminal.redirect_descriptors(terminal.log_file(task.run_dir, topology.rank)):
                     process_group.start(topology, task.device, task.timeout_s)
-                task = resume.rejoined(task, topology)
+                task = resume.rejoin(task, topology)
             job(task, topology, started, console)
         except (Exception, KeyboardInterrupt) as error:
             return _failed(error, topology, task.run_dir)
@@ -111,14 +111,14 @@ def _worker(
 
 
 def _without_local_rank(argv: Sequence[str]) -> list[str]:
-    """Leave out what torch.distributed.launch adds, which says the same as its environment."""
+    """Remove the flag that torch.distributed.launch adds, as its environment says the same."""
     if "LOCAL_RANK" not in os.environ:
         return [*argv]
     return [flag for flag in argv if not re.fullmatch(r"--local[-_]rank=\d+", flag)]
 
 
 def apply_environment(task: TaskConfig, topology: Topology) -> None:
-    """Set what the engine wants, where a launcher has not, what the user lacks, and the threads.
+    """Set the engine's environment variables, missing cache folders, and the threads.
 
     Raises:
         RequestError: there is no folder that can be written.
@@ -128,9 +128,9 @@ def apply_environment(task: TaskConfig, topology: Topology) -> None:
         os.environ.setdefault(name, value)
     run_dir = None if task.output_dir is None else task.run_dir
     for name, value in cache_folders.environment(run_dir).items():
-        os.environ[name] = value  # one that is set leads to where nothing can be written
+        os.environ[name] = value  # a value that is set names a folder that cannot be written
         if name == "TMPDIR":
-            tempfile.tempdir = None  # which keeps what it found first
+            tempfile.tempdir = None  # it caches the first value
     assert task.threads is not None
     torch.set_num_threads(task.threads)
     if task.device == "cpu":
@@ -140,12 +140,12 @@ def apply_environment(task: TaskConfig, topology: Topology) -> None:
 def shared_output_dir(
     task: TaskConfig, topology: Topology, stack: contextlib.ExitStack
 ) -> TaskConfig:
-    """Rank 0 makes the run's folder, holds it until `stack` ends, and tells the others."""
+    """Create and lock the run's folder on rank 0, and share its path with all ranks."""
     error = None
     if topology.rank == 0:
         try:
             task = stack.enter_context(run_folder.claim_output_dir(task))
-            task = resume.claimed(task, lambda line: print(line, flush=True))
+            task = resume.with_checkpoint(task, lambda line: print(line, flush=True))
         except RequestError as caught:
             error = str(caught)
     error = process_group.from_rank0(error)
@@ -165,7 +165,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         return
     logger = RunLogger(task.run_dir, topology.rank)
     source_name, location = config.data_name(task.data)
-    engine = first_engine_of(task, topology)
+    engine = open_first_engine(task, topology)
     source = plugins.load("data", source_name)(
         location, task, task.options.get(source_name), topology
     )
@@ -213,7 +213,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
     num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
-    # Code of a user's is not run once more for it: who knows what it does.
+    # A user's code is not run once more for this, as it may do anything.
     if topology.rank == 0 and not models.is_user_model(task.model):
         end = replace(end, flops_per_sample=flops.of_sample(spec, source.num_classes))
     logger.write(end)
@@ -222,10 +222,10 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
 
 
 def _check(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> None:
-    """Look at a batch on the host, for some devices read whatever lies at a wrong index.
+    """Check a batch on the host, as some devices read arbitrary memory at a wrong index.
 
     Raises:
-        RequestError: the model has no place for what is in it.
+        RequestError: the model cannot take the batch.
     """
     problem = spec.problem(batch, num_classes) if hasattr(spec, "problem") else None
     if problem is not None:
@@ -242,7 +242,7 @@ def _writer(task: TaskConfig, topology: Topology) -> checkpoints.Writer | None:
 def _open_tensorboard(
     task: TaskConfig, topology: Topology, loader: Any, num_steps: int
 ) -> TensorBoardWriter | None:
-    """Rank 0's TensorBoard, with some images of a run that begins."""
+    """Open TensorBoard on rank 0, with some images if the run begins."""
     if topology.rank != 0 or task.tensorboard == "off" or not tensorboard_writer.is_installed():
         return None
     opened = TensorBoardWriter(task.run_dir, num_steps)
@@ -253,7 +253,7 @@ def _open_tensorboard(
 
 
 class Reporter:
-    """Passes what the timer says on to the record and the terminal."""
+    """Passes the timer's reports on to the record and the terminal."""
 
     def __init__(
         self, logger: RunLogger, display: TrainingDisplay, task: TaskConfig,
@@ -286,29 +286,29 @@ class Reporter:
                 )
 
     def _count_skipped(self, num_steps: int) -> None:
-        """The same on all ranks, for they have the same gradients.
+        """Count skipped steps; all ranks count the same, as they have the same gradients.
 
         Raises:
-            NonFiniteLossError: more steps than `--max_skips` were left out since the start.
+            NonFiniteLossError: more steps than `--max_skips` were skipped since the start.
         """
         num_skipped = num_steps - self.engine.applied_steps(self.optimizer)
         if num_skipped > self.num_skipped:
-            told = f"gradients were not finite in {num_skipped - self.num_skipped} of these steps"
+            notice = f"gradients were not finite in {num_skipped - self.num_skipped} of these steps"
             if num_skipped > self.task.max_skips:
                 raise NonFiniteLossError(
-                    f"{told}, {num_skipped} since the start, --max_skips {self.task.max_skips}; "
+                    f"{notice}, {num_skipped} since the start, --max_skips {self.task.max_skips}; "
                     + remedy_of_overflow(self.task.amp_level, self.task.amp_dtype)
                 )
-            log.warning(f"{told}, which were left out; {num_skipped} of {self.task.max_skips}")
+            log.warning(f"{notice}, which were skipped; {num_skipped} of {self.task.max_skips}")
         self.num_skipped = num_skipped
 
 
 def run_record(
     task: TaskConfig, engine: Engine, topology: Topology, num_classes: int | None
 ) -> records.RunRecord:
-    """The record's first line."""
+    """Make the record's first line."""
     assert task.batch_size is not None
-    spec = models.of_task(task)  # perhaps of someone's own, with no more than training needs
+    spec = models.of_task(task)  # a user's spec may have only what training needs
     return records.RunRecord(
         task=config.as_mapping(task),
         engine=task.engine,
@@ -339,16 +339,16 @@ def end_record(
     engine: Engine, optimizer: torch.optim.Optimizer, timer: StepTimer, num_bad_samples: int,
     steps_per_epoch: int,
 ) -> records.EndRecord:  # fmt: skip
-    """The record's last line for a run that went well."""
-    of_run, steady = engine.compile_stats(), timer.steady
+    """Make the record's last line for a run that succeeded."""
+    stats, steady = engine.compile_stats(), timer.steady
     assert engine.task.batch_size is not None
     samples_a_step = engine.task.batch_size * engine.topology.world_size
     steps = timer.num_steady_steps
     return records.EndRecord(
         status="ok",
         time_to_first_step_s=timer.time_to_first_step_s,
-        compile_s=of_run.compile_s,
-        num_compiles=of_run.num_compiles,
+        compile_s=stats.compile_s,
+        num_compiles=stats.num_compiles,
         num_recompiles=steady.num_compiles,
         shape_changes=timer.shapes.changes or None,
         num_graphs=steady.num_executions / steps if steps else None,
@@ -368,17 +368,17 @@ def _launcher_is_gone() -> bool:
 
 
 def _record(topology: Topology, run_dir: Path | None, status: str, why: str) -> None:
-    """End the run's record, as far as this rank has it."""
+    """End the run's record, on rank 0."""
     if run_dir is not None and topology.rank == 0:
         with contextlib.suppress(RequestError):
             records.append_failure(run_dir / config.RECORDS_FILE, status, why)
 
 
 def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> int:
-    """Say what happened, once and where it belongs; returns the exit status."""
+    """Report an error once and where it belongs, and return the exit status."""
     name, text = type(error).__name__, "".join(traceback.format_exception(error))
     if isinstance(error, StoppedError):
-        # Here, for whoever asked for it may kill the launcher before it can.
+        # Written here, because whoever asked for the stop may kill the launcher before it can.
         _record(topology, run_dir, end_status(name, str(error)), str(error))
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if error_file is not None and not _launcher_is_gone():
@@ -389,7 +389,7 @@ def _failed(error: BaseException, topology: Topology, run_dir: Path | None) -> i
             "unix_time": time.time(), "rank": topology.rank, "name": name, "message": str(error),
             "traceback": text,
         }  # fmt: skip
-        with Path(error_file).open("r+") as file:  # over blanks that hold the place
+        with Path(error_file).open("r+") as file:  # over blanks that reserve its space
             file.write(json.dumps(details))
         if run_dir is not None:
             with (

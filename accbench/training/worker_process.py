@@ -1,13 +1,13 @@
-"""A worker's process: what the launcher starts, and main.py in a clone."""
+"""A worker's process, which the launcher starts; in a clone, main.py."""
 
 import sys
 import time
 
-STARTED = time.perf_counter()  # before the imports, which a first step waits for too
+STARTED = time.perf_counter()  # before the imports, which are part of the time to the first step
 
 
 def main() -> int:
-    """Train as the process's flags say; returns the exit status."""
+    """Train as the process's flags say, and return the exit status."""
     from accbench.system.gc_pause import pause_gc
 
     with pause_gc():
@@ -17,8 +17,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # `python -m` puts the current folder first, where a file of a user's hides the module of
-    # its name that torch imports.
+    # `python -m` puts the current folder first in sys.path, where a user's file would hide a module
+    # of the same name that torch imports.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.append(sys.path.pop(0))
     sys.exit(main())

@@ -263,9 +263,11 @@ def test_what_accelerate_refuses():
 def test_samples_are_shared_out_or_refused():
     data = TensorDataset(torch.arange(10))
     second = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
-    shared, sampler = accelerated_loader.of_rank(DataLoader(data, 2), second, seed=0)
+    shared, sampler = accelerated_loader.shard_loader(DataLoader(data, 2), second, seed=0)
     assert [batch.tolist() for (batch,) in shared] == [[1, 3], [5, 7], [9]]
-    shuffled, sampler = accelerated_loader.of_rank(DataLoader(data, 2, shuffle=True), second, 0)
+    shuffled, sampler = accelerated_loader.shard_loader(
+        DataLoader(data, 2, shuffle=True), second, 0
+    )
     orders = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -274,8 +276,8 @@ def test_samples_are_shared_out_or_refused():
     weighted = WeightedRandomSampler([1.0] * 10, 10)
     for loader in (DataLoader(data, 2, sampler=weighted), DataLoader(_Stream(), 2), [1, 2]):
         with pytest.raises(RequestError, match="cannot be shared out over 2 workers"):
-            accelerated_loader.of_rank(loader, second, 0)
-        assert accelerated_loader.of_rank(loader, Topology(), 0) == (loader, None)
+            accelerated_loader.shard_loader(loader, second, 0)
+        assert accelerated_loader.shard_loader(loader, Topology(), 0) == (loader, None)
 
 
 class _Stream(IterableDataset):

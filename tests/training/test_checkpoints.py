@@ -11,7 +11,7 @@ from accbench.engines.common.training_state import TrainingState
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints
-from accbench.training.checkpoint_file import Checkpoint, DamagedError, Facts
+from accbench.training.checkpoint_file import Checkpoint, CheckpointFacts, DamagedError
 from tests.conftest import small_disk
 
 
@@ -28,7 +28,7 @@ def checkpoint(
         scaler={"scale": 1024.0, "growth_tracker": 3.0},
     )
     loader = {"epoch": 1, "stages": [[2, 5]], "seed": 0}
-    facts = Facts(
+    facts = CheckpointFacts(
         step=step, epoch=1, loader=loader, world_size=2, engine="ddp", model="m", seed=0,
         num_classes=10, scaler=state.scaler, top1=top1, loss=loss,
     )  # fmt: skip

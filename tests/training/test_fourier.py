@@ -87,7 +87,7 @@ def test_checkpoints_hold_them_and_their_moments(tmp_path):
     nets[0](torch.rand(2, 3, 8, 8)).square().sum().backward()
     optimizers[0].step()
     before = training_state.read(nets[0], optimizers[0], None)
-    facts = checkpoint_file.Facts(1, 0, None, 1, "ddp", "operator", 0, 3, {})
+    facts = checkpoint_file.CheckpointFacts(1, 0, None, 1, "ddp", "operator", 0, 3, {})
     folder = tmp_path / "saved"
     checkpoint_file.write(folder, checkpoint_file.Checkpoint(facts, before, ()))
     assert not any(t.is_complex() for t in load_file(folder / "tensors.safetensors").values())

@@ -60,7 +60,7 @@ def test_skips_and_goes_on(learn, engine, flags):
     flags = (*flags, "--on_nan=skip", "--save_steps=7", "--keep_checkpoints=9", "--lr=1e-4")
     result, run_dir = learn(wrong_at, *flags, f"--engine={engine}")
     assert result.returncode == 0, result.stderr
-    assert "gradients were not finite in 1 of these steps, which were left out; 1 of 3" in (
+    assert "gradients were not finite in 1 of these steps, which were skipped; 1 of 3" in (
         result.stdout
     )
     windows = of_kind(run_dir, records.WindowRecord)

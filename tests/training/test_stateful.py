@@ -34,7 +34,7 @@ def test_state_goes_through_a_checkpoint_into_a_new_model(name, tmp_path):
     if name == "types":
         net[1].later = torch.ones(2)  # as a first forward pass may make it
     before = training_state.read(net, optimizer, None)
-    facts = checkpoint_file.Facts(1, 0, None, 1, "ddp", name, 0, 3, {})
+    facts = checkpoint_file.CheckpointFacts(1, 0, None, 1, "ddp", name, 0, 3, {})
     checkpoint_file.write(tmp_path / "saved", checkpoint_file.Checkpoint(facts, before, ()))
     saved = checkpoint_file.read(tmp_path / "saved").state
     other, its_optimizer = trained(name, 1)

@@ -34,7 +34,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
             if (joined := launcher.joined(task)) is not None:
                 return _take_part(launcher, joined)
             task = stack.enter_context(run_folder.claim_output_dir(task))
-            task = resume.claimed(task, _say)
+            task = resume.with_checkpoint(task, _say)
         except RequestError as error:
             return print_refusal(prog, error)
         # The workers' imports take seconds, in which nothing else is printed.
@@ -57,7 +57,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
                 break
             launchers.tell(task.run_dir, failure)
             try:
-                task = resume.restarted(task, _say)
+                task = resume.with_newest_checkpoint(task, _say)
             except RequestError as error:
                 return print_refusal(prog, error)
             _say(notice)

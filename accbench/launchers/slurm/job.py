@@ -57,7 +57,7 @@ def _resolve_task(task: TaskConfig) -> TaskConfig:
     """Resolve the task on this node; resume from the newest checkpoint if Slurm has requeued it."""
     task = resolving.resolve(task)
     if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
-        return resume.restarted(task, lambda line: print(line, flush=True))
+        return resume.with_newest_checkpoint(task, lambda line: print(line, flush=True))
     run_folder.write(task)
     return task
 

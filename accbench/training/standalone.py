@@ -1,4 +1,4 @@
-"""A script that a person started, `python train.py`, or torchrun: what a launcher's worker has."""
+"""The worker of a script that was started directly or by torchrun, without a launcher."""
 
 import atexit
 import contextlib
@@ -22,15 +22,15 @@ from accbench.system.stop_signals import die_with_parent
 from accbench.training import current, worker
 from accbench.training.current import Worker
 
-# What is to be undone when a run ends that began here.
+# What to undo when a run that began here ends.
 _stacks: dict[int, contextlib.ExitStack] = {}
 
 
 def start(flags: Mapping[str, Any]) -> Worker:
-    """Join the other workers, if there are any, and make the run's folder.
+    """Join the other workers, if there are any, and create the run's folder.
 
     Raises:
-        RequestError: a flag is wrong, or what they ask for cannot be done here.
+        RequestError: a flag is wrong, or asks for what cannot be done here.
     """
     started = time.perf_counter()
     slurm_variables.adopt()
@@ -38,7 +38,7 @@ def start(flags: Mapping[str, Any]) -> Worker:
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     task = config.parse(config.as_flags({**flags, "script": script}), "accbench.accelerate")
     if task.threads is None and topology.local_world_size == 1:
-        # Sums are rounded otherwise by another number, and the script's numbers are its own.
+        # Another number of threads would round sums differently from the script alone.
         task = replace(task, threads=torch.get_num_threads())
     task = resolving.resolve(replace(task, nproc_per_node=topology.local_world_size))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -60,18 +60,18 @@ def start(flags: Mapping[str, Any]) -> Worker:
 
 
 def give_up(begun: Worker) -> None:
-    """Undo `start`; nothing where a launcher's worker runs the script."""
+    """Undo `start`; do nothing if a launcher's worker runs the script."""
     stack = _stacks.pop(id(begun), None)
     if stack is not None:
         stack.close()
 
 
 def watch(begun: Worker) -> None:
-    """Have the run's record end with the process: well, or with what the process died of."""
+    """End the run's record when the process ends, with the error if it failed."""
     stack = _stacks.get(id(begun))
     if stack is None:
         return
-    entered = current.entered(begun)  # a second call is to find the first
+    registration = current.use_worker(begun)  # so that a second call finds the first
     before = sys.excepthook
 
     def failed(
@@ -84,7 +84,7 @@ def watch(begun: Worker) -> None:
     def ended() -> None:
         try:
             begun.run.close()
-        except Exception as error:  # which at exit nobody would hear of
+        except Exception as error:  # an exception at exit would not be reported
             failed(type(error), error, error.__traceback__)
             sys.stderr.flush()
             os._exit(1)
@@ -95,7 +95,7 @@ def watch(begun: Worker) -> None:
         sys.excepthook = before
         _stacks.pop(id(begun), None)
 
-    stack.enter_context(entered)
+    stack.enter_context(registration)
     sys.excepthook = failed
     atexit.register(ended)
     stack.callback(undo)
