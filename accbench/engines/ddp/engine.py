@@ -234,8 +234,8 @@ class Engine(engines.Engine):
     def _average(self, parameters: list[nn.Parameter]) -> None:
         if self.topology.world_size == 1 or not parameters:
             return
-        for parameter in used_parameters.with_gradients(
-            parameters, used_parameters.somewhere(parameters)
+        for parameter in used_parameters.fill_missing_grads(
+            parameters, used_parameters.has_grad_on_any_rank(parameters)
         ):
             assert parameter.grad is not None
             gradient = complex_parameters.materialized(parameter.grad)

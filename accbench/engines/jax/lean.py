@@ -14,17 +14,17 @@ def _batch_norm(
     batch: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
     momentum: float, eps: float, cudnn: bool,
 ) -> torch.Tensor:  # fmt: skip
-    if training and weight is not None and bias is not None and half_ops.are_for(batch):
+    if training and weight is not None and bias is not None and half_ops.supports(batch):
         return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps)
     return torch.batch_norm(batch, weight, bias, mean, var, training, momentum, eps, cudnn)
 
 
 def _relu(given: torch.Tensor) -> torch.Tensor:
-    return half_ops.relu(given) if half_ops.are_for(given) else torch.relu(given)
+    return half_ops.relu(given) if half_ops.supports(given) else torch.relu(given)
 
 
 def _relu_in_place(given: torch.Tensor) -> torch.Tensor:
-    return half_ops.relu_in_place(given) if half_ops.are_for(given) else torch.relu_(given)
+    return half_ops.relu_in_place(given) if half_ops.supports(given) else torch.relu_(given)
 
 
 def _max_pool2d(
@@ -32,7 +32,9 @@ def _max_pool2d(
     padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     # Where no BatchNorm and ReLU go before it, its lowering does as well (`pools_by_place`).
-    if half_ops.can_pool(given, size, dilation, ceil_mode) and half_ops.is_normal_relu(given):
+    if half_ops.supports_max_pool2d(
+        given, size, dilation, ceil_mode
+    ) and half_ops.is_batch_norm_relu(given):
         return half_ops.max_pool2d(given, size, stride, padding)
     return torch.max_pool2d(given, size, stride, padding, dilation, ceil_mode)
 
@@ -43,7 +45,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     plain = mask is None and dropout_p < 1 and not enable_gqa
-    if plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
+    if plain and half_ops.supports(query) and key.dtype is value.dtype is query.dtype:
         wanted = query.shape[-1] ** -0.5 if scale is None else scale
         return half_attention.attention(query, key, value, wanted, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(

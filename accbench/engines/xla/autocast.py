@@ -151,7 +151,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lean(given: torch.Tensor) -> bool:
-    return _Spelling.lean and half_ops.are_for(given)
+    return _Spelling.lean and half_ops.supports(given)
 
 
 def _batch_norm(
@@ -161,7 +161,7 @@ def _batch_norm(
     if training and weight is not None and bias is not None and _lean(batch):
         return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps)
     # torch_xla would give float32 back for 16 bits, and call it 16 bits: XLA refuses it later.
-    wide = batch.float() if batch.dtype in half_ops.TYPES else batch
+    wide = batch.float() if batch.dtype in half_ops.HALF_DTYPES else batch
     out = torch.batch_norm(wide, weight, bias, mean, var, training, momentum, eps, cudnn)
     return out.to(batch.dtype)
 
@@ -178,7 +178,7 @@ def _max_pool2d(
     given: torch.Tensor, size: list[int], stride: list[int] | tuple[()] = (),
     padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    if _Spelling.lean and half_ops.can_pool(given, size, dilation, ceil_mode):
+    if _Spelling.lean and half_ops.supports_max_pool2d(given, size, dilation, ceil_mode):
         return half_ops.max_pool2d(given, size, stride, padding)
     return torch.max_pool2d(given, size, stride, padding, dilation, ceil_mode)
 
@@ -190,12 +190,12 @@ def _attention(
 ) -> torch.Tensor:  # fmt: skip
     dtype = torch.get_autocast_dtype("xla")
     query, key, value = (
-        tensor.to(dtype) if tensor.dtype in (torch.float32, *half_ops.TYPES) else tensor
+        tensor.to(dtype) if tensor.dtype in (torch.float32, *half_ops.HALF_DTYPES) else tensor
         for tensor in (query, key, value)
     )
     plain = mask is None and dropout_p < 1 and not enable_gqa
     # On a CPU too, where XLA would sum weights and their gradients in 16 bits.
-    if plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
+    if plain and half_ops.supports(query) and key.dtype is value.dtype is query.dtype:
         wanted = query.shape[-1] ** -0.5 if scale is None else scale
         return half_attention.attention(query, key, value, wanted, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(

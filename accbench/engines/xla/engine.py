@@ -504,14 +504,17 @@ class Engine(engines.Engine):
         """
         trained = [p.requires_grad for p in parameters]
         if self.collectives == "host" or trained != self._trained:
-            self._trained, self._used_somewhere = trained, used_parameters.somewhere(parameters)
+            self._trained, self._used_somewhere = (
+                trained,
+                used_parameters.has_grad_on_any_rank(parameters),
+            )
         if any(p.grad is not None and not is_used
                for p, is_used in zip(parameters, self._used_somewhere, strict=True)):  # fmt: skip
             raise RequestError(
                 "the loss depends on parameters that it did not depend on in the first step, on "
                 "any worker; freeze them until then (requires_grad = False)"
             )
-        return used_parameters.with_gradients(parameters, self._used_somewhere)
+        return used_parameters.fill_missing_grads(parameters, self._used_somewhere)
 
     def end_step(self) -> None:
         self._indices.end()

@@ -91,7 +91,7 @@ def _batch_norm(
             torch.ops.aten.batch_norm.default,
             batch, weight_C, bias_C, mean_C, var_C, training, momentum, eps, cudnn,
         )  # fmt: skip
-    wide = batch.float() if batch.dtype in half_ops.TYPES else batch
+    wide = batch.float() if batch.dtype in half_ops.HALF_DTYPES else batch
     if not training:
         with torch.autocast("xla", enabled=False):
             return _by_given(wide, weight_C, bias_C, mean_C, var_C, eps).to(batch.dtype)

@@ -89,7 +89,7 @@ def _mean(
 
 
 def _added(into: Kernel, given: torch.Tensor, dims: Dims, keepdim: bool, made: torch.dtype) -> Any:
-    by = torch.float32 if made in half_ops.TYPES else made
+    by = torch.float32 if made in half_ops.HALF_DTYPES else made
     return into(given, _places(given, dims), keepdim, dtype=by, out=_empty(given, by)).to(made)
 
 

@@ -16,15 +16,15 @@ from torch.nn import functional
 
 from accbench.engines.xla.kernels import registration
 from accbench.engines.xla_common import half_ops, resampling
-from accbench.engines.xla_common.resampling import Matrix, Scale
+from accbench.engines.xla_common.resampling import MatrixBuilder, Scale
 
 
 @cache
 def replace_kernels() -> None:
     """For all that is computed on XLA's device in this process."""
     found: dict[str, Callable[..., torch.Tensor]] = {
-        **{name: _mixing(*of) for name, of in resampling.MIXING.items()},
-        **{name: _picking(*of) for name, of in resampling.PICKING.items()},
+        **{name: _mixing(*of) for name, of in resampling.INTERPOLATIONS.items()},
+        **{name: _picking(*of) for name, of in resampling.NEAREST.items()},
         "_adaptive_avg_pool2d": _adaptive(functional.avg_pool2d),
         "_adaptive_avg_pool3d": _adaptive(functional.avg_pool3d),
     }
@@ -36,7 +36,7 @@ def replace_kernels() -> None:
 
 def _resampled(given: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Multiply each of the last axes by its matrix (new, old)."""
-    wide = given.float() if given.dtype in half_ops.TYPES else given
+    wide = given.float() if given.dtype in half_ops.HALF_DTYPES else given
     with torch.autocast("xla", enabled=False):
         for axis, matrix in enumerate(matrices, given.dim() - len(matrices)):
             wide = torch.tensordot(wide, matrix.to(wide.dtype), ([axis], [1])).movedim(-1, axis)
@@ -91,7 +91,7 @@ def _adaptive(pool: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if all(output and size % output == 0 for size, output in zip(old, new, strict=True)):
             return pool(given, [size // output for size, output in zip(old, new, strict=True)])
         return _resampled(given, [
-            registration.constant(given.device, resampling.averaging, size, output)
+            registration.constant(given.device, resampling.adaptive_average, size, output)
             for size, output in zip(old, new, strict=True)
         ])  # fmt: skip
 
