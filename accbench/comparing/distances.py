@@ -190,9 +190,9 @@ def of_extra(own: Extra, before: Extra, after: Extra) -> dict[str, float]:
     """Of modules' extra state: numbers as buffers, all else must be the same."""
     found = {}
     for key, expected in (after or {}).items():
-        others, values = extra_state.numbers(expected)
-        own_others, own_values = extra_state.numbers((own or {}).get(key))
-        _, earlier = extra_state.numbers((before or {}).get(key))
+        others, values = extra_state.split_numbers(expected)
+        own_others, own_values = extra_state.split_numbers((own or {}).get(key))
+        _, earlier = extra_state.split_numbers((before or {}).get(key))
         away = _away(own_values, values) if own_others == others else _FURTHEST
         moved = _norm(values - earlier) if values.shape == earlier.shape else 0.0
         found[f"{BUFFER} {key}"] = away / (moved or _norm(values) or 1.0)

@@ -103,9 +103,9 @@ class _Plain:
         self.extra = [model_state.read_extra(net) for _ in range(num_shards)]
         cuda = task.device == "cuda" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
-        places = tied_parameters.places(net)
+        places = tied_parameters.find_ties(net)
         self.net = complex_numbers.double(net.to(self.device))
-        tied_parameters.tie(places)
+        tied_parameters.restore_ties(places)
         self.parameters = dict(self.net.named_parameters())
 
     def send(self, batch: Batch) -> Batch:
@@ -248,7 +248,7 @@ def _save(path: Path, groups: dict[str, Tensors], plain: _Plain) -> None:
     for rank, of_rank in enumerate(plain.buffers):
         tensors |= {f"{_BUFFER}{rank}/{name}": tensor for name, tensor in of_rank.items()}
         extra: list[torch.Tensor] = []
-        packed = {key: extra_state.packed(v, extra) for key, v in plain.extra[rank].items()}
+        packed = {key: extra_state.pack(v, extra) for key, v in plain.extra[rank].items()}
         metadata[str(rank)] = json.dumps(packed)
         tensors |= {f"{_EXTRA}{rank}/{number}": tensor for number, tensor in enumerate(extra)}
     try:
@@ -264,7 +264,7 @@ def _load(path: Path, rank: int) -> tuple[Tensors, dict[str, Any]]:
         packed = json.loads(file.metadata()[str(rank)])
     extra = _of(tensors, f"{_EXTRA}{rank}/")
     in_order = [extra[str(number)] for number in range(len(extra))]
-    return tensors, {key: extra_state.unpacked(one, in_order) for key, one in packed.items()}
+    return tensors, {key: extra_state.unpack(one, in_order) for key, one in packed.items()}
 
 
 def _of(tensors: Tensors, prefix: str) -> Tensors:

@@ -44,9 +44,9 @@ class Float64(ddp.Engine):
         super().__init__(task, ddp.Engine.Options(channels_last=False), topology)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        places = tied_parameters.places(model)
+        places = tied_parameters.find_ties(model)
         model = complex_numbers.double(model)
-        tied_parameters.tie(places)
+        tied_parameters.restore_ties(places)
         return super().prepare(model)
 
     def to_device(self, batch: Batch) -> Batch:

@@ -112,7 +112,7 @@ def _float32(state: TrainingState) -> TrainingState:
         return {name: complex_numbers.singled(tensor) for name, tensor in tensors.items()}
 
     of_parameters = {name: of(tensors) for name, tensors in state.optimizer.items()}
-    extra = {k: extra_state.copied(v, wide=False) for k, v in (state.extra or {}).items()}
+    extra = {k: extra_state.copy_to_host(v, wide=False) for k, v in (state.extra or {}).items()}
     return dataclasses.replace(state, model=of(state.model), optimizer=of_parameters, extra=extra)
 
 

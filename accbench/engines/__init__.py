@@ -74,7 +74,7 @@ class Engine(abc.ABC):
     """A module that traces a step without running it, for `accbench preflight`."""
     scaler: Any = None
     """The GradScaler, where there is one."""
-    computed_again: activation_checkpointing.Again | None = None
+    computed_again: activation_checkpointing.RecomputeBarrier | None = None
     """For `--checkpoint_modules`, see there."""
     found_inf: torch.Tensor
     """1 after a step with a gradient that is not finite, else 0; only with `--on_nan skip`."""
@@ -206,7 +206,7 @@ class Engine(abc.ABC):
         if self.scaler is None:
             optimizer.step()
         else:
-            if complex_parameters.of(optimizer) and self._is_scaled(optimizer):
+            if complex_parameters.in_optimizer(optimizer) and self._is_scaled(optimizer):
                 self.unscale_gradients(optimizer)
             self.scaler.step(optimizer)
             self.scaler.update()
@@ -337,7 +337,7 @@ class Engine(abc.ABC):
             RequestError: it cannot; the message says why and what to do.
         """
         trainable.check(net, self.task.engine, compiles=self.compiler is not None)
-        tied_parameters.refuse_views(net)
+        tied_parameters.refuse_shared_memory(net)
 
     def prepared(self, net: nn.Module) -> nn.Module:
         """`prepare`, after which the same parameters and buffers must be one tensor as before.
@@ -350,9 +350,9 @@ class Engine(abc.ABC):
         if self.task.checkpoint_modules:
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
             activation_checkpointing.apply(net, names, self.computed_again)
-        before = tied_parameters.names(net)
+        before = tied_parameters.names_by_tensor(net)
         model = self.prepare(net)
-        parted = before ^ tied_parameters.names(net)
+        parted = before ^ tied_parameters.names_by_tensor(net)
         if parted:
             raise RuntimeError(
                 f"engine {self.task.engine} keeps {', '.join(min(parted))} otherwise than the "
@@ -384,7 +384,7 @@ class Engine(abc.ABC):
         with torch.no_grad():
             for buffer in model_state.saved_buffers(net):
                 buffer.copy_(from_rank0_tensor(buffer.cpu()))
-        model_state.share(net)
+        model_state.broadcast_extra(net)
         self.end_step()
 
     def prove_reduction(self) -> None:

@@ -44,7 +44,7 @@ def export(
     found = checkpoints.find(str(run), None, print)
     assert found is not None
     saved = checkpoint_file.read(found)
-    tensors = optimizer_state.of_averages(saved.state) if average else saved.state.model
+    tensors = optimizer_state.averaged_tensors(saved.state) if average else saved.state.model
     model = _model_of(saved.facts, tensors, saved.state.extra)
     loader = _validation_set(found.parent.parent / config.CONFIG_FILE) if evaluate else None
     part = out.with_name(f".{out.name}.part")

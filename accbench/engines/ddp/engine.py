@@ -136,9 +136,9 @@ class Engine(engines.Engine):
         return net
 
     def _moved(self, model: nn.Module) -> nn.Module:
-        places = tied_parameters.places(model)
+        places = tied_parameters.find_ties(model)
         model = model.to(self.device)
-        tied_parameters.tie(places)  # of buffers a move makes one for each place
+        tied_parameters.restore_ties(places)  # of buffers a move makes one for each place
         for tensor in (*model.parameters(), *model.buffers()):
             # Module.to takes tensors of five dimensions for images too, and fails.
             is_image = tensor.dim() == 4 and not tensor.is_complex()
@@ -150,7 +150,7 @@ class Engine(engines.Engine):
         """What was compiled for parameters in channels_last."""
 
     def _distributed(self, model: nn.Module) -> nn.Module:
-        if self.topology.world_size == 1 or not complex_parameters.leave_out_of_buckets(model):
+        if self.topology.world_size == 1 or not complex_parameters.exclude_from_ddp(model):
             return model
         self._averaged = trained(model)
         return DistributedDataParallel(model, **self._settings())
@@ -176,7 +176,7 @@ class Engine(engines.Engine):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         entry = optimizers.of_task(self.task)
         fused = {"fused": True} if entry.has_fused else {}
-        optimizer = complex_parameters.built(
+        optimizer = complex_parameters.build_optimizer(
             entry.torch_class, optimizer_state.groups(self.task, model),
             **entry.arguments(self.task), **fused,
         )  # fmt: skip
@@ -225,7 +225,7 @@ class Engine(engines.Engine):
         if not self._will_average:
             self._average([p for group in optimizer.param_groups for p in group["params"]])
             return
-        self._average(complex_parameters.of(optimizer))
+        self._average(complex_parameters.in_optimizer(optimizer))
         if not self._is_checked:
             self._check_all_reduced(optimizer)
             self._is_checked = True
@@ -238,7 +238,7 @@ class Engine(engines.Engine):
             parameters, used_parameters.has_grad_on_any_rank(parameters)
         ):
             assert parameter.grad is not None
-            gradient = complex_parameters.materialized(parameter.grad)
+            gradient = complex_parameters.materialize(parameter.grad)
             total = real(gradient).contiguous()  # gloo takes no other
             total = total.clone() if total.data_ptr() == gradient.data_ptr() else total
             dist.all_reduce(total)
@@ -276,7 +276,7 @@ class Engine(engines.Engine):
             )
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self._average(complex_parameters.of(optimizer))
+        self._average(complex_parameters.in_optimizer(optimizer))
         with complex_parameters.as_real(optimizer):
             self._apply_gradients(optimizer)
 

@@ -23,7 +23,7 @@ from accbench.engines.common import (
     python_state,
     source_location,
 )
-from accbench.engines.common.index_ranges import Ranges, Tracer
+from accbench.engines.common.index_ranges import IndexRanges, IndexTracer
 from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
 
@@ -132,7 +132,7 @@ def capture(
     parameters = list(model.parameters())
     trained = [place for place, p in enumerate(parameters) if p.requires_grad]
     arguments = model, loss, batch, autocast, decompositions, whole_attention
-    saved = python_state.Saved(model)
+    saved = python_state.PythonSnapshot(model)
     try:
         try:
             return _capture(trained, *arguments)
@@ -147,7 +147,7 @@ def capture(
         raise
     except Exception as error:
         saved.restore()
-        by_itself = model_errors.of_call(
+        by_itself = model_errors.error_of_call(
             model, lambda: _loss_and_back(model, loss, batch, autocast, trained)
         )
         if by_itself is not None:
@@ -198,7 +198,7 @@ def _capture(
     inputs = _plain([torch.ones(()), *nested.tensors_of(batch), *extra_inputs.tensors()])
     some = _plain(parameters[place] for place in trained)
     holder = _Holder(some, _plain([*others, *buffers]), of_tensors)
-    watch, saved = python_state.Watch(model), python_state.Saved(model)
+    watch, saved = python_state.PythonStateWatch(model), python_state.PythonSnapshot(model)
     before = python_state.numbers_in(watch.state())
     # Tensors that a model has as plain attributes are constants of the graph.
     with traceable(model, whole_attention), _fake():
@@ -223,7 +223,7 @@ def _capture(
 
 
 def _refuse_numbers_that_change(
-    watch: python_state.Watch, trained: list[int], model: nn.Module,
+    watch: python_state.PythonStateWatch, trained: list[int], model: nn.Module,
     loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
 ) -> None:  # fmt: skip
     """A graph is captured once; raises RequestError if every forward pass changes a number."""
@@ -344,14 +344,14 @@ def _with_gradient(
 
 def index_ranges_of(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
-) -> Ranges:
+) -> IndexRanges:
     """Return what must hold of the batch's tensors for the indices among them to be in range."""
     trained = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
     with faked(trained, model, batch) as (some, kept, inputs):
-        tracer = Tracer(inputs[: len(nested.tensors_of(batch))])
+        tracer = IndexTracer(inputs[: len(nested.tensors_of(batch))])
         with tracer:
             loss_of(model, loss, batch, autocast, trained, some, kept, inputs)
-    return tracer.notes.ranges()
+    return tracer.log.ranges()
 
 
 @contextlib.contextmanager
@@ -384,7 +384,7 @@ def _fake() -> Any:
 
 
 def _in_a_line(error: Exception) -> str:
-    place = source_location.in_model(traceback.extract_tb(error.__traceback__))
+    place = source_location.find_model_line(traceback.extract_tb(error.__traceback__))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{type(error).__name__}{f': {lines[0][:300]}' if lines else ''}"
     advice = "take out what depends on values, or " if _depends_on_values(error) else ""

@@ -14,7 +14,7 @@ class Changes:
     def __init__(self) -> None:
         self._num_in_a_row = self._num_for_nothing = 0
 
-    def before_step(self, watch: python_state.Watch | None, is_known: bool) -> None:
+    def before_step(self, watch: python_state.PythonStateWatch | None, is_known: bool) -> None:
         """
         Args:
             is_known: the step was captured for what the model has now.

@@ -31,7 +31,7 @@ from accbench.engines.common import (
     optimizer_state,
     python_state,
 )
-from accbench.engines.common.index_ranges import Ranges
+from accbench.engines.common.index_ranges import IndexRanges
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
 from accbench.engines.jax import changing, starting
@@ -175,7 +175,7 @@ class Engine(engines.Engine):
         self._net: nn.Module | None = None
         self._steps: dict[Any, _Step] = {}
         self._by_name: dict[Any, _Step] = {}
-        self._python: python_state.Watch | None = None
+        self._python: python_state.PythonStateWatch | None = None
         self._changes = changing.Changes()
         self._sent = arrays.Sent()
         self._seed, self._num_run = 0, 0
@@ -314,8 +314,8 @@ class Engine(engines.Engine):
     ) -> Any:
         """What a captured step holds for, numbers and functions of the model's among it."""
         if self._python is None or self._python.model is not model:
-            self._python = python_state.Watch(model, [spec.loss])
-        return _signature(model, optimizer, batch), self._python.number()
+            self._python = python_state.PythonStateWatch(model, [spec.loss])
+        return _signature(model, optimizer, batch), self._python.state_id()
 
     def _settle(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
         """Have the model make the buffers that it makes for batches of this size."""
@@ -357,7 +357,7 @@ class Engine(engines.Engine):
             rules = starting.rules(self.task.device, self.options)
             self._evaluation = evaluation.Evaluation(self._autocast, rules)
         self._mirror.take_over()
-        is_averaged = isinstance(model, optimizer_state.Averaged)
+        is_averaged = isinstance(model, optimizer_state.AveragedModel)
         key = optimizer_state.AVERAGE if is_averaged else "parameters"
         weights = (
             self._mirror.whole(key),
@@ -377,7 +377,7 @@ class Engine(engines.Engine):
         from accbench.engines.jax import capture
 
         begun = time.perf_counter()
-        saved = python_state.Saved(model)
+        saved = python_state.PythonSnapshot(model)
         part = nested.chunks(batch, self.task.accumulate)[0]
         capture.refuse_changing_extra_state(model, spec.loss, part, self._hosts_autocast)
         ranges = capture.index_ranges_of(model, spec.loss, part, self._autocast)
@@ -403,7 +403,7 @@ class Engine(engines.Engine):
         return step
 
     def _name_of(
-        self, saved: python_state.Saved, model: nn.Module, spec: Any,
+        self, saved: python_state.PythonSnapshot, model: nn.Module, spec: Any,
         optimizer: torch.optim.Optimizer, batch: engines.Batch, arguments: tuple[Any, ...],
     ) -> tuple[str, tuple[int, ...]] | None:  # fmt: skip
         """What tells the step from others, and what it reads beside; None where nothing does."""
@@ -583,7 +583,7 @@ class _Step:
     run: Callable[..., Any]
     reads: list[int]
     """How far it moves each position of `beside`."""
-    ranges: Ranges
+    ranges: IndexRanges
     """Of the indices in a part of the batch."""
 
 

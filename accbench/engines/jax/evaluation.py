@@ -29,7 +29,7 @@ class Evaluation:
     ) -> None:
         self._autocast, self._rules = autocast, rules
         self._functions: dict[Any, Any] = {}
-        self._watches: dict[int, python_state.Watch] = {}
+        self._watches: dict[int, python_state.PythonStateWatch] = {}
         self.stats = CompileStats()
 
     def score(
@@ -44,9 +44,9 @@ class Evaluation:
         """
         watch = self._watches.get(id(net))
         if watch is None or watch.model is not net:
-            watch = self._watches[id(net)] = python_state.Watch(net, [spec.score])
+            watch = self._watches[id(net)] = python_state.PythonStateWatch(net, [spec.score])
         signature = (
-            watch.number(), id(net),
+            watch.state_id(), id(net),
             nested.signature(batch),
             tuple(tuple(tensor.shape) for tensor in extra_inputs.tensors()),
             tuple(module.training for module in net.modules()),
@@ -63,7 +63,7 @@ class Evaluation:
 
     def _compiled(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
         begun = time.perf_counter()
-        saved = python_state.Saved(net)
+        saved = python_state.PythonSnapshot(net)
         try:
             graph = capture.capture_score(
                 net, spec.score, batch, self._autocast, lowering.decompositions()

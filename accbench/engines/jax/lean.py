@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from accbench.engines.common.cuda_autocast import Spellings
+from accbench.engines.common.cuda_autocast import OpOverrides
 from accbench.engines.xla_common import half_attention, half_ops
 
 _aten = torch.ops.aten
@@ -53,7 +53,7 @@ def _attention(
     )
 
 
-SPELLINGS: Spellings = {
+SPELLINGS: OpOverrides = {
     _aten.batch_norm.default: _batch_norm,
     _aten.relu.default: _relu,
     _aten.relu_.default: _relu_in_place,

@@ -47,7 +47,7 @@ def keep_compiled(device: str, options: Any) -> str:
         return "off: --jax.compile_cache off"
     folder = Path(options.cache_dir or cache_folders.folder("jax"))
     # JAX's key has the processor's instructions in some versions alone.
-    folder = folder / f"{jax.__version__}-{device}-{compile_cache_key.processor()}"
+    folder = folder / f"{jax.__version__}-{device}-{compile_cache_key.processor_fingerprint()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -36,7 +36,7 @@ def run(argv: Sequence[str], trace: Callable[[TaskConfig, Path], None]) -> int:
         return failed(folder, "this machine has not enough memory to build the step")
     except Exception as error:
         traceback.print_exc()
-        place = source_location.in_model(traceback.extract_tb(error.__traceback__))
+        place = source_location.find_model_line(traceback.extract_tb(error.__traceback__))
         text = " ".join(str(error).split())[:500]
         return failed(folder, f"{type(error).__name__}: {text}{f' at {place}' if place else ''}")
     if not (folder / programs.FACTS_FILE).exists():

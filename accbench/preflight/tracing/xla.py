@@ -158,7 +158,7 @@ def _why_not_one(absent: AbsentGpu) -> str:
     if refused is not None:
         return f"--xla.replay=on, but the step cannot be recorded: {refused}"
     frames = sys._current_frames()[threading.main_thread().ident or 0]
-    place = source_location.in_model(traceback.extract_stack(frames))
+    place = source_location.find_model_line(traceback.extract_stack(frames))
     return (
         "the step is not one program: a value is needed on the host in its midst"
         f"{f' at {place}' if place else ''}; "

@@ -36,6 +36,6 @@ def decompositions() -> dict[Any, Any]:
     kept = set(operations())
     known = dict(torch._decomp.decomposition_table)
     known.update(torch._decomp.core_aten_decompositions().items())
-    known.update(of_torch.mended())
+    known.update(of_torch.corrected())
     taken_apart = {op: rule for op, rule in known.items() if str(op) not in kept}
-    return {**taken_apart, **of_torch.of_complex()}
+    return {**taken_apart, **of_torch.for_complex()}

@@ -101,7 +101,9 @@ def name(node: fx.Node) -> str:
 def place(node: fx.Node) -> str:
     """Where in the model's own code a node comes from, as far as torch has noted it."""
     return (
-        source_location.in_model(_frames(node)) or _module_path(node) or "torch has noted no place"
+        source_location.find_model_line(_frames(node))
+        or _module_path(node)
+        or "torch has noted no place"
     )
 
 
