@@ -71,18 +71,18 @@ class PythonStateWatch:
             prefix = f"{name}." if name else ""
             for key, value in vars(module).items():
                 if key not in _MODULE_ATTRIBUTES:
-                    state[prefix + key] = frozen.of(value)
+                    state[prefix + key] = frozen.freeze(value)
                 elif value and key in _HOOKS:
                     state[prefix + key] = tuple(map(id, value.values()))
             state[f"{prefix}forward"] = _OPAQUE, id(module), id(vars(module).get("forward"))
         for owner in self._owners:
-            state[type(owner).__name__] = frozen.of(owner)
+            state[type(owner).__name__] = frozen.freeze(owner)
         for kind in self._classes:
             for key, value in vars(kind).items():
                 if isinstance(value, _SIMPLE) and not key.startswith("__"):
-                    state[f"{kind.__qualname__}.{key}"] = frozen.of(value)
+                    state[f"{kind.__qualname__}.{key}"] = frozen.freeze(value)
         for name, read in self._read_outside:
-            state[name] = frozen.of(read())
+            state[name] = frozen.freeze(read())
         return state
 
     @property
@@ -128,7 +128,7 @@ class _Glance:
 
     def _freeze(self) -> list[Any]:
         frozen = _Freezer()
-        return [frozen.of(value) for value in (*self._mutable, *self._read_outside())]
+        return [frozen.freeze(value) for value in (*self._mutable, *self._read_outside())]
 
     def is_the_same(self) -> bool:
         if [*map(len, self._held)] != self._lengths:
@@ -178,7 +178,7 @@ class _Freezer:
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}
 
-    def of(self, value: Any, depth: int = 0) -> Any:
+    def freeze(self, value: Any, depth: int = 0) -> Any:
         if value is None:
             return None
         if isinstance(value, _SIMPLE):
@@ -201,10 +201,10 @@ class _Freezer:
         if inner is None or depth == _MAX_DEPTH or len(inner) > _MAX_ITEMS:
             return _OPAQUE, id(value), 0 if inner is None else len(inner)
         if isinstance(inner, (set, frozenset)):
-            return type(value), frozenset(self.of(item, depth + 1) for item in inner)
+            return type(value), frozenset(self.freeze(item, depth + 1) for item in inner)
         if isinstance(inner, dict):
             inner = [item for pair in inner.items() for item in pair]
-        return type(value), tuple(self.of(item, depth + 1) for item in inner)
+        return type(value), tuple(self.freeze(item, depth + 1) for item in inner)
 
 
 def _is_small_array(value: Any) -> bool:
@@ -343,13 +343,13 @@ class PythonSnapshot:
             if isinstance(value, dict):
                 for key in {**copy, **value}:
                     new, old = value.get(key, copy), copy.get(key, value)
-                    if new is old or (new is not copy and is_plain(frozen.of(new))):
+                    if new is old or (new is not copy and is_plain(frozen.freeze(new))):
                         continue
                     if old is value:
                         del value[key]
                     else:
                         value[key] = old
-            elif not is_plain(frozen.of(value)):
+            elif not is_plain(frozen.freeze(value)):
                 value.clear()
                 (value.update if hasattr(value, "update") else value.extend)(copy)
         random.setstate(self._random[0])

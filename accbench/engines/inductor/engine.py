@@ -32,7 +32,7 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.double_backward import DifferentiableGraph
 from accbench.engines.ddp import engine as ddp
-from accbench.engines.inductor import patches as inductor_mends
+from accbench.engines.inductor import patches as inductor_patches
 from accbench.errors import RequestError
 from accbench.system import cache_folders, extras
 
@@ -202,8 +202,8 @@ class Engine(ddp.Engine):
         mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if self.device.type == "cpu":
             pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
-            if inductor_mends.are_needed():
-                mended = inductor_mends.mended
+            if inductor_patches.needed():
+                mended = inductor_patches.applied
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
