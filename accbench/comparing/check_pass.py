@@ -117,7 +117,7 @@ class CheckPass:
         self.net: nn.Module = trainable.plain(self.spec.build(num_classes))
         self.engine.check_model(self.net)
         process_group.broadcast_module(self.net)
-        model_state.share(self.net)
+        model_state.broadcast_extra(self.net)
         self.model = self.engine.prepared(self.net)
         self.optimizer = self.engine.build_optimizer(self.model)
         self.engine.seed(self.task.seed + self.topology.rank)

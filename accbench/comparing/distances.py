@@ -205,9 +205,9 @@ def of_extra(actual: Extra, before: Extra, after: Extra) -> dict[str, float]:
     """Compare modules' extra state: numbers as buffers are, all else for equality."""
     distances = {}
     for key, expected in (after or {}).items():
-        others, values = extra_state.numbers(expected)
-        actual_others, actual_values = extra_state.numbers((actual or {}).get(key))
-        _, earlier = extra_state.numbers((before or {}).get(key))
+        others, values = extra_state.split_numbers(expected)
+        actual_others, actual_values = extra_state.split_numbers((actual or {}).get(key))
+        _, earlier = extra_state.split_numbers((before or {}).get(key))
         distance = _distance(actual_values, values) if actual_others == others else _FURTHEST
         moved = _norm(values - earlier) if values.shape == earlier.shape else 0.0
         distances[f"{BUFFER} {key}"] = distance / (moved or _norm(values) or 1.0)

@@ -108,9 +108,9 @@ class _Float64Model:
         self.extra = [model_state.read_extra(net) for _ in range(num_shards)]
         cuda = task.device == "cuda" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
-        locations = tied_parameters.places(net)
+        locations = tied_parameters.find_ties(net)
         self.net = complex_numbers.double(net.to(self.device))
-        tied_parameters.tie(locations)
+        tied_parameters.restore_ties(locations)
         self.parameters = dict(self.net.named_parameters())
 
     def send(self, batch: Batch) -> Batch:
@@ -280,7 +280,7 @@ def _save(path: Path, groups: dict[str, Tensors], model: _Float64Model) -> None:
     for rank, buffers in enumerate(model.buffers):
         tensors |= {f"{_BUFFER}{rank}/{name}": tensor for name, tensor in buffers.items()}
         extra: list[torch.Tensor] = []
-        packed = {key: extra_state.packed(v, extra) for key, v in model.extra[rank].items()}
+        packed = {key: extra_state.pack(v, extra) for key, v in model.extra[rank].items()}
         metadata[str(rank)] = json.dumps(packed)
         tensors |= {f"{_EXTRA}{rank}/{number}": tensor for number, tensor in enumerate(extra)}
     try:
@@ -296,7 +296,7 @@ def _load(path: Path, rank: int) -> tuple[Tensors, dict[str, Any]]:
         packed = json.loads(file.metadata()[str(rank)])
     extra = _with_prefix(tensors, f"{_EXTRA}{rank}/")
     in_order = [extra[str(number)] for number in range(len(extra))]
-    return tensors, {key: extra_state.unpacked(value, in_order) for key, value in packed.items()}
+    return tensors, {key: extra_state.unpack(value, in_order) for key, value in packed.items()}
 
 
 def _with_prefix(tensors: Tensors, prefix: str) -> Tensors:

@@ -127,7 +127,7 @@ def _float32(state: TrainingState) -> TrainingState:
         return {name: complex_numbers.singled(tensor) for name, tensor in tensors.items()}
 
     optimizer_state = {name: singled(tensors) for name, tensors in state.optimizer.items()}
-    extra = {k: extra_state.copied(v, wide=False) for k, v in (state.extra or {}).items()}
+    extra = {k: extra_state.copy_to_host(v, wide=False) for k, v in (state.extra or {}).items()}
     return dataclasses.replace(
         state, model=singled(state.model), optimizer=optimizer_state, extra=extra
     )
@@ -152,9 +152,9 @@ class Float64Engine(ddp.Engine):
         super().__init__(task, ddp.Engine.Options(channels_last=False), topology)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        locations = tied_parameters.places(model)
+        locations = tied_parameters.find_ties(model)
         model = complex_numbers.double(model)
-        tied_parameters.tie(locations)
+        tied_parameters.restore_ties(locations)
         return super().prepare(model)
 
     def to_device(self, batch: Batch) -> Batch:

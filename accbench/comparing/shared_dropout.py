@@ -227,7 +227,7 @@ def shared_dropout() -> Iterator[None]:
     try:
         for module, name, function in _replacements():
             setattr(module, name, function)
-        with extra_inputs.known(extra_inputs.Source(_uniforms, _position)):
+        with extra_inputs.registered(extra_inputs.TensorSource(_uniforms, _position)):
             yield
     finally:
         for module, name, function in originals:

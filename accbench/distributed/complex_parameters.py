@@ -1,7 +1,7 @@
-"""Training complex parameters: optimizers and reductions see them as real ones.
+"""Training of complex parameters: optimizers and reductions get real views of them.
 
-torch's optimizers take the parts of a complex number one by one, so nothing else is computed; but
-fused ones, the loss scale and gloo know real numbers alone.
+torch's optimizers update real and imaginary parts separately, so the result is the same; but fused
+optimizers, the loss scale and gloo support real numbers only.
 """
 
 import contextlib
@@ -15,99 +15,104 @@ from torch.nn.parallel import DistributedDataParallel
 from accbench.distributed.complex_numbers import real
 
 
-def are_in(net: nn.Module) -> bool:
-    """Return whether a network has any."""
+def exist_in(net: nn.Module) -> bool:
+    """Return whether a network has complex parameters."""
     return any(parameter.is_complex() for parameter in net.parameters())
 
 
 @contextlib.contextmanager
 def as_real(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have an optimizer's complex parameters, their gradients and state be real ones, (..., 2).
+    """Replace an optimizer's complex parameters by real views (..., 2) in the block.
 
-    They are the same memory, so that what is done to them is done to the parameters.
+    Their gradients and state become real views, too. Views share memory, so that an update of
+    them updates the parameters.
     """
-    pairs = [
-        (group["params"], place, parameter)
+    slots = [
+        (group["params"], index, parameter)
         for group in optimizer.param_groups
-        for place, parameter in enumerate(group["params"])
+        for index, parameter in enumerate(group["params"])
         if parameter.is_complex()
     ]
-    stand_ins = [_stand_in(parameter) for _, _, parameter in pairs]
-    for (parameters, place, parameter), stand_in in zip(pairs, stand_ins, strict=True):
-        parameters[place] = stand_in
-        _move_state(optimizer, parameter, stand_in, _real_of(parameter))
+    views = [_real_view(parameter) for _, _, parameter in slots]
+    for (parameters, index, parameter), view in zip(slots, views, strict=True):
+        parameters[index] = view
+        _move_state(optimizer, parameter, view, _to_real(parameter))
     try:
         yield
     finally:
-        for (parameters, place, parameter), stand_in in zip(pairs, stand_ins, strict=True):
-            parameters[place] = parameter
-            _move_state(optimizer, stand_in, parameter, _complex_of(stand_in))
+        for (parameters, index, parameter), view in zip(slots, views, strict=True):
+            parameters[index] = parameter
+            _move_state(optimizer, view, parameter, _to_complex(view))
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(real(parameter.detach()), requires_grad=parameter.requires_grad)
+def _real_view(parameter: nn.Parameter) -> nn.Parameter:
+    view = nn.Parameter(real(parameter.detach()), requires_grad=parameter.requires_grad)
     if parameter.grad is not None:
-        parameter.grad = materialized(parameter.grad)
-        made.grad = real(parameter.grad)
-    return made
+        parameter.grad = materialize(parameter.grad)
+        view.grad = real(parameter.grad)
+    return view
 
 
-def materialized(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that nothing is put off of: autograd may leave one yet to be conjugated."""
+def materialize(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with pending conjugation and negation applied."""
     return gradient.resolve_conj().resolve_neg()
 
 
 def _move_state(
     optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter,
-    form: Callable[[Any], Any],
+    convert: Callable[[Any], Any],
 ) -> None:  # fmt: skip
     state = optimizer.state.pop(old, None)
     if state is not None:
-        optimizer.state[new] = {key: form(value) for key, value in state.items()}
+        optimizer.state[new] = {key: convert(value) for key, value in state.items()}
 
 
-def _real_of(parameter: nn.Parameter) -> Callable[[Any], Any]:
-    def form(value: Any) -> Any:
+def _to_real(parameter: nn.Parameter) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
         return real(value) if isinstance(value, torch.Tensor) else value
 
-    return form
+    return convert
 
 
-def _complex_of(stand_in: nn.Parameter) -> Callable[[Any], Any]:
-    def form(value: Any) -> Any:
-        is_like = isinstance(value, torch.Tensor) and value.shape == stand_in.shape
-        return torch.view_as_complex(value) if is_like else value
+def _to_complex(view: nn.Parameter) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        is_view_shaped = isinstance(value, torch.Tensor) and value.shape == view.shape
+        return torch.view_as_complex(value) if is_view_shaped else value
 
-    return form
+    return convert
 
 
-def built(kind: Any, groups: list[dict[str, Any]], **arguments: Any) -> torch.optim.Optimizer:
-    """Return an optimizer whose class refuses complex parameters, or may do so."""
-    given = [{**group, "params": [_stand_in(p) if p.is_complex() else p for p in group["params"]]}
-             for group in groups]  # fmt: skip
-    optimizer: torch.optim.Optimizer = kind(given, **arguments)
-    for made, group in zip(optimizer.param_groups, groups, strict=True):
-        made["params"][:] = group["params"]
+def build_optimizer(
+    optimizer_class: Any, groups: list[dict[str, Any]], **arguments: Any
+) -> torch.optim.Optimizer:
+    """Build an optimizer with complex parameters, also of a class that refuses them."""
+    real_groups = [
+        {**group, "params": [_real_view(p) if p.is_complex() else p for p in group["params"]]}
+        for group in groups
+    ]
+    optimizer: torch.optim.Optimizer = optimizer_class(real_groups, **arguments)
+    for optimizer_group, group in zip(optimizer.param_groups, groups, strict=True):
+        optimizer_group["params"][:] = group["params"]
     return optimizer
 
 
-def of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def in_optimizer(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the complex parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.is_complex()]
 
 
 def materialize_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Compute what autograd has put off in the gradients of complex parameters."""
-    for parameter in of(optimizer):
+    """Apply pending conjugations in the gradients of complex parameters."""
+    for parameter in in_optimizer(optimizer):
         if parameter.grad is not None:
-            parameter.grad = materialized(parameter.grad)
+            parameter.grad = materialize(parameter.grad)
 
 
-def leave_out_of_buckets(net: nn.Module) -> bool:
-    """Have DistributedDataParallel leave complex parameters alone, which gloo does not reduce.
+def exclude_from_ddp(net: nn.Module) -> bool:
+    """Have DistributedDataParallel ignore complex parameters, which gloo cannot reduce.
 
     Returns:
-        Whether anything is left that it would reduce.
+        Whether any parameter is left for it to reduce.
     """
     names = [name for name, parameter in net.named_parameters() if parameter.is_complex()]
     if names:

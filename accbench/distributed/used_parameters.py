@@ -1,4 +1,4 @@
-"""Which parameters have gradients, where workers may have used different ones."""
+"""Gradients of parameters that only some ranks have used."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,16 +8,18 @@ from torch import nn
 from accbench.distributed import process_group
 
 
-def somewhere(parameters: Iterable[nn.Parameter]) -> list[bool]:
-    """Whether each has a gradient on some rank; asks all of them."""
-    has = torch.tensor([parameter.grad is not None for parameter in parameters])
-    return [bool(one) for one in torch.stack(process_group.gather_tensor(has)).any(0)]
+def has_grad_on_any_rank(parameters: Iterable[nn.Parameter]) -> list[bool]:
+    """Return for each parameter whether any rank has a gradient of it; all ranks call this."""
+    has_grad = torch.tensor([parameter.grad is not None for parameter in parameters])
+    return [bool(flag) for flag in torch.stack(process_group.gather_tensor(has_grad)).any(0)]
 
 
-def with_gradients(parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> list[nn.Parameter]:
-    """Those that are used, each with a gradient: zeros where this rank had none."""
-    found = [p for p, is_used in zip(parameters, used, strict=True) if is_used]
-    for parameter in found:
+def fill_missing_grads(
+    parameters: Sequence[nn.Parameter], used: Sequence[bool]
+) -> list[nn.Parameter]:
+    """Return the used parameters, after giving zeros to those without a gradient on this rank."""
+    used_parameters = [p for p, is_used in zip(parameters, used, strict=True) if is_used]
+    for parameter in used_parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return found
+    return used_parameters

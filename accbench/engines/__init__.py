@@ -70,7 +70,7 @@ class Engine(abc.ABC):
     """A module that traces a step without running it, for `accbench preflight`."""
     precision: Precision
     """The types of a step, and its loss scale."""
-    computed_again: activation_checkpointing.Again | None = None
+    computed_again: activation_checkpointing.RecomputeBarrier | None = None
     """For `--checkpoint_modules`, see there."""
 
     def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
@@ -229,7 +229,7 @@ class Engine(abc.ABC):
             RequestError: it cannot; the message says why and what to do.
         """
         trainable.check(net, self.task.engine, compiles=self.compiler is not None)
-        tied_parameters.refuse_views(net)
+        tied_parameters.refuse_shared_memory(net)
 
     def prepared(self, net: nn.Module) -> nn.Module:
         """`prepare`, after which the same parameters and buffers must be one tensor as before.
@@ -242,9 +242,9 @@ class Engine(abc.ABC):
         if self.task.checkpoint_modules:
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
             activation_checkpointing.apply(net, names, self.computed_again)
-        before = tied_parameters.names(net)
+        before = tied_parameters.names_by_tensor(net)
         model = self.prepare(net)
-        parted = before ^ tied_parameters.names(net)
+        parted = before ^ tied_parameters.names_by_tensor(net)
         if parted:
             raise RuntimeError(
                 f"engine {self.task.engine} keeps {', '.join(min(parted))} otherwise than the "
@@ -276,7 +276,7 @@ class Engine(abc.ABC):
         with torch.no_grad():
             for buffer in model_state.saved_buffers(net):
                 buffer.copy_(from_rank0_tensor(buffer.cpu()))
-        model_state.share(net)
+        model_state.broadcast_extra(net)
         self.end_step()
 
     @staticmethod

@@ -57,7 +57,7 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return
-        if complex_parameters.of(optimizer) and self._is_scaled(optimizer):
+        if complex_parameters.in_optimizer(optimizer) and self._is_scaled(optimizer):
             self.unscale(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()

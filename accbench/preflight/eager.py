@@ -135,7 +135,7 @@ def trace_step_kernels(task: TaskConfig, spec: Any, num_classes: int, batch: Any
     # The engine's device is the CPU, because autograd needs a driver for CUDA tensors.
     task = dataclasses.replace(task, device="cpu", amp_dtype=task.amp_dtype or "float16")
     rules = CudaRules()
-    with FakeTensorMode(allow_fallback_kernels=False), rules.in_force():
+    with FakeTensorMode(allow_fallback_kernels=False), rules.active():
         engine = FakeTensorDdpEngine(
             task, task.options.get("ddp", ddp.Engine.Options()), Topology()
         )
@@ -191,7 +191,7 @@ class _KernelRecorder(TorchDispatchMode):
             if operation in _CONVOLUTIONS:
                 index = _CONVOLUTIONS[operation]
                 results = _with_cudnn_layout(args[index : index + 2], results)
-        if not self.rules.asking:
+        if not self.rules.is_probing:
             self.kernels += _kernels(operation, args, kwargs, results)
         return results
 

@@ -116,7 +116,7 @@ class Run:
         if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
             self.model.to("cpu")
         process_group.broadcast_module(self.model)
-        model_state.share(self.model)
+        model_state.broadcast_extra(self.model)
         self.prepared = self.engine.prepared(self.model)
         accelerated_model.accelerate(self.model, self.prepared, self.engine)
         accelerated_optimizer.replace_parameters(self.optimizer, names, self.model)

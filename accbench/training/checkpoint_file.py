@@ -101,7 +101,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> int:
 def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
     tensors = folder / TENSORS_FILE
     extra: list[torch.Tensor] = []
-    packed = {k: extra_state.packed(v, extra) for k, v in (checkpoint.state.extra or {}).items()}
+    packed = {k: extra_state.pack(v, extra) for k, v in (checkpoint.state.extra or {}).items()}
     save_file(complex_numbers.as_real(_flat(checkpoint, extra)), tensors)
     _flush(tensors)
     content = {
@@ -203,7 +203,7 @@ def _extra_of(content: dict[str, Any], tensors: dict[int, torch.Tensor]) -> dict
     if _EXTRA not in content:
         return None
     in_order = [tensors[number] for number in range(len(tensors))]
-    return {key: extra_state.unpacked(value, in_order) for key, value in content[_EXTRA].items()}
+    return {key: extra_state.unpack(value, in_order) for key, value in content[_EXTRA].items()}
 
 
 def _read_json(folder: Path) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Epochs:
         """Evaluate, and return the scores of the averaged weights if there are any."""
         models = [self.model]
         if self.task.ema_decay:
-            models.append(optimizer_state.Averaged(self.keeper.net, self.optimizer))
+            models.append(optimizer_state.AveragedModel(self.keeper.net, self.optimizer))
         for model in models:
             scores = evaluate(self.engine, model, self.spec, loader, epoch)
             scores = dataclasses.replace(scores, averaged=model is not self.model)

@@ -48,7 +48,7 @@ def export(
     folder = checkpoints.find(str(run), None, print)
     assert folder is not None
     saved = checkpoint_file.read(folder)
-    tensors = optimizer_state.of_averages(saved.state) if average else saved.state.model
+    tensors = optimizer_state.averaged_tensors(saved.state) if average else saved.state.model
     model = _model_of(saved.facts, tensors, saved.state.extra)
     loader = _validation_set(folder.parent.parent / config.CONFIG_FILE) if evaluate else None
     part = out.with_name(f".{out.name}.part")

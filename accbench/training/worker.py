@@ -184,7 +184,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     model = trainable.plain(spec.build(source.num_classes))
     engine.check_model(model)
     process_group.broadcast_module(model)
-    model_state.share(model)
+    model_state.broadcast_extra(model)
     if task.save_interval:
         model_state.check_loadable(model)
     net, model = model, engine.prepared(model)

@@ -29,7 +29,7 @@ def switched(name: str, kernel: Callable[..., torch.Tensor]) -> Callable[..., to
     operation = getattr(torch.ops.aten, name).default
 
     def either(*args: Any) -> torch.Tensor:
-        return kernel(*args) if _ours else norms._by_torch(operation, *args)
+        return kernel(*args) if _ours else norms._call_torch(operation, *args)
 
     return either
 

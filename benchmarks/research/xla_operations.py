@@ -102,7 +102,7 @@ def name_of(op: Any) -> str:
 
 
 def sweep(args: argparse.Namespace) -> None:
-    from accbench.engines.xla import importing
+    from accbench.engines.xla import lazy_import
     from accbench.engines.xla.kernels import (
         corrections,
         norms,
@@ -115,11 +115,11 @@ def sweep(args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     against_torch.weighed = weighed
-    device = importing.torch_xla().device()
+    device = lazy_import.torch_xla().device()
     if not args.plain:
         for module in (corrections, pooling, recurrent, reductions, resizing):
             module.replace_kernels()
-        norms.replace_kernels(lean=False)
+        norms.replace_kernels(single_pass=False)
 
     def give_up(*_: Any) -> None:
         raise TimeoutError(f"not done after {LIMIT_S} s")

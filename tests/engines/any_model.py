@@ -71,9 +71,9 @@ def tensors_of(net: nn.Module) -> list:
 def reference(spec, net: nn.Module, batches) -> dict:
     """Weights and buffers after the steps, in float64."""
     net = copy.deepcopy(net)
-    places = tied_parameters.places(net)
+    places = tied_parameters.find_ties(net)
     net = net.double()
-    tied_parameters.tie(places)
+    tied_parameters.restore_ties(places)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=1e-2)
     for batch in batches:
         optimizer.zero_grad()

@@ -81,9 +81,9 @@ def test_a_tag_tells_what_torchs_own_keys_leave_out(monkeypatch):
         tags.append(compile_cache_key.tag("cpu"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
     tags.append(compile_cache_key.tag("cpu"))
-    monkeypatch.setattr(compile_cache_key, "processor", lambda: "another")
+    monkeypatch.setattr(compile_cache_key, "processor_fingerprint", lambda: "another")
     tags.append(compile_cache_key.tag("cpu"))
-    monkeypatch.setattr(compile_cache_key, "_rules", lambda: "others")
+    monkeypatch.setattr(compile_cache_key, "_patch_digest", lambda: "others")
     tags.append(compile_cache_key.tag("cpu"))
     assert len(set(tags)) == len(tags)
     with compile_cache_key.tagged(tags[0]):
@@ -100,8 +100,8 @@ def test_each_kind_of_processor_has_folders_of_its_own(tmp_path, monkeypatch):
 
     def named(text):
         monkeypatch.setattr(Path, "read_text", lambda self: text)
-        compile_cache_key.processor.cache_clear()
-        return compile_cache_key.processor()
+        compile_cache_key.processor_fingerprint.cache_clear()
+        return compile_cache_key.processor_fingerprint()
 
     try:
         wide, narrow = named(cpuinfo("sse2 avx512f")), named(cpuinfo("sse2"))
@@ -110,7 +110,7 @@ def test_each_kind_of_processor_has_folders_of_its_own(tmp_path, monkeypatch):
         assert wide.isalnum()
     finally:
         monkeypatch.undo()
-        compile_cache_key.processor.cache_clear()
+        compile_cache_key.processor_fingerprint.cache_clear()
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_jax_keeps_what_it_compiles_in_the_processors_folder(tmp_path, monkeypat
     found = []
     try:
         for name in ("one", "other"):
-            monkeypatch.setattr(compile_cache_key, "processor", lambda name=name: name)
+            monkeypatch.setattr(compile_cache_key, "processor_fingerprint", lambda name=name: name)
             options = engine.Engine.Options(cache_dir=str(tmp_path))
             found.append(Path(runtime.enable_compile_cache("cpu", options)))
     finally:
@@ -165,28 +165,28 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_has_another_number(change):
     net = Nested()
-    watch = python_state.Watch(net)
-    first = watch.number()
-    assert watch.number() == first
+    watch = python_state.PythonStateWatch(net)
+    first = watch.state_id()
+    assert watch.state_id() == first
     net.eval()  # which engines look at themselves
-    assert watch.number() == first
+    assert watch.state_id() == first
     CHANGES[change](net)
-    assert watch.number() != first
+    assert watch.state_id() != first
     assert watch.changed
 
 
 def test_what_a_trial_changes_is_taken_back():
     net = Nested()
-    watch = python_state.Watch(net)
-    first = watch.number()
+    watch = python_state.PythonStateWatch(net)
+    first = watch.state_id()
     with python_state.restored(net) as saved:
         for name, change in CHANGES.items():
             if name not in ("a tensor that is no buffer", "a hook", "a module"):
                 change(net)
-        assert watch.number() != first
+        assert watch.state_id() != first
         assert not saved.draws_random_numbers()
-    assert watch.number() == first
-    saved = python_state.Saved(net)
+    assert watch.state_id() == first
+    saved = python_state.PythonSnapshot(net)
     net.numbers[0], net.table, net.config.cache = 5, torch.ones(2), torch.ones(1)
     table = net.table
     saved.keep_plain()

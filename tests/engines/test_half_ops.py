@@ -17,7 +17,7 @@ def exactly(query, key, value, scale, is_causal, kept, dropout_p):
     return (scores.softmax(-1) * kept / (1 - dropout_p)) @ value
 
 
-@pytest.mark.parametrize("dtype", half_ops.TYPES)
+@pytest.mark.parametrize("dtype", half_ops.HALF_DTYPES)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_attention_and_its_gradients(dtype, is_causal, dropout_p):
@@ -53,7 +53,7 @@ def pooled(batch, weight_C, bias_C, sizes, in_place):
     return half_ops.max_pool2d(active, size, stride, padding), active
 
 
-@pytest.mark.parametrize("dtype", half_ops.TYPES)
+@pytest.mark.parametrize("dtype", half_ops.HALF_DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_batch_norm_relu_and_max_pooling_and_their_gradients(dtype, sizes, in_place):

@@ -22,8 +22,8 @@ for value in (0.0, float("inf"), float("-inf"), float("nan")):
 print(json.dumps(found))
 """
 BY_XLA = """
-from accbench.engines.xla import importing
-device = importing.torch_xla().device()
+from accbench.engines.xla import lazy_import
+device = lazy_import.torch_xla().device()
 from accbench.engines.xla.sync_free import nonfinite
 def said(gradients):
     of_all = nonfinite([gradient.to(device) for gradient in gradients])

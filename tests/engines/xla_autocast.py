@@ -14,10 +14,10 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from accbench.engines.xla import importing  # noqa: E402
+from accbench.engines.xla import lazy_import  # noqa: E402
 from accbench.engines.xla.autocast import autocast  # noqa: E402
 
-torch_xla = importing.torch_xla()
+torch_xla = lazy_import.torch_xla()
 DEVICE = torch_xla.device()
 
 
@@ -53,12 +53,12 @@ def types() -> dict:
 
     found = {}
     for name, operation in operations.items():
-        with autocast(torch.bfloat16, lean=True):
+        with autocast(torch.bfloat16, use_half_ops=True):
             found[name] = [
                 str(operation(lambda t: t.to(DEVICE), given(dtype)).dtype).removeprefix("torch.")
                 for dtype in (torch.float32, torch.bfloat16)
             ]
-    with autocast(torch.bfloat16, lean=True), torch.autocast("xla", enabled=False):
+    with autocast(torch.bfloat16, use_half_ops=True), torch.autocast("xla", enabled=False):
         found["matmul, autocast off"] = str((vectors.to(DEVICE) @ weight.to(DEVICE)).dtype)
     found["matmul, outside"] = str((vectors.to(DEVICE) @ weight.to(DEVICE)).dtype)
     found["on the host"] = str((vectors @ weight).dtype)
@@ -74,7 +74,7 @@ def program_of_a_step(keys: contextlib.AbstractContextManager) -> str:
     images = torch.randn(2, 3, 10, 10).to(DEVICE)
     torch_xla.sync()
     with keys:
-        with autocast(torch.float16, lean=True):
+        with autocast(torch.float16, use_half_ops=True):
             loss = net(images).float().square().mean()
         loss.backward()
     return torch_xla._XLAC._get_xla_tensors_hlo([loss, *(p.grad for p in net.parameters())])
@@ -190,7 +190,7 @@ def outcome(net: nn.Module, given: torch.Tensor, dtype) -> list[torch.Tensor]:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_running_stats()
     given = given.clone().requires_grad_()
-    with autocast(dtype, lean=True) if dtype else contextlib.nullcontext():
+    with autocast(dtype, use_half_ops=True) if dtype else contextlib.nullcontext():
         out = net(given * 1)
     torch.manual_seed(2)
     weights = (torch.randint(-4, 5, out.shape) / 4).to(out.device).to(out.dtype)

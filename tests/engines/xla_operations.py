@@ -14,13 +14,13 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from accbench.engines.xla import importing, recording
+from accbench.engines.xla import lazy_import, recording
 from accbench.engines.xla.kernels import corrections, norms, pooling, reductions, resizing
 
-DEVICE = importing.torch_xla().device()
+DEVICE = lazy_import.torch_xla().device()
 for module in (corrections, pooling, reductions, resizing):
     module.replace_kernels()
-norms.replace_kernels(lean=False)
+norms.replace_kernels(single_pass=False)
 
 SHAPES = {1: (2, 3, 13), 2: (2, 3, 9, 11), 3: (2, 2, 5, 6, 7)}
 MODES = {

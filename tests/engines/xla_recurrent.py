@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from accbench.engines.xla import importing
+from accbench.engines.xla import lazy_import
 from accbench.engines.xla.kernels import recurrent
 
 KINDS: tuple[Any, ...] = (nn.LSTM, nn.GRU, nn.RNN)
-torch_xla = importing.torch_xla()
+torch_xla = lazy_import.torch_xla()
 recurrent.replace_kernels()
 device = torch_xla.device()  # before anything is differentiated
 
@@ -63,7 +63,7 @@ def results(net: Any, args: tuple[Any, ...], where: torch.device) -> list[torch.
 def distance(net: Any, *args: Any) -> float:
     """The largest one of a tensor, relative to its norm."""
     expected = results(net, args, torch.device("cpu"))
-    recurrent.as_loops(net)
+    recurrent.use_scan(net)
     pairs = zip(expected, results(net, args, device), strict=True)
     return max(float((a - b).norm() / a.norm()) for a, b in pairs)
 
@@ -84,7 +84,7 @@ def main() -> None:
     sizes = []
     for kind in KINDS:
         net = kind(5, 4, bidirectional=True).to(device)
-        recurrent.as_loops(net)
+        recurrent.use_scan(net)
         of_kind = []
         for length in (6, 60):
             output, _ = net(torch.randn(length, 3, 5).to(device))

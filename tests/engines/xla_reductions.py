@@ -12,10 +12,10 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import torch  # noqa: E402
 
-from accbench.engines.xla import importing
+from accbench.engines.xla import lazy_import
 from accbench.engines.xla.kernels import reductions  # noqa: E402
 
-DEVICE = importing.torch_xla().device()
+DEVICE = lazy_import.torch_xla().device()
 reductions.replace_kernels()
 
 REDUCED = {

@@ -68,7 +68,7 @@ def test_values_that_hold_themselves_are_none_that_can_be_saved():
     value: list = []
     value.append(value)
     with pytest.raises(extra_state.NotPlainError, match="nested more than"):
-        extra_state.packed(value, [])
+        extra_state.pack(value, [])
 
 
 def extra_of(run_dir, step):

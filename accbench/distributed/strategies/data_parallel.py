@@ -48,7 +48,7 @@ class DataParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model in DistributedDataParallel, or as it is where nothing is averaged."""
-        if self.topology.world_size == 1 or not complex_parameters.leave_out_of_buckets(model):
+        if self.topology.world_size == 1 or not complex_parameters.exclude_from_ddp(model):
             return model
         self._averaged = requires_grad(model)
         return DistributedDataParallel(model, **self._settings())
@@ -98,24 +98,24 @@ class DataParallel(Strategy):
         if not self._will_average:
             self._average([p for group in optimizer.param_groups for p in group["params"]])
             return
-        self._average(complex_parameters.of(optimizer))
+        self._average(complex_parameters.in_optimizer(optimizer))
         self._check_once(optimizer)
         self._will_average = False
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Average what DistributedDataParallel leaves out in the backward pass of a step."""
-        self._average(complex_parameters.of(optimizer))
+        self._average(complex_parameters.in_optimizer(optimizer))
         if self.topology.world_size > 1:
             self._check_once(optimizer)
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         if self.topology.world_size == 1 or not parameters:
             return
-        for parameter in used_parameters.with_gradients(
-            parameters, used_parameters.somewhere(parameters)
+        for parameter in used_parameters.fill_missing_grads(
+            parameters, used_parameters.has_grad_on_any_rank(parameters)
         ):
             assert parameter.grad is not None
-            gradient = complex_parameters.materialized(parameter.grad)
+            gradient = complex_parameters.materialize(parameter.grad)
             total = real(gradient).contiguous()  # gloo takes no other
             total = total.clone() if total.data_ptr() == gradient.data_ptr() else total
             dist.all_reduce(total)

@@ -1,4 +1,4 @@
-"""Activation checkpointing by module class: computed again in the backward pass instead of kept.
+"""Activation checkpointing by module class: backward recomputes activations.
 
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; by `torch.utils.checkpoint`.
 """
@@ -15,60 +15,70 @@ from accbench.data import nested
 from accbench.errors import RequestError
 
 
-class Again(Protocol):
-    """What a module is given that is computed again, of what it was given at first."""
+class RecomputeBarrier(Protocol):
+    """A function that hides from a compiler that a module's inputs were used before."""
 
-    def __call__(self, given: Any, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """The same values once more: (given, the gradient that has come to the module's end)."""
+    def __call__(self, inputs: Any, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Return copies of (a module's inputs, the gradient that has reached its output)."""
 
 
-def apply(net: nn.Module, class_names: Sequence[str], again: Again | None = None) -> None:
-    """Have the modules of these classes be computed again, those within them by that as well.
+def apply(
+    net: nn.Module, class_names: Sequence[str], recompute_barrier: RecomputeBarrier | None = None
+) -> None:
+    """Checkpoint the modules of these classes, including the modules within them.
 
     Args:
-        again: for a compiler, which could take what is computed twice for one thing.
+        net: changed in place.
+        class_names: names of module classes.
+        recompute_barrier: for a compiler, which could merge the recomputation with the first one.
 
     Raises:
         RequestError: the model has no module of such a class; the message lists what it has.
     """
-    known = sorted({type(module).__name__ for module in net.modules()})
-    unknown = [name for name in class_names if name not in known]
+    class_names_in_net = sorted({type(module).__name__ for module in net.modules()})
+    unknown = [name for name in class_names if name not in class_names_in_net]
     if unknown:
         raise RequestError(
-            f"--checkpoint_modules: the model has no {unknown[0]}; it has {', '.join(known)}"
+            f"--checkpoint_modules: the model has no {unknown[0]}; "
+            f"it has {', '.join(class_names_in_net)}"
         )
-    _apply(net, set(class_names), again)
+    _apply(net, set(class_names), recompute_barrier)
 
 
-def _apply(module: nn.Module, class_names: set[str], again: Again | None) -> None:
+def _apply(
+    module: nn.Module, class_names: set[str], recompute_barrier: RecomputeBarrier | None
+) -> None:
     if type(module).__name__ in class_names:
-        module.forward = partial(_checkpointed, module.forward, again)
+        module.forward = partial(_checkpointed, module.forward, recompute_barrier)
         return
     for child in module.children():
-        _apply(child, class_names, again)
+        _apply(child, class_names, recompute_barrier)
 
 
 def _checkpointed(
-    forward: Callable[..., Any], again: Again | None, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    recompute_barrier: RecomputeBarrier | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if again is None:
+    if recompute_barrier is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    others: list[Any] = []
+    copied_inputs: list[Any] = []
 
-    def run(*given: Any, **named: Any) -> Any:
-        return forward(*(others.pop() if others else given), **named)
+    def run(*inputs: Any, **kwargs_of_run: Any) -> Any:
+        return forward(*(copied_inputs.pop() if copied_inputs else inputs), **kwargs_of_run)
 
-    def before(gradient: torch.Tensor) -> torch.Tensor:
-        given, gradient = again(args, gradient)
-        others.append(given)
+    def copy_inputs(gradient: torch.Tensor) -> torch.Tensor:
+        inputs, gradient = recompute_barrier(args, gradient)
+        copied_inputs.append(inputs)
         return gradient
 
-    # To stop early it raises an exception, whose frames keep what was computed again alive.
+    # An early stop is an exception, whose frames keep recomputed activations alive.
     with set_checkpoint_early_stop(False):
-        out = checkpoint(run, *args, use_reentrant=False, **kwargs)
-    last = [tensor for tensor in nested.tensors_of(out) if tensor.requires_grad][-1:]
+        outputs = checkpoint(run, *args, use_reentrant=False, **kwargs)
+    last = [tensor for tensor in nested.tensors_of(outputs) if tensor.requires_grad][-1:]
     for tensor in last:
-        tensor.register_hook(before)
-    return out
+        tensor.register_hook(copy_inputs)
+    return outputs

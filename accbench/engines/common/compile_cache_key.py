@@ -1,8 +1,8 @@
-"""What torch's compile caches and our folders of compiled code must tell apart, and do not.
+"""What decides a graph's compiled code beside torch's own cache keys.
 
-The keys of AOTAutograd and of inductor hold the graph that dynamo found, inductor's settings and
-torch's version. What else decides what becomes of that graph is here: a run that differs in it
-would be given another run's code, and train on it without a word.
+The keys of AOTAutograd and of inductor hold the graph that dynamo captured, inductor's settings and
+torch's version. The other influences on the code are here: without them a run could load another
+run's code, and train on it without a word.
 """
 
 import contextlib
@@ -16,47 +16,48 @@ from typing import Any
 
 import torch
 
-# Of a processor, what the code that compilers make for it follows from (Linux, x86 and Arm).
-_OF_PROCESSOR = (
+# Fields of /proc/cpuinfo that decide the code that compilers generate (Linux, x86 and Arm).
+_CPU_FIELDS = (
     "vendor_id", "cpu family", "model", "model name", "flags", "CPU implementer",
     "CPU architecture", "CPU variant", "CPU part", "Features",
 )  # fmt: skip
 
 
 def tag(device_type: str, *facts: Any) -> str:
-    """Return what a graph's code depends on now, beyond what torch's own keys hold.
+    """Return all that a graph's code depends on now, beyond what torch's own keys hold.
 
     Args:
-        device_type: whose autocast counts.
-        facts: of the engine, in a form whose `repr` says all.
+        device_type: whose autocast settings count.
+        facts: more values of the engine, in a form whose `repr` is complete.
     """
-    return f"accbench {(_casts(device_type), _settings(), _rules(), processor(), facts)}"
+    settings = _autocast_settings(device_type), _codegen_settings()
+    return f"accbench {(*settings, _patch_digest(), processor_fingerprint(), facts)}"
 
 
-def tagged(of: str) -> contextlib.AbstractContextManager[Any]:
-    """Have torch's compile caches tell what is compiled in here apart by a `tag`."""
+def tagged(tag: str) -> contextlib.AbstractContextManager[Any]:
+    """Add a tag to the keys of torch's compile caches in the block."""
     settings: Any = torch.compiler.config
     patch: contextlib.AbstractContextManager[Any] = settings.patch(
-        cache_key_tag=f"{settings.cache_key_tag} {of}".strip()
+        cache_key_tag=f"{settings.cache_key_tag} {tag}".strip()
     )
     return patch
 
 
-def _casts(device_type: str) -> tuple[Any, ...]:
-    """AOTAutograd's key knows whether autocast is on, and not its type."""
+def _autocast_settings(device_type: str) -> tuple[Any, ...]:
+    """Return autocast's settings; AOTAutograd's key has whether it is on, and not its dtype."""
     return (
         torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
     )  # fmt: skip
 
 
-def _settings() -> tuple[Any, ...]:
-    """Settings of torch's that a graph does not show, and that its code follows from."""
+def _codegen_settings() -> tuple[Any, ...]:
+    """Return settings of torch that a graph does not show, and that its code depends on."""
     kernels = torch.backends.cuda
     return (
-        # Constants and new tensors are of these.
+        # The dtype and device of constants and new tensors.
         torch.get_default_dtype(), str(torch.get_default_device()),
-        # What attention is taken apart into.
+        # Which kernels attention is decomposed into.
         kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(),
         kernels.math_sdp_enabled(), kernels.cudnn_sdp_enabled(),
         # Loops on a CPU are generated for a number of threads.
@@ -67,8 +68,8 @@ def _settings() -> tuple[Any, ...]:
 
 
 @cache
-def _rules() -> str:
-    """Return a digest of what accbench changes of torch's compilers."""
+def _patch_digest() -> str:
+    """Return a digest of the sources that change torch's compilers."""
     from accbench.engines.common import decompositions
     from accbench.engines.inductor import patches
 
@@ -77,19 +78,19 @@ def _rules() -> str:
 
 
 @cache
-def processor() -> str:
-    """Return a short name of this machine's processor by what it can do.
+def processor_fingerprint() -> str:
+    """Return a short fingerprint of this machine's processor and its instruction sets.
 
-    A folder on a disk that machines share would else give one the instructions of another.
+    Without it a folder on a shared disk would give one machine the instructions of another.
     """
-    facts = [platform.machine(), *sorted(_lines_of_processor(Path("/proc/cpuinfo").read_text))]
+    facts = [platform.machine(), *sorted(_cpu_lines(Path("/proc/cpuinfo").read_text))]
     if len(facts) == 1:
         facts.append(platform.processor())
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
-def _lines_of_processor(read: Callable[[], str]) -> set[str]:
+def _cpu_lines(read: Callable[[], str]) -> set[str]:
     with contextlib.suppress(OSError):
         lines = (line.partition(":") for line in read().splitlines())
-        return {f"{k.strip()}:{v.strip()}" for k, _, v in lines if k.strip() in _OF_PROCESSOR}
+        return {f"{k.strip()}:{v.strip()}" for k, _, v in lines if k.strip() in _CPU_FIELDS}
     return set()

@@ -1,4 +1,4 @@
-"""CUDA's rules for tensors of the CPU: how eager PyTorch would cast and compose there."""
+"""CUDA's autocast rules and compositions for CPU tensors: what eager PyTorch would do there."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,54 +14,59 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _Reached(Exception):
-    """What autocast calls: an operation, its arguments, and those with a name."""
+class _AutocastCall(Exception):
+    """The call that autocast makes: operation, arguments and keyword arguments."""
 
 
-Spellings = Mapping[Any, Callable[..., torch.Tensor]]
+OpOverrides = Mapping[Any, Callable[..., torch.Tensor]]
 
 
 @contextmanager
-def autocast(dtype: torch.dtype, spelled: Spellings | None = None) -> Iterator[None]:
-    """`torch.autocast("cuda", dtype)` for tensors of the CPU, casts alone.
+def autocast(dtype: torch.dtype, op_overrides: OpOverrides | None = None) -> Iterator[None]:
+    """Apply the casts of `torch.autocast("cuda", dtype)` to CPU tensors.
 
     Args:
-        spelled: operation -> what is called in its place, with its arguments as they are cast.
+        dtype: float16 or bfloat16.
+        op_overrides: operation -> what is called in its place, with its arguments after the casts.
     """
-    rules = CudaRules(spelled or {})
-    with rules.in_force(), rules.autocast(dtype):
+    rules = CudaRules(op_overrides or {})
+    with rules.active(), rules.autocast(dtype):
         yield
 
 
 class CudaRules:
-    """Has tensors of the CPU cast, and computed with, as those of CUDA are.
+    """Casts and composes operations on CPU tensors as torch does on CUDA.
 
-    Autograd wants a driver for tensors of CUDA, even for such without content; and autocast's
-    kernels for CUDA leave all other tensors alone, except XLA's. So kernels in front of autograd
-    ask them: what would you call if these were XLA's? Those kernels are registered, for this time
-    only, for the autocast of a kind of device that torch has nothing for.
+    Autograd needs a CUDA driver for CUDA tensors, even for those without content; and autocast's
+    kernels for CUDA ignore all other tensors, except XLA's. So kernels in front of autograd ask
+    them: what would you call if these were XLA's? Those kernels are registered, for the block only,
+    for the autocast of a device type that torch has nothing for.
 
     Args:
-        composed_by: operation -> what is called in its place, behind autocast; by default what
-            takes operations apart as torch does on CUDA.
+        op_overrides: operation -> what is called in its place, behind autocast; by default the
+            compositions that torch has on CUDA.
     """
 
     _KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
     _DEVICE_TYPE = "privateuseone"
     KEYS = DispatchKeySet(_KEY)
 
-    def __init__(self, composed_by: Spellings | None = None) -> None:
-        self.composed_by: Spellings = _OWN if composed_by is None else composed_by
-        own = {operation.name() for operation in self.composed_by}
-        self._names = _with_rules() | own | (_ALSO if composed_by is None else set())
-        self.asking = False
-        """Whether what is called is no part of the step."""
+    def __init__(self, op_overrides: OpOverrides | None = None) -> None:
+        self.op_overrides: OpOverrides = (
+            _CUDA_COMPOSITIONS if op_overrides is None else op_overrides
+        )
+        overridden = {operation.name() for operation in self.op_overrides}
+        self._names = (
+            _with_rules() | overridden | (_WITHOUT_RULES if op_overrides is None else set())
+        )
+        self.is_probing = False
+        """Whether a call only asks autocast's kernels, and is no part of the step."""
         self.cast_weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        """id of a parameter, type -> what autocast made of it, once for all its uses."""
+        """(id of a parameter, dtype) -> its cast copy, made once for all its uses."""
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """For the time of this."""
+    def active(self) -> Iterator[None]:
+        """Activate these rules in the block."""
         was_enabled = torch.is_autocast_enabled(self._DEVICE_TYPE)
         others, aten = (torch.library.Library(ns, "IMPL", self._KEY.name) for ns in ("_", "aten"))
         try:
@@ -78,9 +83,9 @@ class CudaRules:
 
     @contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """What `torch.autocast("cuda", dtype)` is on a GPU; None for no autocast.
+        """Do in the block what `torch.autocast("cuda", dtype)` does on a GPU; None turns it off.
 
-        By key, as that turns itself off where there is no GPU.
+        It sets torch's flags directly, for `torch.autocast` turns itself off without a GPU.
         """
         was_enabled, old_dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         try:
@@ -93,24 +98,24 @@ class CudaRules:
             self.cast_weights.clear()
 
     def _call(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.asking:
-            raise _Reached(operation, args, kwargs)
+        if self.is_probing:
+            raise _AutocastCall(operation, args, kwargs)
         if torch.is_autocast_enabled("cuda") and operation.name() in _with_rules():
             operation, args, kwargs = self._as_cast(operation, args, kwargs)
         with torch._C._ExcludeDispatchKeyGuard(self.KEYS):
-            return self.composed_by.get(operation, operation)(*args, **kwargs)
+            return self.op_overrides.get(operation, operation)(*args, **kwargs)
 
     def _as_cast(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """The operation and the arguments that autocast calls in place of these."""
-        twins, named_twins = tree_map(_of_xla, (args, kwargs))
-        self.asking = True
+        """Return the operation and the arguments that autocast calls in place of these."""
+        xla_args, xla_kwargs = tree_map(_xla_like, (args, kwargs))
+        self.is_probing = True
         try:
-            operation.redispatch(DispatchKeySet(DispatchKey.AutocastCUDA), *twins, **named_twins)
+            operation.redispatch(DispatchKeySet(DispatchKey.AutocastCUDA), *xla_args, **xla_kwargs)
             return operation, args, kwargs
-        except _Reached as reached:
+        except _AutocastCall as reached:
             called, new_args, new_kwargs = reached.args
         finally:
-            self.asking = False
+            self.is_probing = False
         originals = iter(tensors_in((args, kwargs)))
 
         def cast(leaf: Any) -> Any:
@@ -131,7 +136,7 @@ class CudaRules:
 
 @cache
 def _with_rules() -> frozenset[str]:
-    """Operations that autocast has a kernel for on CUDA."""
+    """Return the operations that autocast has a kernel for on CUDA."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return frozenset(
         name
@@ -145,14 +150,14 @@ def _operation(name: str) -> Any:
     return getattr(getattr(_aten, packet), overload or "default")
 
 
-def _of_xla(leaf: Any) -> Any:
-    """A tensor like this one on a device whose tensors obey autocast's rules for CUDA."""
+def _xla_like(leaf: Any) -> Any:
+    """Return an XLA tensor like this one, to which autocast's rules for CUDA apply."""
     if not is_tensor(leaf):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="xla:0")
 
 
-# What torch composes in another way on CUDA than on the CPU.
+# Operations that torch composes differently on CUDA and on the CPU.
 
 
 def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -174,7 +179,7 @@ def _attention(
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """By one of the fused kernels, which move the same bytes."""
+    """Call one of the fused kernels, which move the same bytes."""
     if query.dim() != 4 or enable_gqa:
         return _aten.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -193,21 +198,21 @@ def _attention(
     )[0]
 
 
-_OWN: Spellings = {
+_CUDA_COMPOSITIONS: OpOverrides = {
     _aten.dropout.default: _dropout,
     _aten.softmax.int: partial(_softmax, _aten._softmax, _aten.softmax.int),
     _aten.log_softmax.int: partial(_softmax, _aten._log_softmax, _aten.log_softmax.int),
     _aten.scaled_dot_product_attention.default: _attention,
 }
-# Without rules of autocast; the norms are what it makes of those that are asked for no type.
-_ALSO = {"aten::dropout", "aten::norm.ScalarOpt_dtype", "aten::norm.ScalarOpt_dim_dtype"}
+# Operations without autocast rules; autocast calls these norms for those without a dtype.
+_WITHOUT_RULES = {"aten::dropout", "aten::norm.ScalarOpt_dtype", "aten::norm.ScalarOpt_dim_dtype"}
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf of a tree of arguments is a tensor."""
+    """Return whether a leaf of a tree of arguments is a tensor."""
     return isinstance(leaf, torch.Tensor)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a tree of arguments, in their order."""
+    """Return the tensors in a tree of arguments, in their order."""
     return [leaf for leaf in tree_leaves(tree) if is_tensor(leaf)]

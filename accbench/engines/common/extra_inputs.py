@@ -1,8 +1,8 @@
-"""Tensors that a forward pass reads beside its model and its batch.
+"""Tensors that a forward pass reads in addition to its model and its batch.
 
-An engine that captures a step as a function of its inputs would take such tensors for constants.
-Who has a model read some, as the numerics pass does with the random numbers of dropout, says so
-here, and such an engine makes inputs of them.
+An engine that captures a step as a function of its inputs would treat such tensors as constants.
+Code that has a model read some, as the numerics pass does with the random numbers of dropout,
+registers them here, and such an engine makes inputs of them.
 """
 
 import contextlib
@@ -13,21 +13,21 @@ import torch
 
 
 @dataclasses.dataclass
-class Source:
+class TensorSource:
     """Tensors that forward passes take from a list, one after the other."""
 
     tensors: list[torch.Tensor]
-    """Read by position; may be replaced between steps."""
+    """Read in order; may be replaced between steps."""
     position: list[int]
-    """One number: how many were taken since the list was filled."""
+    """A list of one number: how many were taken since `tensors` was filled."""
 
 
-sources: list[Source] = []
+sources: list[TensorSource] = []
 
 
 @contextlib.contextmanager
-def known(source: Source) -> Iterator[None]:
-    """Have engines know of it."""
+def registered(source: TensorSource) -> Iterator[None]:
+    """Register a source in the block."""
     sources.append(source)
     try:
         yield
@@ -36,25 +36,26 @@ def known(source: Source) -> Iterator[None]:
 
 
 def tensors() -> list[torch.Tensor]:
-    """What there is to read now, of all sources."""
+    """Return the tensors that all sources hold now."""
     return [tensor for source in sources for tensor in source.tensors]
 
 
 @contextlib.contextmanager
-def replaced(others: list[torch.Tensor]) -> Iterator[list[int]]:
-    """Have a forward pass read these from the first on, in the order of `tensors`.
+def replaced(replacements: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Have a forward pass read other tensors from the start, in the order of `tensors`.
 
-    What it gives holds, afterwards, how many it read of each source.
+    Yields:
+        A list that holds, after the block, how many tensors were read of each source.
     """
-    kept = [(list(source.tensors), source.position[0]) for source in sources]
-    rest, reads = iter(others), list[int]()
+    saved = [(list(source.tensors), source.position[0]) for source in sources]
+    rest, num_read = iter(replacements), list[int]()
     try:
         for source in sources:
             source.tensors[:] = [next(rest) for _ in source.tensors]
             source.position[0] = 0
-        yield reads
-        reads += [source.position[0] for source in sources]
+        yield num_read
+        num_read += [source.position[0] for source in sources]
     finally:
-        for source, (tensors_before, position) in zip(sources, kept, strict=True):
+        for source, (tensors_before, position) in zip(sources, saved, strict=True):
             source.tensors[:] = tensors_before
             source.position[0] = position

@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers (`get_extra_state`), as JSON and tensors.
+"""Extra state of modules (`get_extra_state`) as JSON and tensors.
 
 A checkpoint holds no pickle, so values are tensors, numbers, strings, bytes and None, and lists,
 tuples and dicts of these. In JSON each value that is not one of JSON's own is a mapping with one
@@ -17,18 +17,23 @@ _ALLOWED = "tensors, numbers, strings, bytes, None, and lists, tuples and dicts 
 _PLAIN = (bool, int, float, str, type(None))
 _DICTS = {"dict": dict, "ordered": collections.OrderedDict}
 _SEQUENCES = {"list": list, "tuple": tuple}
-_MOST_LEVELS = 50  # of nesting; a value that holds itself has more
+_MAX_DEPTH = 50  # of nesting; a value that holds itself has more
 
 
 class NotPlainError(Exception):
     """A value is of a class that a checkpoint cannot hold; the message says which."""
 
 
-def packed(value: Any, tensors: list[torch.Tensor], level: int = 0) -> Any:
-    """Return a value as JSON has it; its tensors are appended to `tensors`.
+def pack(value: Any, tensors: list[torch.Tensor], level: int = 0) -> Any:
+    """Convert a value to JSON types; its tensors are appended to `tensors`.
+
+    Args:
+        value: to convert.
+        tensors: appended to.
+        level: how deep the value is nested.
 
     Raises:
-        NotPlainError: it, or a value in it, is of another class.
+        NotPlainError: it, or a value in it, is of a class that a checkpoint cannot hold.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -42,30 +47,30 @@ def packed(value: Any, tensors: list[torch.Tensor], level: int = 0) -> Any:
         return {"complex": [value.real, value.imag]}
     if kind is bytes:
         return {"bytes": value.hex()}
-    if level == _MOST_LEVELS:
-        raise NotPlainError(f"values nested more than {_MOST_LEVELS} deep")
-    for name, own in _SEQUENCES.items():
-        if kind is own:
-            return {name: [packed(one, tensors, level + 1) for one in value]}
-    for name, own in _DICTS.items():
-        if kind is own:
-            pairs = ((packed(k, tensors, level + 1), packed(v, tensors, level + 1))
+    if level == _MAX_DEPTH:
+        raise NotPlainError(f"values nested more than {_MAX_DEPTH} deep")
+    for name, container_class in _SEQUENCES.items():
+        if kind is container_class:
+            return {name: [pack(item, tensors, level + 1) for item in value]}
+    for name, container_class in _DICTS.items():
+        if kind is container_class:
+            pairs = ((pack(k, tensors, level + 1), pack(v, tensors, level + 1))
                      for k, v in value.items())  # fmt: skip
-            return {name: [[key, one] for key, one in pairs]}
+            return {name: [[key, item] for key, item in pairs]}
     raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def unpacked(found: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value that `packed` was given, with these tensors in it.
+def unpack(packed_value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Restore the value that `pack` converted, with these tensors in it.
 
     Raises:
-        ValueError: this is nothing that `packed` gives.
+        ValueError: this is nothing that `pack` returns.
     """
-    if type(found) in _PLAIN:
-        return found
-    if not isinstance(found, dict) or len(found) != 1:
-        raise ValueError(f"{found!r} is no packed value")
-    ((kind, content),) = found.items()
+    if type(packed_value) in _PLAIN:
+        return packed_value
+    if not isinstance(packed_value, dict) or len(packed_value) != 1:
+        raise ValueError(f"{packed_value!r} is no packed value")
+    ((kind, content),) = packed_value.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "parameter":
@@ -75,82 +80,86 @@ def unpacked(found: Any, tensors: list[torch.Tensor]) -> Any:
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind in _SEQUENCES:
-        return _SEQUENCES[kind](unpacked(one, tensors) for one in content)
+        return _SEQUENCES[kind](unpack(item, tensors) for item in content)
     if kind in _DICTS:
-        return _DICTS[kind]((unpacked(k, tensors), unpacked(v, tensors)) for k, v in content)
+        return _DICTS[kind]((unpack(k, tensors), unpack(v, tensors)) for k, v in content)
     raise ValueError(f"{kind!r} is no kind of packed value")
 
 
-def copied(value: Any, wide: bool = True) -> Any:
+def copy_to_host(value: Any, wide: bool = True) -> Any:
     """Return a copy whose tensors are on the host.
 
     Args:
-        wide: leave float64 as it is, and do not make it float32.
+        value: to copy.
+        wide: keep float64, instead of converting it to float32.
 
     Raises:
-        NotPlainError: as `packed`.
+        NotPlainError: as `pack`.
     """
     tensors: list[torch.Tensor] = []
-    found = packed(value, tensors)
+    packed_value = pack(value, tensors)
     copies = [tensor.to("cpu", copy=True) for tensor in tensors]
     if not wide:
         copies = [t.float() if t.dtype is torch.float64 else t for t in copies]
-    return unpacked(found, copies)
+    return unpack(packed_value, copies)
 
 
-def placed(value: Any, current: Any) -> Any:
-    """Return a copy whose tensors are where those of the value are that it is to replace."""
+def copy_to_devices_of(value: Any, current: Any) -> Any:
+    """Return a copy whose tensors are on the devices of the value that it replaces."""
     tensors: list[torch.Tensor] = []
-    found, own = packed(value, tensors), tensors_of(current)
-    places = own if len(own) == len(tensors) else tensors
-    copies = [t.to(o.device, copy=True) for t, o in zip(tensors, places, strict=True)]
-    return unpacked(found, copies)
+    packed_value, current_tensors = pack(value, tensors), tensors_of(current)
+    device_tensors = current_tensors if len(current_tensors) == len(tensors) else tensors
+    copies = [
+        tensor.to(like.device, copy=True)
+        for tensor, like in zip(tensors, device_tensors, strict=True)
+    ]
+    return unpack(packed_value, copies)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a value; none of what cannot be packed."""
+    """Return the tensors in a value; none if it cannot be packed."""
     tensors: list[torch.Tensor] = []
     try:
-        packed(value, tensors)
+        pack(value, tensors)
     except NotPlainError:
         return []
     return tensors
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(first: Any, second: Any) -> bool:
     """Return whether two values on the host are the same."""
     tensors: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    if packed(one, tensors[0]) != packed(other, tensors[1]):
+    if pack(first, tensors[0]) != pack(second, tensors[1]):
         return False
     pairs = zip(*tensors, strict=True)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def numbers(value: Any) -> tuple[list[Any], torch.Tensor]:
-    """Return what is in a value but its floats and tensors, and those in a row, float64."""
+def split_numbers(value: Any) -> tuple[list[Any], torch.Tensor]:
+    """Return a value's parts other than floats and tensors, and those as one vector, float64."""
     tensors: list[torch.Tensor] = []
     others: list[Any] = []
-    rows: list[torch.Tensor] = []
+    vectors: list[torch.Tensor] = []
 
-    def add(found: Any) -> None:
-        if isinstance(found, float):
-            rows.append(torch.tensor([found], dtype=torch.float64))
-        elif isinstance(found, (list, dict)):
-            others.append([*found] if isinstance(found, dict) else len(found))
-            for one in found.values() if isinstance(found, dict) else found:
-                add(one)
+    def add(packed_value: Any) -> None:
+        if isinstance(packed_value, float):
+            vectors.append(torch.tensor([packed_value], dtype=torch.float64))
+        elif isinstance(packed_value, (list, dict)):
+            others.append([*packed_value] if isinstance(packed_value, dict) else len(packed_value))
+            for item in packed_value.values() if isinstance(packed_value, dict) else packed_value:
+                add(item)
         else:
-            others.append(found)
+            others.append(packed_value)
 
-    add(packed(value, tensors))
-    rows += [complex_numbers.wide(tensor.cpu()).flatten() for tensor in tensors]
-    return others, torch.cat([torch.zeros(0, dtype=torch.float64), *rows])
+    add(pack(value, tensors))
+    vectors += [complex_numbers.wide(tensor.cpu()).flatten() for tensor in tensors]
+    return others, torch.cat([torch.zeros(0, dtype=torch.float64), *vectors])
 
 
-def problem(key: str, value: Any) -> str | None:
-    """Return a line on an entry of a state_dict that no checkpoint can hold; None if one can."""
+def entry_problem(key: str, value: Any) -> str | None:
+    """Return why no checkpoint can hold an entry of a state_dict; None if one can."""
     try:
-        packed(value, [])
+        pack(value, [])
     except NotPlainError as error:
         module = key.removesuffix(SUFFIX).removesuffix(".")
         where = f"the extra state of module {module or 'the model'}"

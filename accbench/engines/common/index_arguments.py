@@ -1,4 +1,4 @@
-"""Torch's functions that take tensors of indices: which argument it is, and what it may hold."""
+"""Torch's functions that take index tensors: which argument it is, and its valid range."""
 
 import dataclasses
 import inspect
@@ -10,14 +10,14 @@ from torch.nn import functional
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """Indices of `size` things, which an operation takes."""
+class IndexBounds:
+    """The valid range of an index argument: indices of `size` things."""
 
-    by: str
+    function: str
     size: int
     least: int = 0
     ignored: int | None = None
-    """A number that stands for no index."""
+    """A value that is allowed although it is no index, such as `ignore_index`."""
 
     def problem(self, indices: torch.Tensor) -> str | None:
         """Return what is wrong with indices on the host; None if nothing is."""
@@ -29,65 +29,70 @@ class Taken:
         if self.ignored is not None:
             indices = indices[indices != self.ignored]
             return dataclasses.replace(self, ignored=None).problem(indices)
-        return f"has {low} to {high} for {self.by}, which takes {self.least} to {self.size - 1}"
+        return (
+            f"has {low} to {high} for {self.function}, which takes {self.least} to {self.size - 1}"
+        )
 
 
-Found = Iterator[tuple[Any, Taken]]
+BoundedIndices = Iterator[tuple[Any, IndexBounds]]
 _Arguments = dict[str, Any]
 
 
-def _embedding(by: str, given: _Arguments) -> Found:
-    indices, weight = given["input"], given["weight"]
+def _embedding(function_name: str, arguments: _Arguments) -> BoundedIndices:
+    indices, weight = arguments["input"], arguments["weight"]
     if indices.is_floating_point():  # torch.embedding has the weight first
         indices, weight = weight, indices
-    yield indices, Taken(by, weight.shape[0])
+    yield indices, IndexBounds(function_name, weight.shape[0])
 
 
-def _loss(by: str, given: _Arguments) -> Found:
-    scores, target = given["input"], given["target"]
+def _loss(function_name: str, arguments: _Arguments) -> BoundedIndices:
+    scores, target = arguments["input"], arguments["target"]
     if not target.is_floating_point():
         classes = scores.shape[0] if scores.dim() == 1 else scores.shape[1]
-        yield target, Taken(by, classes, ignored=given["ignore_index"])
+        yield target, IndexBounds(function_name, classes, ignored=arguments["ignore_index"])
 
 
-def _margin(by: str, given: _Arguments) -> Found:
-    yield given["target"], Taken(by, given["input"].shape[-1])
+def _margin(function_name: str, arguments: _Arguments) -> BoundedIndices:
+    yield arguments["target"], IndexBounds(function_name, arguments["input"].shape[-1])
 
 
-def _one_hot(by: str, given: _Arguments) -> Found:
-    if given["num_classes"] > 0:
-        yield given["tensor"], Taken(by, given["num_classes"])
+def _one_hot(function_name: str, arguments: _Arguments) -> BoundedIndices:
+    if arguments["num_classes"] > 0:
+        yield arguments["tensor"], IndexBounds(function_name, arguments["num_classes"])
 
 
-def _along_dim(by: str, given: _Arguments) -> Found:
-    tensor, dim = given["input"], given["dim"]
+def _along_dim(function_name: str, arguments: _Arguments) -> BoundedIndices:
+    tensor, dim = arguments["input"], arguments["dim"]
     if isinstance(dim, int):
-        yield given["index"], Taken(by, tensor.shape[dim] if tensor.dim() else 1)
+        yield (
+            arguments["index"],
+            IndexBounds(function_name, tensor.shape[dim] if tensor.dim() else 1),
+        )
 
 
-def _take(by: str, given: _Arguments) -> Found:
-    size = given["input"].numel()
-    yield given["index"], Taken(by, size, -size)
+def _take(function_name: str, arguments: _Arguments) -> BoundedIndices:
+    size = arguments["input"].numel()
+    yield arguments["index"], IndexBounds(function_name, size, -size)
 
 
-def _item(by: str, given: _Arguments) -> Found:
-    tensor, index = given["input"], given["index"]
+def _indexing(function_name: str, arguments: _Arguments) -> BoundedIndices:
+    tensor, index = arguments["input"], arguments["index"]
     if not isinstance(tensor, torch.Tensor):
         return
     parts = [*index] if isinstance(index, (tuple, list)) else [index]
     for part, axis in zip(parts, _axes(parts, tensor.dim()), strict=True):
         if isinstance(part, torch.Tensor) and part.dtype is not torch.bool:
             size = tensor.shape[axis]
-            yield part, Taken("an index", size, -size)
+            yield part, IndexBounds("an index", size, -size)
 
 
 def _axes(parts: list[Any], num_dims: int) -> list[int]:
     """Return the axis that each part of an index begins at."""
-    taken = [_num_axes(part) for part in parts]
-    places = [place for place, part in enumerate(parts) if part is Ellipsis]
-    if places:
-        taken[places[0]] = num_dims - sum(taken)
-    return [sum(taken[:place]) for place in range(len(parts))]
+    num_axes = [_num_axes(part) for part in parts]
+    ellipses = [position for position, part in enumerate(parts) if part is Ellipsis]
+    if ellipses:
+        num_axes[ellipses[0]] = num_dims - sum(num_axes)
+    return [sum(num_axes[:position]) for position in range(len(parts))]
 
 
 def _num_axes(part: Any) -> int:
@@ -99,7 +104,7 @@ def _num_axes(part: Any) -> int:
 
 _DIM_INDEX = ("input", "dim", "index")
 _Signature = tuple[str, ...] | Callable[..., Any]
-_CALLS: dict[str, tuple[_Signature, Callable[[str, _Arguments], Found]]] = {
+_CALLS: dict[str, tuple[_Signature, Callable[[str, _Arguments], BoundedIndices]]] = {
     "embedding": (functional.embedding, _embedding),
     "embedding_bag": (functional.embedding_bag, _embedding),
     "cross_entropy": (functional.cross_entropy, _loss),
@@ -108,9 +113,9 @@ _CALLS: dict[str, tuple[_Signature, Callable[[str, _Arguments], Found]]] = {
     "one_hot": (("tensor", "num_classes"), _one_hot),
     "take": (("input", "index"), _take),
     "take_along_dim": (("input", "index", "dim"), _along_dim),
-    "__getitem__": (("input", "index"), _item), "getitem": (("input", "index"), _item),
-    "__setitem__": (("input", "index"), _item), "setitem": (("input", "index"), _item),
-    "index_put": (("input", "index"), _item), "index_put_": (("input", "index"), _item),
+    "__getitem__": (("input", "index"), _indexing), "getitem": (("input", "index"), _indexing),
+    "__setitem__": (("input", "index"), _indexing), "setitem": (("input", "index"), _indexing),
+    "index_put": (("input", "index"), _indexing), "index_put_": (("input", "index"), _indexing),
     **{
         name: (_DIM_INDEX, _along_dim)
         for base in ("gather", "index_select", "index_add", "index_copy", "index_fill", "scatter",
@@ -118,22 +123,28 @@ _CALLS: dict[str, tuple[_Signature, Callable[[str, _Arguments], Found]]] = {
         for name in (base, f"{base}_")
     },
 }  # fmt: skip
-"""Name of a function -> (itself or its arguments' names, which of them are indices)"""
+"""Name of a function -> (the function or its arguments' names, which of them are indices)."""
 
 
-def of_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Taken]]:
-    """Return the tensors of indices in a call, and what each may hold."""
+def find_in_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[Any, IndexBounds]]:
+    """Return the index tensors in a call, and the valid range of each."""
     if name not in _CALLS:
         return []
     signature, find = _CALLS[name]
     try:
-        given = _bound(signature, args, kwargs)
-        return [(i, t) for i, t in find(name, given) if isinstance(i, torch.Tensor)]
-    except (KeyError, TypeError, IndexError, AttributeError):  # called in a form that is not known
+        arguments = _bind(signature, args, kwargs)
+        return [
+            (indices, bounds)
+            for indices, bounds in find(name, arguments)
+            if isinstance(indices, torch.Tensor)
+        ]
+    except (KeyError, TypeError, IndexError, AttributeError):  # an unknown form of the call
         return []
 
 
-def _bound(signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+def _bind(signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
     if not callable(signature):
         names = {"self": signature[0], "indices": "index"}
         named = {names.get(name, name): value for name, value in kwargs.items()}
@@ -156,17 +167,17 @@ def writes(name: str) -> bool:
     )
 
 
-def draws(name: str) -> bool:
+def draws_random_numbers(name: str) -> bool:
     """Return whether a function draws random numbers."""
     return any(word in name for word in ("rand", "bernoulli", "multinomial", "dropout"))
 
 
-def makes_integers(name: str) -> bool:
-    """Return whether a function makes tensors of nothing but numbers."""
+def creates_from_numbers(name: str) -> bool:
+    """Return whether a function creates a tensor from numbers alone."""
     return name in ("arange", "zeros", "ones", "full")
 
 
-def on_host(
+def to_host(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the same call for tensors on the host."""
@@ -174,14 +185,16 @@ def on_host(
     if name in ("cuda", "xla", "cpu"):
         return torch.Tensor.clone, args[:1], {}
     host = torch.device("cpu")
-    strings = name == "to"
+    takes_device_names = name == "to"
     args = tuple(
-        host if isinstance(one, torch.device) or (strings and isinstance(one, str)) else one
-        for one in args
+        host
+        if isinstance(argument, torch.device) or (takes_device_names and isinstance(argument, str))
+        else argument
+        for argument in args
     )
     kwargs = {key: value for key, value in kwargs.items() if key != "device"}
-    if makes_integers(name):
+    if creates_from_numbers(name):
         kwargs["device"] = host
-    if strings and len(args) == 1 and not kwargs:
+    if takes_device_names and len(args) == 1 and not kwargs:
         args = (*args, host)
     return function, args, kwargs

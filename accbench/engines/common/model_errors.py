@@ -1,4 +1,4 @@
-"""What a model raises by itself, whatever compiles it: no compiler is to blame for that."""
+"""Errors that a model raises in plain torch, whichever compiler runs it."""
 
 import contextlib
 import logging
@@ -11,10 +11,10 @@ from torch import nn
 from accbench.engines.common import python_state
 
 
-def of_call(model: nn.Module, call: Callable[[], Any]) -> Exception | None:
-    """Return what plain torch raises in `call`, whose traceback has the model's line; else None.
+def error_of_call(model: nn.Module, call: Callable[[], Any]) -> Exception | None:
+    """Return what plain torch raises in `call`, with the model's line in its traceback; else None.
 
-    Buffers, the model's attributes and random numbers are as before.
+    Buffers, the model's attributes and random numbers are restored.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with python_state.restored(model):
@@ -33,7 +33,7 @@ def of_call(model: nn.Module, call: Callable[[], Any]) -> Exception | None:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep torch from printing the stack of an error in shapes before it is raised."""
+    """Keep torch from logging the stack of a shape error before it is raised."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

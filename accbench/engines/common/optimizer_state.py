@@ -1,4 +1,4 @@
-"""The optimizers that a task may ask for, the same for all engines: arguments, state, average."""
+"""Optimizers as a task asks for them, in all engines: parameter groups, state and averages."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from accbench.config import TaskConfig
 from accbench.engines import optimizers
 from accbench.engines.common.training_state import Tensors, TrainingState
 
-# Beside `Optimizer.state_keys`: the exponential moving average of the parameter itself.
+# State key, in addition to `Optimizer.state_keys`: the parameter's exponential moving average.
 AVERAGE = "average"
 
 
 def decays(task: TaskConfig, parameter: torch.Tensor) -> bool:
-    """Whether `--weight_decay` is for this parameter."""
+    """Return whether `--weight_decay` applies to a parameter."""
     return task.decay == "all" or parameter.dim() > 1
 
 
 def groups(task: TaskConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """The model's parameters, those without weight decay in a group of their own."""
+    """Return the parameter groups; parameters without weight decay have a group of their own."""
     parameters = list(model.parameters())
     split: list[dict[str, Any]] = [
         {"params": [p for p in parameters if decays(task, p)]},
@@ -36,10 +36,13 @@ def make_state(
     zeros_like: Callable[[torch.Tensor], torch.Tensor],
     copy: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Give every parameter its state before the first step, which then is like every other.
+    """Create every parameter's state before the first step, which is then like all others.
 
     Args:
-        zeros_like, copy: of a tensor, on its device and laid out in memory as it is.
+        task: names the optimizer.
+        optimizer: whose state is filled.
+        zeros_like: makes zeros on a tensor's device, with its memory layout.
+        copy: copies a tensor on its device, with its memory layout.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -49,11 +52,11 @@ def make_state(
                 state[AVERAGE] = copy(parameter.detach())
             optimizer.state[parameter] = {"step": zeros_like(scalar), **state}
     if task.ema_decay:
-        optimizer.register_step_post_hook(_Average(task.ema_decay))
+        optimizer.register_step_post_hook(_UpdateAverages(task.ema_decay))
 
 
-class _Average:
-    """Moves the averages towards the parameters after each step."""
+class _UpdateAverages:
+    """Step hook that moves the averages towards the parameters."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -65,13 +68,13 @@ class _Average:
 
 
 def count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's SGD count the steps that were not skipped, as others do by themselves."""
+    """Have an optimizer that counts no steps count those that were not skipped."""
     optimizer.register_step_post_hook(_count)
 
 
 @torch.no_grad()
 def _count(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    # What a GradScaler gives a fused optimizer for the time of its step.
+    # A GradScaler sets it on a fused optimizer for the duration of its step.
     found_inf = getattr(optimizer, "found_inf", None)
     for parameter, state in optimizer.state.items():
         if parameter.grad is not None:
@@ -79,7 +82,7 @@ def _count(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def averages(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameter -> its moving average, on the device."""
+    """Return each parameter's moving average by its name, on the device."""
     return {
         name: optimizer.state[parameter][AVERAGE]
         for name, parameter in net.named_parameters()
@@ -88,23 +91,23 @@ def averages(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 def with_averages(task: TaskConfig, saved: TrainingState) -> TrainingState:
-    """A state with averages or without, as the task has them; new ones begin at the weights."""
-    of_parameters = {}
-    for name, kept in saved.optimizer.items():
-        of_parameters[name] = {key: tensor for key, tensor in kept.items() if key != AVERAGE}
+    """Return a state with averages if the task has them; missing ones start at the weights."""
+    optimizer_state = {}
+    for name, state in saved.optimizer.items():
+        optimizer_state[name] = {key: tensor for key, tensor in state.items() if key != AVERAGE}
         if task.ema_decay:
-            of_parameters[name][AVERAGE] = kept.get(AVERAGE, saved.model[name])
-    return dataclasses.replace(saved, optimizer=of_parameters)
+            optimizer_state[name][AVERAGE] = state.get(AVERAGE, saved.model[name])
+    return dataclasses.replace(saved, optimizer=optimizer_state)
 
 
-def of_averages(saved: TrainingState) -> Tensors:
-    """The model's tensors with the averages in place of the parameters that have one."""
-    averaged = {n: kept[AVERAGE] for n, kept in saved.optimizer.items() if AVERAGE in kept}
+def averaged_tensors(saved: TrainingState) -> Tensors:
+    """Return the model's tensors, with averages in place of the parameters that have one."""
+    averaged = {n: state[AVERAGE] for n, state in saved.optimizer.items() if AVERAGE in state}
     return {**saved.model, **averaged}
 
 
-class Averaged(nn.Module):
-    """A model with the averages in place of its parameters; nothing is written anywhere."""
+class AveragedModel(nn.Module):
+    """A model that computes with the averages in place of its parameters; it writes nothing."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()

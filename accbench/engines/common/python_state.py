@@ -1,7 +1,7 @@
-"""What a captured step depends on that is no tensor: Python's own numbers, functions and hooks.
+"""Python state that a captured step depends on: attributes, globals, functions and hooks.
 
 A graph has a model's attributes, and globals that its code reads, as they were when it was
-captured. Who keeps such a graph asks here before each step whether they still are.
+captured. Code that keeps such a graph checks here before each step whether they still are.
 """
 
 import collections
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-State = dict[str, Any]
-"""The name of a thing -> what it is, in a form that can be compared."""
+PythonState = dict[str, Any]
+"""Name -> value, in a form that can be compared."""
 
 _SIMPLE = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
@@ -29,23 +29,23 @@ _SIMPLE = (
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
-# What a module is made of, which engines look at themselves, or which is no part of a step.
-_OF_MODULES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
-# How deep nests of containers and objects are looked at, how long they may be, how many of the
-# functions that a model calls are read, and of an array, how much.
-_MOST_DEPTH, _MOST_ITEMS, _MOST_FUNCTIONS, _MOST_BYTES = 4, 1000, 2000, 4096
-_OTHER = "object"  # what is known by its identity alone
-# Packages that keep no numbers of a model's in their globals.
+# A module's own attributes, which engines watch themselves, or which are no part of a step.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
+# Limits: depth of nested containers and objects, their length, the number of functions that a model
+# calls and that are read, and the size of an array.
+_MAX_DEPTH, _MAX_ITEMS, _MAX_FUNCTIONS, _MAX_BYTES = 4, 1000, 2000, 4096
+_OPAQUE = "object"  # compared by identity alone
+# Packages whose globals hold no state of a model.
 _LIBRARIES = frozenset(
     {"torch", "torchvision", "torch_xla", "jax", "numpy", "accbench", "builtins"}
 )
 
 
-class Watch:
-    """What one model's step depends on.
+class PythonStateWatch:
+    """Watches the Python state that one model's step depends on.
 
     Args:
-        model: of which all modules are looked at.
+        model: all of its modules are watched.
         functions: others that a step calls, such as the loss.
     """
 
@@ -54,45 +54,47 @@ class Watch:
         functions = [*functions]
         self._owners = [owner for f in functions if (owner := getattr(f, "__self__", None))]
         kinds = {type(module) for module in model.modules()}
-        self._outer = [*_outer_names(kinds, functions)]
-        self._classes = [*{base: None for kind in kinds for base in kind.__mro__ if _is_own(base)}]
+        self._read_outside = [*_names_read(kinds, functions)]
+        self._classes = [
+            *{base: None for kind in kinds for base in kind.__mro__ if _is_user_class(base)}
+        ]
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._glance: _Glance | None = None
         self._last = -1
-        self._states: tuple[State, State] = {}, {}
+        self._states: tuple[PythonState, PythonState] = {}, {}
 
-    def state(self) -> State:
-        """Return what there is now."""
+    def state(self) -> PythonState:
+        """Return the current state, comparable."""
         frozen = _Freezer()
-        found: State = {}
+        state: PythonState = {}
         for name, module in self.model.named_modules():
             prefix = f"{name}." if name else ""
             for key, value in vars(module).items():
-                if key not in _OF_MODULES:
-                    found[prefix + key] = frozen.of(value)
+                if key not in _MODULE_ATTRIBUTES:
+                    state[prefix + key] = frozen.freeze(value)
                 elif value and key in _HOOKS:
-                    found[prefix + key] = tuple(map(id, value.values()))
-            found[f"{prefix}forward"] = _OTHER, id(module), id(vars(module).get("forward"))
+                    state[prefix + key] = tuple(map(id, value.values()))
+            state[f"{prefix}forward"] = _OPAQUE, id(module), id(vars(module).get("forward"))
         for owner in self._owners:
-            found[type(owner).__name__] = frozen.of(owner)
+            state[type(owner).__name__] = frozen.freeze(owner)
         for kind in self._classes:
             for key, value in vars(kind).items():
                 if isinstance(value, _SIMPLE) and not key.startswith("__"):
-                    found[f"{kind.__qualname__}.{key}"] = frozen.of(value)
-        for name, read in self._outer:
-            found[name] = frozen.of(read())
-        return found
+                    state[f"{kind.__qualname__}.{key}"] = frozen.freeze(value)
+        for name, read in self._read_outside:
+            state[name] = frozen.freeze(read())
+        return state
 
     @property
     def changed(self) -> list[str]:
-        """The names of what differs between the last two states that `number` has met."""
+        """The names of what differs between the last two states that `state_id` has met."""
         return changes(*self._states)
 
     def _others(self) -> list[Any]:
-        return [*self._owners, *(read() for _, read in self._outer)]
+        return [*self._owners, *(read() for _, read in self._read_outside)]
 
-    def number(self) -> int:
-        """Return the state's number, the same for each time that it is the same."""
+    def state_id(self) -> int:
+        """Return the state's id, the same each time that the state is the same."""
         if self._glance is None or not self._glance.is_the_same():
             state = self.state()
             if state != self._states[1]:
@@ -111,22 +113,22 @@ class _Glance:
         modules = [*model.modules()]
         self._held: list[Any] = [vars(module) for module in modules]
         self._held += [module._modules for module in modules] + [vars(kind) for kind in classes]
-        hooks = [vars(module)[name] for module in modules for name in _HOOKS]
-        self._held += hooks
+        hook_ids = [vars(module)[name] for module in modules for name in _HOOKS]
+        self._held += hook_ids
         self._values = [(held, [*held.values()]) for held in self._held if held]
         self._lengths = [*map(len, self._held)]
-        self._outer = outer
+        self._read_outside = outer
         self._mutable = [
             value
             for module in modules
             for key, value in vars(module).items()
-            if key not in _OF_MODULES and _can_change(value)
+            if key not in _MODULE_ATTRIBUTES and _can_change(value)
         ]
         self._frozen = self._freeze()
 
     def _freeze(self) -> list[Any]:
         frozen = _Freezer()
-        return [frozen.of(value) for value in (*self._mutable, *self._outer())]
+        return [frozen.freeze(value) for value in (*self._mutable, *self._read_outside())]
 
     def is_the_same(self) -> bool:
         if [*map(len, self._held)] != self._lengths:
@@ -137,32 +139,32 @@ class _Glance:
         return self._freeze() == self._frozen
 
 
-def hooks(model: nn.Module) -> list[int]:
-    """Return a list that is another one when a hook is added to a module or taken away."""
-    held = (vars(module)[name] for module in model.modules() for name in _HOOKS)
+def hook_ids(model: nn.Module) -> list[int]:
+    """Return a list that changes when a hook is added to a module or removed."""
+    hook_dicts = (vars(module)[name] for module in model.modules() for name in _HOOKS)
     return [
-        value for number, found in enumerate(held) if found
-        for value in (number, *map(id, found.values()))
+        value for state_id, hooks_of_kind in enumerate(hook_dicts) if hooks_of_kind
+        for value in (state_id, *map(id, hooks_of_kind.values()))
     ]  # fmt: skip
 
 
 def _can_change(value: Any) -> bool:
-    """Return whether a thing can become another and remain the same object."""
+    """Return whether a value is mutable."""
     if isinstance(value, tuple):
         return any(map(_can_change, value))
     if value is None or isinstance(value, _SIMPLE):
         return False
-    return isinstance(value, (torch.Tensor, np.ndarray)) or _inner(value) is not None
+    return isinstance(value, (torch.Tensor, np.ndarray)) or _parts(value) is not None
 
 
-def changes(before: State, after: State) -> list[str]:
-    """Return the names of what differs, new and removed ones among them."""
+def changes(before: PythonState, after: PythonState) -> list[str]:
+    """Return the names of what differs, new and removed ones included."""
     names = {**before, **after}
     return [name for name in names if before.get(name, names) != after.get(name, names)]
 
 
-def numbers_in(state: State) -> State:
-    """Return of a state the numbers alone."""
+def numbers_in(state: PythonState) -> PythonState:
+    """Return only the numbers of a state."""
     return {name: value[1] for name, value in state.items() if _is_number(value)}
 
 
@@ -171,48 +173,48 @@ def _is_number(value: Any) -> bool:
 
 
 class _Freezer:
-    """Gives things a form that can be compared and hashed; the same object is looked at once."""
+    """Converts values to a form that can be compared and hashed, each object once."""
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}
 
-    def of(self, value: Any, depth: int = 0) -> Any:
+    def freeze(self, value: Any, depth: int = 0) -> Any:
         if value is None:
             return None
         if isinstance(value, _SIMPLE):
-            # 1 is True, and no NaN another.
+            # With the type, for 1 == True; by repr, for NaN != NaN.
             return type(value), value if value == value else repr(value)
         key = id(value)
         if key not in self._known:
-            self._known[key] = _OTHER, key  # in a circle
+            self._known[key] = _OPAQUE, key  # for cycles
             self._known[key] = self._nested(value, depth)
         return self._known[key]
 
     def _nested(self, value: Any, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return _OTHER, id(value), 0 if value.is_inference() else value._version
+            return _OPAQUE, id(value), 0 if value.is_inference() else value._version
         if _is_small_array(value):
             return str(value.dtype), value.shape, value.tobytes()
         if isinstance(value, enum.Enum):
             return type(value), value.name
-        inner = _inner(value)
-        if inner is None or depth == _MOST_DEPTH or len(inner) > _MOST_ITEMS:
-            return _OTHER, id(value), 0 if inner is None else len(inner)
+        inner = _parts(value)
+        if inner is None or depth == _MAX_DEPTH or len(inner) > _MAX_ITEMS:
+            return _OPAQUE, id(value), 0 if inner is None else len(inner)
         if isinstance(inner, (set, frozenset)):
-            return type(value), frozenset(self.of(item, depth + 1) for item in inner)
+            return type(value), frozenset(self.freeze(item, depth + 1) for item in inner)
         if isinstance(inner, dict):
             inner = [item for pair in inner.items() for item in pair]
-        return type(value), tuple(self.of(item, depth + 1) for item in inner)
+        return type(value), tuple(self.freeze(item, depth + 1) for item in inner)
 
 
 def _is_small_array(value: Any) -> bool:
     return isinstance(value, np.generic) or (
-        isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
+        isinstance(value, np.ndarray) and value.nbytes <= _MAX_BYTES and not value.dtype.hasobject
     )
 
 
-def _inner(value: Any) -> Any:
-    """Return the container of what a thing consists of; None if it is to be taken as one."""
+def _parts(value: Any) -> Any:
+    """Return the container of a value's parts; None if it is treated as one object."""
     if isinstance(value, (list, tuple, collections.deque, set, frozenset, dict)):
         return value
     if isinstance(value, (type, nn.Module, types.ModuleType, torch.Tensor, np.ndarray)):
@@ -223,30 +225,30 @@ def _inner(value: Any) -> Any:
 
 
 def is_plain(frozen: Any) -> bool:
-    """Return whether a thing's frozen form has no tensor, function or other object in it."""
+    """Return whether a value's frozen form has no tensor, function or other object in it."""
     if isinstance(frozen, tuple):
-        return frozen[:1] != (_OTHER,) and all(map(is_plain, frozen))
+        return frozen[:1] != (_OPAQUE,) and all(map(is_plain, frozen))
     return not isinstance(frozen, frozenset) or all(map(is_plain, frozen))
 
 
-def _is_own(kind: type) -> bool:
+def _is_user_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
-def _outer_names(
+def _names_read(
     kinds: Iterable[type], functions: Iterable[Any]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield globals and variables of closures that a model's code reads: name, how to read it."""
+    """Yield (name, how to read it) for globals and closure variables that a model's code reads."""
     seen: set[types.FunctionType] = set()
     waiting = [function for kind in kinds for function in _methods(kind)]
     waiting += filter(None, map(_function, functions))
     names: set[str] = set()
-    while waiting and len(seen) < _MOST_FUNCTIONS:
+    while waiting and len(seen) < _MAX_FUNCTIONS:
         function = waiting.pop()
         if function in seen or function.__module__.partition(".")[0] in _LIBRARIES:
             continue
         seen.add(function)
-        for name, read in _read_by(function):
+        for name, read in _reads_of(function):
             value = read()
             called = _function(value)
             if called is not None:
@@ -257,14 +259,14 @@ def _outer_names(
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
-    for base in filter(_is_own, kind.__mro__):
+    for base in filter(_is_user_class, kind.__mro__):
         for name, value in vars(base).items():
             if isinstance(value, types.FunctionType) and not name.startswith("__"):
                 yield value
 
 
 def _function(value: Any) -> types.FunctionType | None:
-    """Return Python's function that is called where this is."""
+    """Return the Python function that calling this value runs."""
     while isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__func__", value)
@@ -272,9 +274,9 @@ def _function(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
-def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _reads_of(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
     codes = [function.__code__]
-    for code in codes:  # functions within it, too
+    for code in codes:  # nested functions, too
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         for name in code.co_names:
             if name in function.__globals__:
@@ -295,27 +297,27 @@ def _content(cell: Any) -> Any:
         return None
 
 
-class Saved:
-    """A model's attributes and places of its buffers as they are now, and Python's random numbers.
+class PythonSnapshot:
+    """A snapshot of a model's attributes and buffer slots, and of Python's random numbers.
 
-    Values of tensors are not in it.
+    It does not hold the values of tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._contents: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         for module in model.modules():
-            held = vars(module)
-            self._contents.append((held, dict(held)))
+            attributes = vars(module)
+            self._contents.append((attributes, dict(attributes)))
             self._contents.append((module._buffers, dict(module._buffers)))
-            for key, value in held.items():
-                if key not in _OF_MODULES:
+            for key, value in attributes.items():
+                if key not in _MODULE_ATTRIBUTES:
                     self._note(value, 0)
         self._random = random.getstate(), np.random.get_state()
 
     def _note(self, value: Any, depth: int) -> None:
-        inner = _inner(value)
-        if inner is None or id(inner) in self._seen or depth == _MOST_DEPTH:
+        inner = _parts(value)
+        if inner is None or id(inner) in self._seen or depth == _MAX_DEPTH:
             return
         self._seen.add(id(inner))
         if not isinstance(inner, (tuple, frozenset)):
@@ -324,7 +326,7 @@ class Saved:
             self._note(item, depth + 1)
 
     def restore(self) -> None:
-        """Take back what forward passes have changed."""
+        """Undo what forward passes have changed."""
         for value, copy in self._contents:
             value.clear()
             (value.update if hasattr(value, "update") else value.extend)(copy)
@@ -332,29 +334,29 @@ class Saved:
         np.random.set_state(self._random[1])
 
     def keep_plain(self) -> None:
-        """Take back what forward passes have changed, but for numbers, strings and nests of these.
+        """Undo what forward passes have changed, except numbers, strings and nests of these.
 
-        Tensors that a forward pass leaves are of its tracing, and no one else's.
+        Tensors that a forward pass leaves belong to its tracing, and to no one else.
         """
         for value, copy in self._contents:
             frozen = _Freezer()
             if isinstance(value, dict):
                 for key in {**copy, **value}:
                     new, old = value.get(key, copy), copy.get(key, value)
-                    if new is old or (new is not copy and is_plain(frozen.of(new))):
+                    if new is old or (new is not copy and is_plain(frozen.freeze(new))):
                         continue
                     if old is value:
                         del value[key]
                     else:
                         value[key] = old
-            elif not is_plain(frozen.of(value)):
+            elif not is_plain(frozen.freeze(value)):
                 value.clear()
                 (value.update if hasattr(value, "update") else value.extend)(copy)
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
 
     def draws_random_numbers(self) -> bool:
-        """Return whether Python's or numpy's random numbers were drawn meanwhile."""
+        """Return whether Python's or numpy's random numbers were drawn since."""
         (python, numpy), now = self._random, np.random.get_state()
         return random.getstate() != python or not all(
             np.array_equal(before, after) for before, after in zip(numpy, now, strict=True)
@@ -362,9 +364,9 @@ class Saved:
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[Saved]:
-    """Take back, at its end, what forward passes in here change of a model's attributes."""
-    saved = Saved(model)
+def restored(model: nn.Module) -> Iterator[PythonSnapshot]:
+    """Undo at the end what forward passes in the block change of a model's attributes."""
+    saved = PythonSnapshot(model)
     try:
         yield saved
     finally:

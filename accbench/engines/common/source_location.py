@@ -1,4 +1,4 @@
-"""Places in a model's own code, for messages that a person is to act on."""
+"""Lines and modules of a model's own code, for messages that a person acts on."""
 
 import importlib.util
 import os
@@ -14,25 +14,25 @@ _ACCBENCH = str(Path(__file__).parents[2]) + os.sep
 
 
 @cache
-def _not_the_model() -> tuple[str, ...]:
-    """Folders of torch and of the engines; and code without a file."""
+def _excluded_prefixes() -> tuple[str, ...]:
+    """Return path prefixes of torch and of the engines, and of code without a file."""
     specs = (importlib.util.find_spec(name) for name in ("torch", "torch_xla"))
     folders = [os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin]
     return (*folders, f"{_ACCBENCH}engines{os.sep}", "<")
 
 
-def in_model(frames: Iterable[traceback.FrameSummary]) -> str | None:
-    """Where in the model a stack stands, `FILE:LINE: code`; None if it is nowhere in one."""
+def find_model_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
+    """Return a stack's innermost line in the model, `FILE:LINE: code`; None if there is none."""
     for frame in reversed([*frames]):
         if frame.filename.startswith(f"{_ACCBENCH}training{os.sep}"):
             return None  # further out is who called the training loop
-        if not frame.filename.startswith(_not_the_model()):
+        if not frame.filename.startswith(_excluded_prefixes()):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return None
 
 
-def running_module() -> str | None:
-    """The class of the innermost module that is in its forward pass in this thread."""
+def running_module_class() -> str | None:
+    """Return the class name of the innermost module in its forward pass in this thread."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")

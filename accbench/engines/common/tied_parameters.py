@@ -1,4 +1,4 @@
-"""Tensors that a model keeps in more than one place, such as tied weights."""
+"""Tied parameters and buffers: tensors that a model stores more than once."""
 
 from typing import Any
 
@@ -7,52 +7,52 @@ from torch import nn
 
 from accbench.errors import RequestError
 
-Places = list[list[tuple[Any, str]]]
+Slots = list[list[tuple[Any, str]]]
 
 
-def names(net: nn.Module) -> set[tuple[str, ...]]:
-    """Names of parameters and buffers, those of one tensor together."""
-    found: dict[int, list[str]] = {}
-    for named in (net.named_parameters, net.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            found.setdefault(id(tensor), []).append(name)
-    return {tuple(of_tensor) for of_tensor in found.values()}
+def names_by_tensor(net: nn.Module) -> set[tuple[str, ...]]:
+    """Return the names of parameters and buffers, those of one tensor together."""
+    names_of_tensor: dict[int, list[str]] = {}
+    for named_tensors in (net.named_parameters, net.named_buffers):
+        for name, tensor in named_tensors(remove_duplicate=False):
+            names_of_tensor.setdefault(id(tensor), []).append(name)
+    return {tuple(tensor_names) for tensor_names in names_of_tensor.values()}
 
 
-def places(net: nn.Module) -> Places:
-    """(owner, key) of each place of the tensors that have more than one."""
-    found: dict[int, list[tuple[Any, str]]] = {}
+def find_ties(net: nn.Module) -> Slots:
+    """Return for each tensor that is stored more than once the (owner, key) of each slot."""
+    slots: dict[int, list[tuple[Any, str]]] = {}
     for module in net.modules():
         for owner in (module._parameters, module._buffers):
             for name, tensor in owner.items():
                 if tensor is not None:
-                    found.setdefault(id(tensor), []).append((owner, name))
-    return [of_tensor for of_tensor in found.values() if len(of_tensor) > 1]
+                    slots.setdefault(id(tensor), []).append((owner, name))
+    return [tensor_slots for tensor_slots in slots.values() if len(tensor_slots) > 1]
 
 
-def tie(places_before: Places) -> None:
-    """Put one tensor into all its places again, where a move made one for each."""
-    for (owner, name), *others in places_before:
-        for other, its_name in others:
-            other[its_name] = owner[name]
+def restore_ties(slots: Slots) -> None:
+    """Store one tensor in all of its slots again, where a move to a device made several."""
+    for (owner, name), *other_slots in slots:
+        for other, other_name in other_slots:
+            other[other_name] = owner[name]
 
 
-def carry_over(given: Any, made: Any) -> None:
-    """What a person hung on a parameter, attributes and hooks, for the one in its place."""
-    if made is given:
+def copy_attributes_and_hooks(old: Any, new: Any) -> None:
+    """Copy attributes and hooks that a user set on a parameter to its replacement."""
+    if new is old:
         return
-    vars(made).update(vars(given))
-    for hook in (given._backward_hooks or {}).values():
-        made.register_hook(hook)
-    for hook in (getattr(given, "_post_accumulate_grad_hooks", None) or {}).values():
-        made.register_post_accumulate_grad_hook(hook)
+    vars(new).update(vars(old))
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
 
 
-def refuse_views(net: nn.Module) -> None:
-    """Parameters that share their memory without being one come apart in a move, unseen.
+def refuse_shared_memory(net: nn.Module) -> None:
+    """Check that no two parameters share memory, which they would lose in a move.
 
     Raises:
-        RequestError: there are such.
+        RequestError: two parameters share memory without being one tensor.
     """
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in net.named_parameters():

@@ -1,7 +1,7 @@
-"""The state of training in one form for all engines: read out, and put back in.
+"""The state of training in one form for all engines: reading and loading it.
 
 Names are those of the module that `Engine.prepare` was given, and every tensor is on the
-host, so that what one engine has read another can load.
+host, so that one engine can load what another has read.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 class NotLoadableError(Exception):
-    """An engine did not take a state over; the message says what of it."""
+    """An engine cannot load a state; the message says what of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
-    """Tensors on the host that nobody else writes to."""
+    """A snapshot of training: tensors on the host that nobody else writes to."""
 
     model: Tensors
     """Parameters and buffers by name, each tensor once, also buffers that are not saved."""
@@ -35,9 +35,9 @@ class TrainingState:
 
 
 def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> TrainingState:
-    """The state as it is; waits for the device."""
+    """Read the current state; waits for the device."""
     model = {name: _copy(tensor) for name, tensor in model_state.tensors(net).items()}
-    of_optimizer = {
+    optimizer_tensors = {
         name: {
             key: _copy(value)
             for key, value in optimizer.state[parameter].items()
@@ -46,16 +46,18 @@ def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Train
         for name, parameter in net.named_parameters()
         if parameter in optimizer.state
     }
-    return TrainingState(model, of_optimizer, _read_scaler(scaler), model_state.read_extra(net))
+    return TrainingState(
+        model, optimizer_tensors, _read_scaler(scaler), model_state.read_extra(net)
+    )
 
 
 def load(
     net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, state: TrainingState
 ) -> None:
-    """Put a state in place; hyperparameters stay the optimizer's own.
+    """Load a state; the optimizer keeps its hyperparameters.
 
-    What the state does not name stays as it is: what an optimizer keeps beside others, or the
-    moments of a parameter without gradients.
+    What the state does not name stays unchanged: additional state of an optimizer, or the moments
+    of a parameter without gradients.
 
     Raises:
         NotLoadableError: model or optimizer have other tensors.
@@ -63,7 +65,7 @@ def load(
     try:
         model_state.load(net, state.model, state.extra)
         _load_optimizer(net, optimizer, state.optimizer)
-        if _enabled(scaler) and state.scaler:
+        if _is_enabled(scaler) and state.scaler:
             saved = {**scaler.state_dict(), "scale": state.scaler["scale"]}
             saved["_growth_tracker"] = int(state.scaler["growth_tracker"])
             scaler.load_state_dict(saved)
@@ -73,25 +75,25 @@ def load(
 
 
 def _load_optimizer(
-    net: nn.Module, optimizer: torch.optim.Optimizer, of_parameters: dict[str, Tensors]
+    net: nn.Module, optimizer: torch.optim.Optimizer, parameter_states: dict[str, Tensors]
 ) -> None:
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    whole = optimizer.state_dict()
-    state, index = dict(whole["state"]), 0
+    state_dict = optimizer.state_dict()
+    state, index = dict(state_dict["state"]), 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found = of_parameters.get(names.pop(id(parameter)))
-            if found is not None:
-                copies = {key: _copy_like(tensor, parameter) for key, tensor in found.items()}
+            tensors = parameter_states.get(names.pop(id(parameter)))
+            if tensors is not None:
+                copies = {key: _copy_like(tensor, parameter) for key, tensor in tensors.items()}
                 state[index] = {**state.get(index, {}), **copies}
             index += 1
-    optimizer.load_state_dict({**whole, "state": state})
+    optimizer.load_state_dict({**state_dict, "state": state})
 
 
 def _copy_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, laid out in memory as the parameter is.
+    """Return a copy on the host with the parameter's memory layout.
 
-    torch keeps the tensor it is given where device and type are right; and fused AdamW goes
+    torch keeps the tensor that it loads where device and dtype are right; and fused AdamW goes
     through all of a parameter's tensors in one order, whatever their strides (torch 2.8): with
     a parameter in channels_last and moments that are not, it updates wrongly.
     """
@@ -104,12 +106,15 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _enabled(scaler: Any) -> bool:
+def _is_enabled(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
 
 
 def _read_scaler(scaler: Any) -> dict[str, float]:
-    if not _enabled(scaler):
+    if not _is_enabled(scaler):
         return {}
-    saved = scaler.state_dict()
-    return {"scale": float(saved["scale"]), "growth_tracker": float(saved["_growth_tracker"])}
+    state_dict = scaler.state_dict()
+    return {
+        "scale": float(state_dict["scale"]),
+        "growth_tracker": float(state_dict["_growth_tracker"]),
+    }

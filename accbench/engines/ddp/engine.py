@@ -119,9 +119,9 @@ class Engine(LoopEngine):
         return net
 
     def _moved(self, model: nn.Module) -> nn.Module:
-        places = tied_parameters.places(model)
+        places = tied_parameters.find_ties(model)
         model = model.to(self.device)
-        tied_parameters.tie(places)  # of buffers a move makes one for each place
+        tied_parameters.restore_ties(places)  # of buffers a move makes one for each place
         for tensor in (*model.parameters(), *model.buffers()):
             # Module.to takes tensors of five dimensions for images too, and fails.
             is_image = tensor.dim() == 4 and not tensor.is_complex()
@@ -135,7 +135,7 @@ class Engine(LoopEngine):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         entry = optimizers.of_task(self.task)
         fused = {"fused": True} if entry.has_fused else {}
-        optimizer = complex_parameters.built(
+        optimizer = complex_parameters.build_optimizer(
             entry.torch_class, optimizer_state.groups(self.task, model),
             **entry.arguments(self.task), **fused,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.double_backward import DifferentiableGraph
 from accbench.engines.ddp import engine as ddp
-from accbench.engines.inductor import patches as inductor_mends
+from accbench.engines.inductor import patches as inductor_patches
 from accbench.errors import RequestError
 from accbench.system import cache_folders, extras
 
@@ -43,7 +43,7 @@ _PHASES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")
 
 
 def _in_a_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
-    where = source_location.in_model(stack)
+    where = source_location.find_model_line(stack)
     what = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
     return f"the graph breaks: {what}{f' at {where}' if where else ''}"
 
@@ -76,7 +76,7 @@ def _compile_anew_where_others_train(model: nn.Module) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
             return model._call_impl(*args, **kwargs)
-        now = [*requires_grad(model), *python_state.hooks(model)]
+        now = [*requires_grad(model), *python_state.hook_ids(model)]
         if before and now != before:
             torch._dynamo.reset_code_caches()
         before[:] = now
@@ -95,11 +95,11 @@ def _raise_the_models_own(error: Exception, model: nn.Module, call: Callable[[],
 
     if isinstance(error, (RequestError, MemoryError, torch.OutOfMemoryError)):
         return
-    by_itself = model_errors.of_call(model, call)
+    by_itself = model_errors.error_of_call(model, call)
     if by_itself is not None:
         raise by_itself from None
     if isinstance(error, TorchDynamoException):
-        place = source_location.in_model(traceback.extract_tb(error.__traceback__))
+        place = source_location.find_model_line(traceback.extract_tb(error.__traceback__))
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise RequestError(
             f"torch.compile fails on the model{f' at {place}' if place else ''}, which plain torch "
@@ -154,7 +154,7 @@ class Engine(ddp.Engine):
             return found
         # Both, or Triton keeps its kernels where a "cold" run finds them again.
         # A folder a processor, for code is compiled for the one that is here (-march=native).
-        folder = Path(options.cache_dir).absolute() / compile_cache_key.processor()
+        folder = Path(options.cache_dir).absolute() / compile_cache_key.processor_fingerprint()
         return {
             **found,
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
@@ -195,7 +195,7 @@ class Engine(ddp.Engine):
         from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch._inductor.decomposition import select_decomp_table
 
-        rules = {**select_decomp_table(), **decompositions.mended()}
+        rules = {**select_decomp_table(), **decompositions.corrected()}
         # Inductor leaves complex numbers to torch, but takes their addition apart, which fails
         # where the last axis is not contiguous (torch 2.8). Real ones are not touched.
         for operation in (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar):
@@ -203,8 +203,8 @@ class Engine(ddp.Engine):
         mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if self.device.type == "cpu":
             pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
-            if inductor_mends.are_needed():
-                mended = inductor_mends.mended
+            if inductor_patches.needed():
+                mended = inductor_patches.applied
         patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

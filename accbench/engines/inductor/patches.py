@@ -1,16 +1,16 @@
-"""Two faults of torch 2.8's inductor on a CPU, put right while this engine compiles.
+"""Patches for two faults of torch 2.8's inductor on a CPU, active while this engine compiles.
 
-They give wrong gradients or a broken heap without a word; torch 2.15 has neither. Nothing of
-torch stays changed, and what is compiled so has entries of its own in torch's caches.
+They give wrong gradients or corrupt the heap silently; torch 2.15 has neither. Nothing of torch
+stays changed, and what is compiled with them has entries of its own in torch's caches.
 
-- A node whose loops are recomputed, to be fused with one of other loops, forgets what it waits
-  for of what others write in place (`SchedulerNode.recompute_size_and_body`). It can be
-  put before them: `dropout(inplace=True)` behind BatchNorm and a mean was multiplied before it was
-  drawn, and of timm's TinyViT in channels_last no gradient came past the last mean over pixels.
-- Loops fused by their outer dimensions hand values on in a local buffer, whose size is that of the
+- A node whose loops are recomputed, to be fused with a node of other loops, forgets its
+  dependencies on in-place writes of others (`SchedulerNode.recompute_size_and_body`). It can be
+  scheduled before them: `dropout(inplace=True)` behind BatchNorm and a mean was multiplied before
+  it was drawn, and in timm's TinyViT in channels_last no gradient passed the last mean over pixels.
+- Loops fused by their outer dimensions pass values on in a local buffer, whose size is that of the
   tensor's last dimensions instead of the loop's (`CppScheduling.codegen_outer_loop_node`): a
-  mean over pixels that keeps its dimensions, (N, C, 1, 1), before a LayerNorm of C gets room
-  for one value and writes C. ConvNeXt ends so; it is seen in evaluation.
+  mean over pixels that keeps its dimensions, (N, C, 1, 1), before a LayerNorm of C gets a buffer
+  for one value and writes C. ConvNeXt ends so; it happens in evaluation.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
-# Part of the key of torch's compile caches: code that was made without this is not taken from
-# them, nor is this taken by others. To be raised with what is here.
+# Part of the key of torch's compile caches: separates code compiled with these patches from code
+# compiled without. Raise the number with every change here.
 _TAG = "accbench mends 3"
 
 
-def are_needed() -> bool:
-    """Whether this torch may have the faults."""
+def needed() -> bool:
+    """Return whether this torch may have the faults."""
     version: Any = torch.__version__
     return bool(version < (2, 15))
 
 
 @contextlib.contextmanager
-def mended() -> Iterator[None]:
-    """Compiling in here is without the faults."""
+def applied() -> Iterator[None]:
+    """Apply the patches in the block."""
     from torch._inductor import scheduler
     from torch._inductor.codegen import cpp_utils
 
@@ -42,22 +42,22 @@ def mended() -> Iterator[None]:
     settings: Any = torch.compiler.config
     recompute, add = node.recompute_size_and_body, context.add_local_buffer
 
-    def recompute_and_wait(self: Any, *args: Any, **kwargs: Any) -> None:
-        waits_for = _waits_for(self)
+    def recompute_with_dependencies(self: Any, *args: Any, **kwargs: Any) -> None:
+        hidden = _hidden_dependencies(self)
         recompute(self, *args, **kwargs)
-        _wait(self, *waits_for)
+        _add_dependencies(self, *hidden)
 
     def add_of_right_size(
         self: Any, local_buffer: Any, global_buffers: list[Any] | None = None
     ) -> None:
-        # those of templates' matrix products have other names, and their right size
+        # Buffers of matrix-product templates have other names, and the right size.
         if global_buffers and local_buffer.get_name().startswith("local_buffer_data"):
-            _give_room(local_buffer, global_buffers)
+            _enlarge(local_buffer, global_buffers)
         add(self, local_buffer, global_buffers)
 
     tag = settings.cache_key_tag
     tags = tag if _TAG in tag else f"{tag} {_TAG}".strip()
-    node.recompute_size_and_body = recompute_and_wait
+    node.recompute_size_and_body = recompute_with_dependencies
     context.add_local_buffer = add_of_right_size
     try:
         with settings.patch(cache_key_tag=tags):
@@ -67,10 +67,13 @@ def mended() -> Iterator[None]:
         context.add_local_buffer = add
 
 
-def _waits_for(node: Any) -> tuple[Any, dict[str, str]]:
-    """What a node's own loops do not tell: (dependencies for order alone, renamed buffers).
+def _hidden_dependencies(node: Any) -> tuple[Any, dict[str, str]]:
+    """Return the dependencies that a node's own loops do not show.
 
     What was written in place has a new name among dependencies, and its old one in the loops.
+
+    Returns:
+        Dependencies for order alone, and new names of buffers by their old ones.
     """
     from torch._inductor import dependencies
     from torch.utils._ordered_set import OrderedSet
@@ -87,13 +90,13 @@ def _waits_for(node: Any) -> tuple[Any, dict[str, str]]:
     return OrderedSet([*stars, *weak]), new_names
 
 
-def _wait(node: Any, for_order: Any, new_names: dict[str, str]) -> None:
+def _add_dependencies(node: Any, for_order: Any, new_names: dict[str, str]) -> None:
     if for_order or new_names:
         node.set_read_writes(node.read_writes.rename(new_names).with_read(for_order))
 
 
-def _give_room(local_buffer: Any, global_buffers: list[Any]) -> None:
-    """As many elements as the inner loops of those that share the buffer write."""
+def _enlarge(local_buffer: Any, global_buffers: list[Any]) -> None:
+    """Enlarge a local buffer to what the inner loops that share it write."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

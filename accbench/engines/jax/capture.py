@@ -24,7 +24,7 @@ from accbench.engines.common import (
     python_state,
     source_location,
 )
-from accbench.engines.common.index_ranges import Ranges, Tracer
+from accbench.engines.common.index_ranges import IndexRanges, IndexTracer
 from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
 
@@ -146,7 +146,7 @@ def capture(
     parameters = list(model.parameters())
     trained = [index for index, p in enumerate(parameters) if p.requires_grad]
     arguments = model, loss, batch, autocast, decompositions, fused_attention
-    saved = python_state.Saved(model)
+    saved = python_state.PythonSnapshot(model)
     try:
         try:
             return _capture(trained, *arguments)
@@ -161,7 +161,7 @@ def capture(
         raise
     except Exception as error:
         saved.restore()
-        model_error = model_errors.of_call(
+        model_error = model_errors.error_of_call(
             model, lambda: _run_eager_step(model, loss, batch, autocast, trained)
         )
         if model_error is not None:
@@ -221,7 +221,7 @@ def _capture(
     )
     trained_tensors = _contiguous_clones(parameters[index] for index in trained)
     holder = _FunctionalLoss(trained_tensors, _contiguous_clones([*others, *buffers]), functional)
-    watch, saved = python_state.Watch(model), python_state.Saved(model)
+    watch, saved = python_state.PythonStateWatch(model), python_state.PythonSnapshot(model)
     before = python_state.numbers_in(watch.state())
     # Tensors that are plain attributes of the model become constants of the graph.
     with traceable(model, fused_attention), _fake_mode():
@@ -248,7 +248,7 @@ def _capture(
 
 
 def _refuse_changing_numbers(
-    watch: python_state.Watch, trained: list[int], model: nn.Module,
+    watch: python_state.PythonStateWatch, trained: list[int], model: nn.Module,
     loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
 ) -> None:  # fmt: skip
     """Raise RequestError if every forward pass changes a number, for a graph is captured once."""
@@ -388,16 +388,16 @@ def _params_with_gradient(
 
 def trace_index_ranges(
     model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
-) -> Ranges:
+) -> IndexRanges:
     """Return the ranges in which the indices in the batch must lie."""
     trained = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
     with fake_inputs(trained, model, batch) as (trained_tensors, other_tensors, inputs):
-        tracer = Tracer(inputs[: len(nested.tensors_of(batch))])
+        tracer = IndexTracer(inputs[: len(nested.tensors_of(batch))])
         with tracer:
             functional_loss(
                 model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
             )
-    return tracer.notes.ranges()
+    return tracer.log.ranges()
 
 
 @contextlib.contextmanager
@@ -433,7 +433,7 @@ def _fake_mode() -> Any:
 
 
 def _error_message(error: Exception) -> str:
-    location = source_location.in_model(traceback.extract_tb(error.__traceback__))
+    location = source_location.find_model_line(traceback.extract_tb(error.__traceback__))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     summary = f"{type(error).__name__}{f': {lines[0][:300]}' if lines else ''}"
     where = f" at {location}" if location else ""

@@ -31,7 +31,7 @@ from accbench.engines.common import (
     optimizer_state,
     python_state,
 )
-from accbench.engines.common.index_ranges import Ranges
+from accbench.engines.common.index_ranges import IndexRanges
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
 from accbench.engines.jax import recapture, runtime
@@ -178,7 +178,7 @@ class Engine(engines.Engine):
         self._net: nn.Module | None = None
         self._steps: dict[Any, _Step] = {}
         self._by_name: dict[Any, _Step] = {}
-        self._python: python_state.Watch | None = None
+        self._python: python_state.PythonStateWatch | None = None
         self._changes = recapture.RecaptureLimit()
         self._sent = arrays.DeviceArrays()
         self._seed, self._num_run = 0, 0
@@ -308,8 +308,8 @@ class Engine(engines.Engine):
     ) -> Any:
         """What a captured step holds for, numbers and functions of the model's among it."""
         if self._python is None or self._python.model is not model:
-            self._python = python_state.Watch(model, [spec.loss])
-        return _signature(model, optimizer, batch), self._python.number()
+            self._python = python_state.PythonStateWatch(model, [spec.loss])
+        return _signature(model, optimizer, batch), self._python.state_id()
 
     def _settle(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
         """Have the model make the buffers that it makes for batches of this size."""
@@ -353,7 +353,7 @@ class Engine(engines.Engine):
             rules = runtime.lowering_rules(self.task.device, self.options)
             self._evaluation = evaluation.CompiledEvaluation(self._autocast, rules)
         self._mirror.sync_from_torch()
-        is_averaged = isinstance(model, optimizer_state.Averaged)
+        is_averaged = isinstance(model, optimizer_state.AveragedModel)
         key = optimizer_state.AVERAGE if is_averaged else "parameters"
         weights = (
             self._mirror.gather(key),
@@ -382,7 +382,7 @@ class Engine(engines.Engine):
         from accbench.engines.jax import capture
 
         begun = time.perf_counter()
-        saved = python_state.Saved(model)
+        saved = python_state.PythonSnapshot(model)
         part = nested.chunks(batch, self.task.accumulate)[0]
         capture.refuse_changing_extra_state(model, spec.loss, part, self._hosts_autocast)
         ranges = capture.trace_index_ranges(model, spec.loss, part, self._autocast)
@@ -408,7 +408,7 @@ class Engine(engines.Engine):
         return step
 
     def _name_of(
-        self, saved: python_state.Saved, model: nn.Module, spec: Any,
+        self, saved: python_state.PythonSnapshot, model: nn.Module, spec: Any,
         optimizer: torch.optim.Optimizer, batch: engines.Batch, arguments: tuple[Any, ...],
     ) -> tuple[str, tuple[int, ...]] | None:  # fmt: skip
         """What tells the step from others, and what it reads beside; None where nothing does."""
@@ -582,7 +582,7 @@ class _Step:
     run: Callable[..., Any]
     reads: list[int]
     """How far it moves each position of `beside`."""
-    ranges: Ranges
+    ranges: IndexRanges
     """Of the indices in a part of the batch."""
 
 

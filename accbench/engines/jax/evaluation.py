@@ -30,7 +30,7 @@ class CompiledEvaluation:
     ) -> None:
         self._autocast, self._rules = autocast, rules
         self._functions: dict[Any, Any] = {}
-        self._watches: dict[int, python_state.Watch] = {}
+        self._watches: dict[int, python_state.PythonStateWatch] = {}
         self.stats = CompileStats()
 
     def score(
@@ -48,9 +48,9 @@ class CompiledEvaluation:
         """
         watch = self._watches.get(id(net))
         if watch is None or watch.model is not net:
-            watch = self._watches[id(net)] = python_state.Watch(net, [spec.score])
+            watch = self._watches[id(net)] = python_state.PythonStateWatch(net, [spec.score])
         signature = (
-            watch.number(), id(net),
+            watch.state_id(), id(net),
             nested.signature(batch),
             tuple(tuple(tensor.shape) for tensor in extra_inputs.tensors()),
             tuple(module.training for module in net.modules()),
@@ -67,7 +67,7 @@ class CompiledEvaluation:
 
     def _compile(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
         start = time.perf_counter()
-        saved = python_state.Saved(net)
+        saved = python_state.PythonSnapshot(net)
         try:
             graph = capture.capture_score(
                 net, spec.score, batch, self._autocast, lowering.decompositions()

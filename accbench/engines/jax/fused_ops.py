@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from accbench.engines.common.cuda_autocast import Spellings
+from accbench.engines.common.cuda_autocast import OpOverrides
 from accbench.engines.xla_common import half_attention, half_ops
 
 _aten = torch.ops.aten
@@ -14,17 +14,17 @@ def _batch_norm(
     batch: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
     momentum: float, eps: float, cudnn: bool,
 ) -> torch.Tensor:  # fmt: skip
-    if training and weight is not None and bias is not None and half_ops.are_for(batch):
+    if training and weight is not None and bias is not None and half_ops.supports(batch):
         return half_ops.batch_norm(batch, weight, bias, mean, var, momentum, eps)
     return torch.batch_norm(batch, weight, bias, mean, var, training, momentum, eps, cudnn)
 
 
 def _relu(x: torch.Tensor) -> torch.Tensor:
-    return half_ops.relu(x) if half_ops.are_for(x) else torch.relu(x)
+    return half_ops.relu(x) if half_ops.supports(x) else torch.relu(x)
 
 
 def _relu_in_place(x: torch.Tensor) -> torch.Tensor:
-    return half_ops.relu_in_place(x) if half_ops.are_for(x) else torch.relu_(x)
+    return half_ops.relu_in_place(x) if half_ops.supports(x) else torch.relu_(x)
 
 
 def _max_pool2d(
@@ -32,7 +32,9 @@ def _max_pool2d(
     padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     # Without BatchNorm and ReLU before it, its lowering is as good (`pools_by_place`).
-    if half_ops.can_pool(x, size, dilation, ceil_mode) and half_ops.is_normal_relu(x):
+    if half_ops.supports_max_pool2d(x, size, dilation, ceil_mode) and half_ops.is_batch_norm_relu(
+        x
+    ):
         return half_ops.max_pool2d(x, size, stride, padding)
     return torch.max_pool2d(x, size, stride, padding, dilation, ceil_mode)
 
@@ -43,7 +45,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     is_plain = mask is None and dropout_p < 1 and not enable_gqa
-    if is_plain and half_ops.are_for(query) and key.dtype is value.dtype is query.dtype:
+    if is_plain and half_ops.supports(query) and key.dtype is value.dtype is query.dtype:
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         return half_attention.attention(query, key, value, factor, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -51,7 +53,7 @@ def _attention(
     )
 
 
-FUSED_OPS: Spellings = {
+FUSED_OPS: OpOverrides = {
     _aten.batch_norm.default: _batch_norm,
     _aten.relu.default: _relu,
     _aten.relu_.default: _relu_in_place,

@@ -157,7 +157,7 @@ def _check_of_indices(graph: fx.GraphModule) -> Callable[[Sequence[Any]], None] 
         place for place, value in enumerate(values)
         if isinstance(value, torch.Tensor) and not value.requires_grad
     ]  # fmt: skip
-    ranges = index_ranges.of_graph(graph, places)
+    ranges = index_ranges.ranges_of_graph(graph, places)
     if not ranges.checks:
         return None
     # dynamo names them after the arguments: l_kwargs_labels_.

@@ -14,7 +14,7 @@ class RecaptureLimit:
     def __init__(self) -> None:
         self._num_consecutive = self._num_unneeded = 0
 
-    def check(self, watch: python_state.Watch | None, is_captured: bool) -> None:
+    def check(self, watch: python_state.PythonStateWatch | None, is_captured: bool) -> None:
         """Count a step, and refuse a model that changes before every step.
 
         Args:

@@ -55,7 +55,7 @@ def enable_compile_cache(device: str, options: Any) -> str:
         return "off: --jax.compile_cache off"
     folder = Path(options.cache_dir or cache_folders.folder("jax"))
     # Only some versions of JAX have the processor's instructions in their key.
-    folder = folder / f"{jax.__version__}-{device}-{compile_cache_key.processor()}"
+    folder = folder / f"{jax.__version__}-{device}-{compile_cache_key.processor_fingerprint()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -13,20 +13,20 @@ import torch
 from accbench.config import TaskConfig, plugins
 
 Array = Any
-"""A tensor, or an array of JAX."""
+"""A tensor, or a JAX array."""
 
 
 class Optimizer(abc.ABC):
-    """One optimizer, as all engines need it."""
+    """One optimizer, as all engines use it."""
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
     """The class that engines ddp and inductor step with."""
     has_fused: ClassVar[bool] = False
     """Whether `torch_class` takes `fused=True`, and then skips a step by a tensor, `found_inf`."""
     state_keys: ClassVar[tuple[str, ...]]
-    """What `torch_class` keeps of each parameter, each a tensor of the parameter's shape."""
+    """Keys of the state of a parameter, each a tensor of the parameter's shape."""
     counts_steps: ClassVar[bool] = True
-    """Whether `torch_class` counts in `state["step"]`."""
+    """Whether `torch_class` counts its steps in `state["step"]`."""
 
     @classmethod
     def arguments(cls, task: TaskConfig) -> dict[str, Any]:

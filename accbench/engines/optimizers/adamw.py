@@ -14,7 +14,7 @@ from accbench.engines.optimizers import Array
 
 
 class Optimizer(optimizers.Optimizer):
-    """AdamW."""
+    """AdamW, fused in PyTorch and sync-free under XLA."""
 
     torch_class = torch.optim.AdamW
     has_fused = True
@@ -26,21 +26,21 @@ class Optimizer(optimizers.Optimizer):
         state: dict[str, Array], step: Array,
     ) -> tuple[Array, dict[str, Array]]:  # fmt: skip
         beta1, beta2 = settings["betas"]
-        mean = state["exp_avg"] + (1 - beta1) * (gradient - state["exp_avg"])
-        square = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient * gradient
-        # 1 - beta**step, which in float32 would lose its first digits.
+        moment1 = state["exp_avg"] + (1 - beta1) * (gradient - state["exp_avg"])
+        moment2 = beta2 * state["exp_avg_sq"] + (1 - beta2) * gradient * gradient
+        # 1 - beta**step; computed directly in float32 it would lose its first digits.
         correction1 = -math.expm1(step * host_math.log(beta1))
         correction2 = -math.expm1(step * host_math.log(beta2))
-        root = math.sqrt(square) / math.sqrt(correction2) + settings["eps"]
+        denominator = math.sqrt(moment2) / math.sqrt(correction2) + settings["eps"]
         decayed = parameter * (1 - lr * settings["weight_decay"])
-        updated = decayed - (lr / correction1) * (mean / root)
-        return updated, {"exp_avg": mean, "exp_avg_sq": square}
+        updated = decayed - (lr / correction1) * (moment1 / denominator)
+        return updated, {"exp_avg": moment1, "exp_avg_sq": moment2}
 
     @classmethod
     def xla_class(cls) -> type[torch.optim.Optimizer]:
         from accbench.engines.xla import sync_free
 
-        return sync_free.AdamW
+        return sync_free.SyncFreeAdamW
 
     @classmethod
     def jax_group_update(cls) -> Any:

@@ -14,7 +14,7 @@ from accbench.engines.optimizers import Array
 
 
 class Optimizer(optimizers.Optimizer):
-    """Stochastic gradient descent, with Nesterov's momentum by choice."""
+    """Stochastic gradient descent, with Nesterov's momentum as an option."""
 
     torch_class = torch.optim.SGD
     has_fused = True

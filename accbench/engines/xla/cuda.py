@@ -1,4 +1,4 @@
-"""What torch_xla on NVIDIA GPUs needs that other devices do not."""
+"""What torch_xla needs on NVIDIA GPUs and not on other devices."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from accbench.pjrt import nvidia
 
 
 def problem(task: TaskConfig) -> str | None:
-    """Why torch_xla cannot use the GPUs here, and what to do; None if it can."""
+    """Return why torch_xla cannot use the GPUs here, and the remedy; None if it can."""
     driver = nvidia.driver()
     if driver.problem is not None:
         return f"--device cuda: {driver.problem}; use --device cpu to train on the CPU"
@@ -20,9 +20,9 @@ def problem(task: TaskConfig) -> str | None:
             f"CUDA devices here ({driver.gpus[0].name})"
         )
     plugins = entry_points(group="torch_xla.plugins", name="CUDA")
-    another = any(not plugin.module.startswith("accbench.") for plugin in plugins)
+    has_other_plugin = any(not plugin.module.startswith("accbench.") for plugin in plugins)
     library = nvidia.find_plugin()
-    if not another and (library is None or not library.exists()):
+    if not has_other_plugin and (library is None or not library.exists()):
         where = "is not installed" if library is None else f"is not at {library}"
         return (
             f"torch_xla needs a PJRT plugin for CUDA, which {where}: {nvidia.install_command()}, "
@@ -32,7 +32,7 @@ def problem(task: TaskConfig) -> str | None:
 
 
 def register(world_size: int) -> None:
-    """Make the plugin known to torch_xla and the coordinator's port to all ranks."""
+    """Register the PJRT plugin with torch_xla, and give all ranks the coordinator's port."""
     from torch_xla.experimental import plugins
 
     from accbench.pjrt import cuda
@@ -42,7 +42,7 @@ def register(world_size: int) -> None:
         plugins.use_dynamic_plugins()
         plugins.register_plugin("CUDA", cuda.plugin())
     if world_size > 1:
-        # Rank 0 knows a port that is free now; without it one beside the rendezvous' is taken.
+        # Rank 0 picks a free port; by default torch_xla takes one next to the rendezvous' port.
         port = process_group.from_rank0(_free_port())
         os.environ.setdefault(cuda.COORDINATOR_PORT_VARIABLE, str(port))
 

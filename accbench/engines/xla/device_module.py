@@ -1,7 +1,7 @@
-"""`torch.xla`, which torch asks for where it treats devices alike; torch_xla does not bring it.
+"""The module `torch.xla`, which torch looks up by device type; torch_xla does not provide it.
 
-Activation checkpointing (`torch.utils.checkpoint`) is what asks: for the random state before a
-forward pass, to be put back while that pass is repeated, and for autocast.
+Activation checkpointing (`torch.utils.checkpoint`) looks it up: for the random state before a
+forward pass, to be restored while that pass is repeated, and for autocast.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 
 
 def register() -> None:
-    """Add it, once, in the process that trains."""
+    """Register the module with torch, once per training process."""
     if not hasattr(torch, "xla"):
         torch._register_device_module("xla", _module())
 
@@ -24,7 +24,7 @@ def _module() -> types.ModuleType:
     module = types.ModuleType("torch.xla", __doc__)
 
     def get_rng_state(device: Any = None) -> torch.Tensor:
-        """(8,) uint8."""
+        """Return the seed of XLA's generator, (8,) uint8."""
         seed = int(xm.get_rng_state()) % 2**64
         return torch.tensor([*seed.to_bytes(8, "little")], dtype=torch.uint8)
 
@@ -48,5 +48,5 @@ def _module() -> types.ModuleType:
     }
     for name, function in functions.items():
         setattr(module, name, function)
-    module._initialized = True  # type: ignore[attr-defined]  # or no random state is kept
+    module._initialized = True  # type: ignore[attr-defined]  # without it torch saves no random state
     return module

@@ -41,15 +41,15 @@ from accbench.engines.loops import LoopEngine
 from accbench.engines.precision import Precision
 from accbench.engines.xla import (
     autocast,
-    checking,
+    call_checks,
     cuda,
     device_module,
-    importing,
+    host_to_device,
     index_watch,
     kernels,
+    lazy_import,
     profiling,
     reduction,
-    sending,
 )
 from accbench.engines.xla.kernels import batchnorm, recurrent
 from accbench.errors import RequestError
@@ -156,7 +156,7 @@ class Engine(LoopEngine):
         flags = xla_flags.merge(task.device, options.flags)
         if flags:  # XLA reads them once, when a device is first used
             os.environ["XLA_FLAGS"] = flags
-        self.xla = importing.torch_xla()
+        self.xla = lazy_import.torch_xla()
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
@@ -176,14 +176,14 @@ class Engine(LoopEngine):
 
             with warnings.catch_warnings():  # torch_xla names its parent by an old name
                 warnings.simplefilter("ignore", FutureWarning)
-                self.precision.scaler = sync_free.GradScaler()
+                self.precision.scaler = sync_free.SyncFreeGradScaler()
         self._no_overflow = torch.zeros(()).to(self.device)
         self._lean = options.lean == "on" or (options.lean == "auto" and task.device != "cpu")
         kernels.register_all(self._lean)
         self._replay = self._start_replay()
         self._anew = self._lean and self._replay is None  # a recording has its places
         if self.precision.scaler is not None:
-            self.precision.scaler.anew = self._anew
+            self.precision.scaler.fresh_step_tensors = self._anew
         self._num_run = 0
         self._indices = index_watch.IndexWatch()
         self._left_compiler: list[str] = []
@@ -220,7 +220,9 @@ class Engine(LoopEngine):
         if wanted == "auto" and self.task.device == "cpu":
             return "off: XLA on the CPU saves compiled graphs but cannot load them"
         folder = Path(self.options.cache_dir or cache_folders.folder("xla"))
-        processor = compile_cache_key.processor()  # also what is made for a GPU has code for it
+        processor = (
+            compile_cache_key.processor_fingerprint()
+        )  # also what is made for a GPU has code for it
         folder = folder / f"{version('torch_xla')}-{self.task.device}-{processor}"
         folder = folder / f"rank{self.topology.rank}"
         try:
@@ -261,17 +263,17 @@ class Engine(LoopEngine):
                     "(sparse=True); leave that out, or use another --engine"
                 )
         batchnorm.average_cumulatively(model)
-        recurrent.as_loops(model)
-        places, given = tied_parameters.places(model), dict(model.named_parameters())
+        recurrent.use_scan(model)
+        places, given = tied_parameters.find_ties(model), dict(model.named_parameters())
         model = model.to(self.device)
-        tied_parameters.tie(places)  # XLA's tensors are new ones, one for each place
+        tied_parameters.restore_ties(places)  # XLA's tensors are new ones, one for each place
         for name, parameter in model.named_parameters():
-            tied_parameters.carry_over(given[name], parameter)
+            tied_parameters.copy_attributes_and_hooks(given[name], parameter)
         self._check_calls(model)
         return model
 
     def _check_calls(self, model: nn.Module) -> None:
-        checking.check_calls(model)
+        call_checks.check_calls(model)
 
     @staticmethod
     def computed_again(given: Any, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -291,7 +293,7 @@ class Engine(LoopEngine):
         from accbench.engines.xla import sync_free
 
         entry = optimizers.of_task(self.task)
-        xla_class = entry.xla_class() or sync_free.class_by_rule(entry)
+        xla_class = entry.xla_class() or sync_free.class_from_update_rule(entry)
         optimizer: Any = xla_class(
             optimizer_state.groups(self.task, model), **entry.arguments(self.task)
         )
@@ -302,13 +304,13 @@ class Engine(LoopEngine):
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             return self.to_device((tensor.cpu(),))[0]
 
-        if isinstance(optimizer, sync_free.AdamW):
+        if isinstance(optimizer, sync_free.SyncFreeAdamW):
             optimizer.as_vectors = self._lean
-        if isinstance(optimizer, sync_free.SharedCounts):
-            optimizer.anew = self._anew
-        if isinstance(optimizer, sync_free.SharedCounts) and self._replay is not None:
+        if isinstance(optimizer, sync_free.SharedStepCounts):
+            optimizer.fresh_step_tensors = self._anew
+        if isinstance(optimizer, sync_free.SharedStepCounts) and self._replay is not None:
             optimizer.is_recorded = lambda: self._replay.recording  # type: ignore[method-assign, union-attr]
-            self._replay.settle = lambda: optimizer.keep_apart(
+            self._replay.settle = lambda: optimizer.split_counts(
                 optimizer.stepped, lambda count: self.to_device(count.cpu())
             )
         self._note_places(model)
@@ -333,10 +335,10 @@ class Engine(LoopEngine):
         self._places = {parameter: place for place, parameter in enumerate(model.parameters())}
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        from accbench.engines.xla import adopting
+        from accbench.engines.xla import optimizer_conversion
 
         self._note_places(model)
-        adopting.adopt(optimizer, lambda t: self.to_device((t,))[0], self._lean)
+        optimizer_conversion.convert(optimizer, lambda t: self.to_device((t,))[0], self._lean)
         if self.precision.scaler is not None:
             self._make_scaler_state(self.precision.scaler)
         self.xla.sync()
@@ -344,7 +346,7 @@ class Engine(LoopEngine):
     def _place_counts(self, optimizer: torch.optim.Optimizer) -> None:
         from accbench.engines.xla import sync_free
 
-        if isinstance(optimizer, sync_free.SharedCounts):
+        if isinstance(optimizer, sync_free.SharedStepCounts):
             optimizer.share_counts(lambda count: self.to_device((count,))[0])
         # torch moves what it loads to the parameters' device, but not the step counts.
         for kept in optimizer.state.values():
@@ -404,7 +406,7 @@ class Engine(LoopEngine):
         # Not `tensor.to(device)`: that passes through a tensor yet to be computed, which a sync
         # in the training thread would take for a part of the step, and compile it anew.
         def send(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return sending.send(tensors, self.device, self._indices.host_copies)
+            return host_to_device.send(tensors, self.device, self._indices.host_copies)
 
         return moving.moved(batch, self.device, send)
 
@@ -444,7 +446,7 @@ class Engine(LoopEngine):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         self._indices.look()
         try:
-            with autocast.in_reach():
+            with autocast.rules_active():
                 self.precision.scaled(loss).backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if "device_ready_queues_" not in str(error):
@@ -477,10 +479,12 @@ class Engine(LoopEngine):
         self.strategy.reduce(sorted(parameters, key=self._places.__getitem__))
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from accbench.engines.xla import adopting, sync_free
+        from accbench.engines.xla import optimizer_conversion, sync_free
 
-        adopting.make_state(optimizer, lambda t: self.to_device((t,))[0])  # of a group added late
-        if self.precision.scaler is None and isinstance(optimizer, sync_free.SharedCounts):
+        optimizer_conversion.fill_state(
+            optimizer, lambda t: self.to_device((t,))[0]
+        )  # of a group added late
+        if self.precision.scaler is None and isinstance(optimizer, sync_free.SharedStepCounts):
             optimizer.step(found_inf=self._no_overflow)
         else:
             super().step_optimizer(optimizer)
@@ -513,7 +517,7 @@ class Engine(LoopEngine):
         """Goes forward and back once more, for nothing but that and with nothing of it left: a
         step that is looked at can come out wrong, for under a dispatch mode torch_xla's slice of
         what `repeat` gave is of what that was before."""
-        from accbench.engines.xla.fallbacks import Finder
+        from accbench.engines.xla.fallbacks import FallbackFinder
 
         random, kept = self.rng_state(), [(m, dict(m._buffers)) for m in model.modules()]
         extra = model_state.read_extra(model)
@@ -523,7 +527,7 @@ class Engine(LoopEngine):
                 {n: b if b is None else copies[id(b)] for n, b in buffers.items()}
             )
         self.xla.sync()
-        with Finder() as finder, extra_inputs.replaced(extra_inputs.tensors()):
+        with FallbackFinder() as finder, extra_inputs.replaced(extra_inputs.tensors()):
             with self.autocast():
                 loss = spec.loss(model, nested.chunks(batch, self.task.accumulate)[0])
             self.backward(loss)

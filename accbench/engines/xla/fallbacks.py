@@ -1,4 +1,4 @@
-"""Which operations of a step leave the compiler, and where in the model they stand."""
+"""Operations of a step that leave the compiler, and their lines in the model."""
 
 import traceback
 from typing import Any
@@ -8,27 +8,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accbench.engines.common import source_location
 from accbench.engines.xla.recording import num_fallbacks
 
-# What Python asks of a tensor's content arrives as this operation.
-_ASKS = {"aten::_local_scalar_dense": "its value is asked for (an `if`, .item() or int())"}
-_MOST = 5
+# Reading a tensor's value in Python dispatches this operation.
+_REASONS = {"aten::_local_scalar_dense": "its value is asked for (an `if`, .item() or int())"}
+_MAX_LINES = 5
 
 
-def _where() -> str:
-    place, module = (
-        source_location.in_model(traceback.extract_stack()),
-        source_location.running_module(),
+def _location() -> str:
+    line, module_class = (
+        source_location.find_model_line(traceback.extract_stack()),
+        source_location.running_module_class(),
     )
-    if place is None and module is None:
+    if line is None and module_class is None:
         return ", in the backward pass or the optimizer"
-    return f"{f', in {module}' if module else ''}{f' at {place}' if place else ''}"
+    return f"{f', in {module_class}' if module_class else ''}{f' at {line}' if line else ''}"
 
 
-class Finder(TorchDispatchMode):
-    """Looks at each operation in its block, and notes those that go to the host."""
+class FallbackFinder(TorchDispatchMode):
+    """Dispatch mode that records the operations in its block that run on the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}  # as a set that keeps its order
+        self._reports: dict[str, None] = {}  # as a set that keeps its order
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -37,12 +37,12 @@ class Finder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if num_fallbacks() > before:
             name = function.name().partition(".")[0]
-            why = _ASKS.get(name, "for which XLA has no lowering here")
-            self.found[f"{name}, {why}{_where()}"] = None
+            why = _REASONS.get(name, "for which XLA has no lowering here")
+            self._reports[f"{name}, {why}{_location()}"] = None
         return result
 
     def lines(self) -> list[str]:
-        """One for each place, the first few."""
-        lines = [*self.found]
-        more = [f"and at {len(lines) - _MOST} other places"] if len(lines) > _MOST else []
-        return lines[:_MOST] + more
+        """Return one line for each operation and location, the first few."""
+        lines = [*self._reports]
+        rest = [f"and at {len(lines) - _MAX_LINES} other places"] if len(lines) > _MAX_LINES else []
+        return lines[:_MAX_LINES] + rest

@@ -1,7 +1,7 @@
-"""Indices of a loop's batches, looked at on the host before XLA computes with them.
+"""Range checks of a batch's indices on the host, before XLA computes with them.
 
-The operations of the first step on a batch of some shapes are noted as they are called, and once
-more every hundredth step; of the others only the batch is looked at.
+The operations of the first step on a batch of some shapes are traced as they are called, and again
+every hundredth step; in other steps only the batch is checked.
 """
 
 import weakref
@@ -11,96 +11,98 @@ import torch
 from torch.overrides import _get_current_function_mode, _pop_mode
 
 from accbench.data import nested
-from accbench.engines.common.index_ranges import Ranges, Tracer
+from accbench.engines.common.index_ranges import IndexRanges, IndexTracer
 
 _TRACED_EVERY = 100
 
 
 class HostCopies:
-    """What tensors on the device were on the host, as long as they live there."""
+    """The host tensors from which tensors on the device were sent, while the latter live."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._entries: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def note(self, sent: torch.Tensor, on_host: torch.Tensor) -> None:
-        """Note a tensor that was sent."""
+        """Record which host tensor a device tensor was sent from."""
         key = id(sent)
-        self._of[key] = (weakref.ref(sent, lambda _: self._of.pop(key, None)), on_host)
+        self._entries[key] = (weakref.ref(sent, lambda _: self._entries.pop(key, None)), on_host)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return what was sent."""
-        found = self._of.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        """Return the host tensor that a device tensor was sent from; None if unknown."""
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
 
 class IndexWatch:
-    """Notes what a loop does with a batch, and refuses indices that are out of range."""
+    """Traces what a loop does with a batch, and refuses indices that are out of range."""
 
     def __init__(self) -> None:
         self.host_copies = HostCopies()
-        self._ranges: dict[Any, list[Ranges]] = {}
+        self._ranges: dict[Any, list[IndexRanges]] = {}
         self._num_seen: dict[Any, int] = {}
-        self._tracer: Tracer | None = None
-        self._left: list[Tracer] = []
+        self._tracer: IndexTracer | None = None
+        self._modes_to_leave: list[IndexTracer] = []
         self._key: Any = None
         self._inputs: tuple[list[torch.Tensor], list[str]] = ([], [])
 
     def begin(self, batch: Any, is_fixed: bool) -> None:
-        """Look at a batch on the device before the loop has it.
+        """Check a batch on the device before the loop gets it.
 
         Args:
-            is_fixed: each step on such a batch does the same, as accbench's own does.
+            batch: nest of tensors; those that were sent through `host_copies` are checked.
+            is_fixed: each step on such a batch does the same, as those of accbench's own loop do.
 
         Raises:
             RequestError: an index of this batch, or of the one before, is out of range.
         """
         self.end()
-        named = [
+        watched = [
             (name, tensor, host) for name, tensor in nested.named_tensors(batch)
             if (host := self.host_copies.get(tensor)) is not None
         ]  # fmt: skip
-        self._inputs = [host for _, _, host in named], [name for name, _, _ in named]
+        self._inputs = [host for _, _, host in watched], [name for name, _, _ in watched]
         self._key = nested.signature(batch), torch.is_grad_enabled()
         self._num_seen[self._key] = self._num_seen.get(self._key, 0) + 1
-        known = self._ranges.get(self._key)
-        is_due = known is None or self._num_seen[self._key] % _TRACED_EVERY == 0
-        for ranges in known or ():
+        known_ranges = self._ranges.get(self._key)
+        is_due = known_ranges is None or self._num_seen[self._key] % _TRACED_EVERY == 0
+        for ranges in known_ranges or ():
             if is_fixed:
                 ranges.refuse(*self._inputs)
-            else:  # the loop may do something else this time, which is looked at then
+            else:  # the loop may do something else this time, which is traced then
                 is_due = is_due or ranges.problem(*self._inputs) is not None
         if is_due:
-            self._tracer = Tracer(tensor for _, tensor, _ in named)
+            self._tracer = IndexTracer(tensor for _, tensor, _ in watched)
             self._tracer.__enter__()
 
     def look(self) -> None:
-        """Raise RequestError if an index that was taken so far is out of range."""
+        """Raise RequestError if an index used so far is out of range."""
         if self._tracer is not None:
-            self._tracer.notes.ranges().refuse(*self._inputs)
+            self._tracer.log.ranges().refuse(*self._inputs)
 
     def end(self) -> None:
-        """Likewise, with the step done."""
+        """Raise RequestError if an index used in the step was out of range; ends its tracing."""
         tracer = self._stop()
         if tracer is None:
             return
-        ranges = tracer.notes.ranges()
-        known = self._ranges.setdefault(self._key, [])
-        if ranges not in known:
-            known.append(ranges)
-            del known[:-2]
+        ranges = tracer.log.ranges()
+        known_ranges = self._ranges.setdefault(self._key, [])
+        if ranges not in known_ranges:
+            known_ranges.append(ranges)
+            del known_ranges[:-2]
         ranges.refuse(*self._inputs)
 
     def leave(self) -> None:
-        """End without looking, where the loop was left."""
+        """End the tracing without a check, where the loop was left."""
         self._stop()
 
-    def _stop(self) -> Tracer | None:
+    def _stop(self) -> IndexTracer | None:
         tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.is_on = False
-            self._left.append(tracer)
-        # A mode that the loop has entered since, a default device for one, is to be left first.
-        while self._left and _get_current_function_mode() is self._left[-1]:
-            self._left.pop()
+            self._modes_to_leave.append(tracer)
+        # Modes are a stack: one that the loop has entered since, such as a default device, must be
+        # left first.
+        while self._modes_to_leave and _get_current_function_mode() is self._modes_to_leave[-1]:
+            self._modes_to_leave.pop()
             _pop_mode()
         return tracer

@@ -1,16 +1,16 @@
-"""XLA's own profile: which of a graph's operations took how long on the device."""
+"""XLA's own profile: how long each operation of a graph took on the device."""
 
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-# Of the thread that waits for the profile beyond its own time.
+# How long `end` waits beyond the profile's own duration.
 _GRACE_S = 60.0
 
 
 def start(folder: Path, rank: int, expected_s: float) -> Callable[[], None]:
-    """Profile for `expected_s` seconds; returns what waits for the end of that.
+    """Profile for `expected_s` seconds, and return a function that waits for the end.
 
     torch_xla takes a profile by asking a server in the process that is profiled. The result is
     `folder/xla-rankN/plugins/profile/TIME/*.xplane.pb`, which XProf shows.
@@ -21,14 +21,14 @@ def start(folder: Path, rank: int, expected_s: float) -> Callable[[], None]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = profiler.start_server(port, only_on_master=False)
-    at = folder / f"xla-rank{rank}"
-    at.mkdir(parents=True, exist_ok=True)
-    arguments = (f"127.0.0.1:{port}", str(at), max(1, round(1000 * expected_s)))
-    asking = threading.Thread(target=profiler.trace, args=arguments, daemon=True)
-    asking.start()
+    rank_folder = folder / f"xla-rank{rank}"
+    rank_folder.mkdir(parents=True, exist_ok=True)
+    arguments = (f"127.0.0.1:{port}", str(rank_folder), max(1, round(1000 * expected_s)))
+    client = threading.Thread(target=profiler.trace, args=arguments, daemon=True)
+    client.start()
 
     def end() -> None:
-        asking.join(expected_s + _GRACE_S)
+        client.join(expected_s + _GRACE_S)
         nonlocal server
         server = None
 

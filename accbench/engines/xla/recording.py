@@ -14,9 +14,9 @@ TracedStep = Callable[[], torch.Tensor]
 
 
 class NotReplayable(Exception):
-    """A step has something in it that a replay would get wrong; the message says what.
+    """A replay of this step would be wrong; the message says why.
 
-    `loss` is set if the step was done all the same, by tracing.
+    `loss` is set if the step ran all the same, by tracing.
     """
 
     def __init__(self, why: str, loss: torch.Tensor | None = None) -> None:
@@ -24,16 +24,16 @@ class NotReplayable(Exception):
         self.loss = loss
 
 
-class PythonMoved(NotReplayable):
-    """A step, which was done, has changed what no graph has: the model's own numbers."""
+class PythonStateChanged(NotReplayable):
+    """A step, which ran, has changed Python state of the model, which no graph contains."""
 
 
-class StateChanged(Exception):
-    """The training state is kept elsewhere now; a recording has to begin anew."""
+class StepStateReplaced(Exception):
+    """The training state moved to other tensors; the recording has to start over."""
 
 
-class TrainingState:
-    """All tensors that a step may change, and where each of them is kept."""
+class StepState:
+    """All tensors that a step may change, and where each is stored."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         self.modules = list(model.modules())
@@ -44,22 +44,22 @@ class TrainingState:
         owners += optimizer.state.values()
         if scaler is not None:
             owners.append(vars(scaler))
-        self._places = list(_tensors_in(owners))
-        # A tensor may be kept in two places: tied weights.
-        self.tensors = list({id(tensor): tensor for _, _, tensor in self._places}.values())
+        self._locations = list(_tensors_in(owners))
+        # Tied weights store a tensor twice.
+        self.tensors = list({id(tensor): tensor for _, _, tensor in self._locations}.values())
 
     def is_in_place(self) -> bool:
-        """Whether the same tensors are still where they were, none replaced by another."""
+        """Return whether no tensor was replaced by another since this was made."""
         return self._optimizer.state is self._optimizer_state and all(
-            owner.get(name) is tensor for owner, name, tensor in self._places
+            owner.get(name) is tensor for owner, name, tensor in self._locations
         )
 
     @torch.no_grad()
     def forget_history(self) -> None:
         """Give every tensor a value without a history of writes.
 
-        A tensor that was written to in place carries the write along (functionalization);
-        replacing its value then leaves the two apart, and a later backward crashes.
+        A tensor that was written to in place keeps a record of the write (functionalization);
+        replacing its value then leaves the two inconsistent, and a later backward pass crashes.
         """
         for tensor in self.tensors:
             tensor.data = tensor.detach().clone()
@@ -73,7 +73,7 @@ def _tensors_in(owners: list[Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RecordedStep:
     """One recorded step.
 
     `slots` say what each input of the graph is: ("state", index), ("batch", index),
@@ -89,28 +89,28 @@ class Plan:
     """Indices of the state that the step changes, in the order of the graph's results."""
     lr_dtypes: dict[int, torch.dtype]
 
-    def agrees_with(self, other: "Plan") -> bool:
-        """Whether both recordings are the same step."""
+    def agrees_with(self, other: "RecordedStep") -> bool:
+        """Return whether both recordings are the same step."""
         mine = (self.graph, self.slots, self.constant_values, self.updated)
         return mine == (other.graph, other.slots, other.constant_values, other.updated)
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """A step that was traced and not run."""
 
     loss: torch.Tensor
     updated: tuple[int, ...]
     roots: list[torch.Tensor]
-    """What the graph computes: the updated state, then the loss."""
+    """The graph's results: the updated state, then the loss."""
     ids: list[int]
     inputs: list[torch.Tensor]
     handles: list[int]
-    """torch_xla's number, a tensor and its buffer's handle for each input of the graph."""
+    """torch_xla's id, a tensor and its buffer's handle for each input of the graph."""
 
 
 class Recorder:
-    """Records steps. `recording` is true while a step is traced, which then must not sync."""
+    """Records steps; `recording` is true while a step is traced, which then must not sync."""
 
     def __init__(self, device: torch.device) -> None:
         import torch_xla
@@ -123,7 +123,7 @@ class Recorder:
         self.recording = False
 
     def sync_keeping_seed(self, wait: bool = False) -> None:
-        """Compute all that is pending, as if no step had been counted."""
+        """Compute all that is pending, without advancing the random seed."""
         seed = self._lib._xla_get_rng_seed()
         self._xla.sync(wait=wait)
         self._lib._xla_set_rng_seed(seed, self._device)
@@ -135,80 +135,94 @@ class Recorder:
         optimizer: torch.optim.Optimizer,
         batch: list[torch.Tensor],
         settle: Callable[[], bool],
-        python: python_state.Watch,
-    ) -> Plan:
-        """Trace a step and compile it; the state is as before.
+        python: python_state.PythonStateWatch,
+    ) -> RecordedStep:
+        """Trace a step and compile it; the state is unchanged afterwards.
 
         Args:
-            settle: changes what a first trace, taken back, has shown to be wrong with the state;
-                returns whether it did.
-            python: what the step depends on that is no tensor.
+            step: runs one training step.
+            state: the tensors that a step may change.
+            optimizer: whose learning rates become inputs of the graph.
+            batch: the batch's tensors.
+            settle: corrects the state after a first trace, which was undone; returns whether it
+                changed anything.
+            python: watches what the step depends on beside tensors.
 
         Raises:
             NotReplayable: the step cannot be replayed.
-            StateChanged: `settle` did something.
+            StepStateReplaced: `settle` changed the state.
         """
         self.sync_keeping_seed(wait=True)
-        self._xm.wait_device_ops()  # handles are known once buffers are there
+        self._xm.wait_device_ops()  # handles exist once the buffers do
         seed = self._lib._xla_get_rng_seed()
-        places = _places(self._lib._get_tensors_handle([*state, *batch]), len(state))
-        self._check(step, state, optimizer, places, seed, python)
+        slot_of_handle = _slot_of_handle(
+            self._lib._get_tensors_handle([*state, *batch]), len(state)
+        )
+        self._check(step, state, optimizer, slot_of_handle, seed, python)
         if settle():
-            raise StateChanged
+            raise StepStateReplaced
         rates = [group["lr"] for group in optimizer.param_groups]
-        # Numbers that nothing else in the step is likely to be, to find the rates by.
+        # Unlikely numbers, by which the rates are found among the graph's inputs.
         markers = [1.2345678e-3 * (1 + index / 1024) for index in range(len(rates))]
         try:
             _set_learning_rates(optimizer, markers)
             trace = self._trace(step, state)
         finally:
             _set_learning_rates(optimizer, rates)
-        slots, constants = self._slots(trace, places, markers)
-        self._compile_and_take_back(trace, state, places, seed, compile=True)
-        numbered = list(zip(slots, trace.inputs, strict=True))
-        lr_dtypes = {index: tensor.dtype for (kind, index), tensor in numbered if kind == "lr"}
+        slots, constants = self._slots(trace, slot_of_handle, markers)
+        self._undo(trace, state, slot_of_handle, seed, compile=True)
+        slots_and_inputs = list(zip(slots, trace.inputs, strict=True))
+        lr_dtypes = {
+            index: tensor.dtype for (kind, index), tensor in slots_and_inputs if kind == "lr"
+        }
         if len(lr_dtypes) != len(rates):
             raise NotReplayable("a learning rate is not among the inputs of the step's graph")
         values = tuple(self._constant_value(constant) for constant in constants)
         graph = self._graph
-        return Plan(graph, tuple(slots), tuple(constants), values, trace.updated, lr_dtypes)
+        return RecordedStep(graph, tuple(slots), tuple(constants), values, trace.updated, lr_dtypes)
 
     def _check(
         self,
         step: TracedStep,
         state: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
-        places: dict[int, Slot],
+        slot_of_handle: dict[int, Slot],
         seed: int,
-        python: python_state.Watch,
+        python: python_state.PythonStateWatch,
     ) -> None:
-        """Trace the step as it is; one that cannot be taken back is done, and the reason raised."""
+        """Trace the step as it is, and undo it if it can be replayed.
+
+        Raises:
+            NotReplayable: it cannot; the step has run.
+        """
         fallbacks = num_fallbacks()
-        before, saved = python.number(), python_state.Saved(python.model)
+        state_before, snapshot = python.state_id(), python_state.PythonSnapshot(python.model)
         trace = self._trace(step, state)
-        others = sum(self._lib._check_device_tensor_need_materialization(self._device))
-        others -= len(trace.roots)
-        read = {places[handle] for handle in trace.handles if handle in places}
+        num_others = sum(self._lib._check_device_tensor_need_materialization(self._device))
+        num_others -= len(trace.roots)
+        read = {slot_of_handle[handle] for handle in trace.handles if handle in slot_of_handle}
         problem = None
         if num_fallbacks() != fallbacks:
             problem = "an operation of the step left the compiler for the host"
         elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             problem = "the step leaves gradients for the next one"
-        elif others:
-            problem = f"the step changes {others} tensors outside of model and optimizer"
+        elif num_others:
+            problem = f"the step changes {num_others} tensors outside of model and optimizer"
         elif any(("state", index) not in read for index in trace.updated):
             problem = "part of the state is overwritten without being read"
-        elif saved.draws_random_numbers():
+        elif snapshot.draws_random_numbers():
             problem = "the step draws random numbers of Python's or numpy's"
         if problem is not None:
             self._xla.sync()
             raise NotReplayable(problem, trace.loss)
-        if python.number() != before:
+        if python.state_id() != state_before:
             self._xla.sync()
-            raise PythonMoved(f"the step changes {', '.join(python.changed[:3])}", trace.loss)
-        self._compile_and_take_back(trace, state, places, seed, compile=False)
+            raise PythonStateChanged(
+                f"the step changes {', '.join(python.changed[:3])}", trace.loss
+            )
+        self._undo(trace, state, slot_of_handle, seed, compile=False)
 
-    def _trace(self, step: TracedStep, state: list[torch.Tensor]) -> Trace:
+    def _trace(self, step: TracedStep, state: list[torch.Tensor]) -> StepTrace:
         self.recording = True
         try:
             loss = step()
@@ -219,22 +233,22 @@ class Recorder:
         roots = [*(state[index] for index in updated), loss]
         ids, inputs = self._lib._get_tensors_xla_device_data_node(roots)
         handles = self._lib._get_tensors_handle(inputs)
-        return Trace(loss, updated, roots, ids, inputs, handles)
+        return StepTrace(loss, updated, roots, ids, inputs, handles)
 
-    def _compile_and_take_back(
+    def _undo(
         self,
-        trace: Trace,
+        trace: StepTrace,
         state: list[torch.Tensor],
-        places: dict[int, Slot],
+        slot_of_handle: dict[int, Slot],
         seed: int,
         compile: bool,
     ) -> None:
-        """Undo a trace, before that compile it with the updated state's buffers to be reused."""
+        """Undo a trace; first compile it, if asked, so that it reuses the old state's buffers."""
         lib = self._lib
         by_slot = {
-            places[handle]: tensor
+            slot_of_handle[handle]: tensor
             for handle, tensor in zip(trace.handles, trace.inputs, strict=True)
-            if handle in places
+            if handle in slot_of_handle
         }
         if compile:
             for index in trace.updated:
@@ -246,25 +260,25 @@ class Recorder:
         lib._xla_set_rng_seed(seed, self._device)
 
     def compile_graph(self, roots: list[torch.Tensor]) -> None:
-        """Compile what gives these, and keep it as the graph of the step."""
+        """Compile what computes these tensors, and keep it as the step's graph."""
         with self._aliasing(True):
             self._graph = self._lib._get_graph_hash(roots)
             self._lib._xla_warm_up_cache(roots, [])
 
     def _slots(
-        self, trace: Trace, places: dict[int, Slot], markers: list[float]
+        self, trace: StepTrace, slot_of_handle: dict[int, Slot], markers: list[float]
     ) -> tuple[list[Slot], list[torch.Tensor]]:
-        """What each input of the graph is, and the inputs that stay the same."""
+        """Return what each input of the graph is, and the inputs that are constant."""
         seed_id = self._lib._get_seed_info_id()
         marked = {torch.tensor(marker).item(): index for index, marker in enumerate(markers)}
         slots: list[Slot] = []
         constants: list[torch.Tensor] = []
-        for number, handle, tensor in zip(trace.ids, trace.handles, trace.inputs, strict=True):
-            if number == seed_id:
+        for input_id, handle, tensor in zip(trace.ids, trace.handles, trace.inputs, strict=True):
+            if input_id == seed_id:
                 slots.append(("seed", 0))
                 continue
-            if handle in places:
-                slots.append(places[handle])
+            if handle in slot_of_handle:
+                slots.append(slot_of_handle[handle])
                 continue
             value = _single_number(tensor)
             rate = None if value is None else marked.get(torch.tensor(value).item())  # as float32
@@ -281,8 +295,8 @@ class Recorder:
         return handle if number is None else number
 
 
-def _places(handles: list[int], num_state: int) -> dict[int, Slot]:
-    """Buffer handle -> slot.
+def _slot_of_handle(handles: list[int], num_state: int) -> dict[int, Slot]:
+    """Return the slot of each buffer handle.
 
     Raises:
         NotReplayable: two tensors share a buffer, which a replay would reuse twice.
@@ -301,7 +315,7 @@ def _set_learning_rates(optimizer: torch.optim.Optimizer, values: list[float]) -
 
 
 def num_fallbacks() -> int:
-    """Operations so far that left the compiler for the host."""
+    """Return how many operations have left the compiler for the host so far."""
     import torch_xla.debug.metrics as metrics
 
     names = [name for name in metrics.counter_names() if name.startswith("aten::")]

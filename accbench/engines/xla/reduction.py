@@ -1,5 +1,8 @@
-"""Averaging gradients over ranks: in the graph, beside the backward pass that makes them, or on the
-host, for devices without collectives between processes."""
+"""Averaging of gradients over ranks, in the graph or on the host.
+
+In the graph it overlaps with the backward pass; the host's form is for devices without collectives
+between processes.
+"""
 
 from collections.abc import Sequence
 
@@ -55,7 +58,7 @@ class XlaDataParallel(Strategy):
         requires_grad = [p.requires_grad for p in parameters]
         if self.collectives == "host" or requires_grad != self._requires_grad:
             self._requires_grad = requires_grad
-            self._used_on_any_rank = used_parameters.somewhere(parameters)
+            self._used_on_any_rank = used_parameters.has_grad_on_any_rank(parameters)
         if any(
             p.grad is not None and not is_used
             for p, is_used in zip(parameters, self._used_on_any_rank, strict=True)
@@ -64,7 +67,7 @@ class XlaDataParallel(Strategy):
                 "the loss depends on parameters that it did not depend on in the first step, on "
                 "any worker; freeze them until then (requires_grad = False)"
             )
-        return used_parameters.with_gradients(parameters, self._used_on_any_rank)
+        return used_parameters.fill_missing_grads(parameters, self._used_on_any_rank)
 
     def average_probe(self, value: float) -> list[float]:
         import torch_xla
@@ -85,23 +88,25 @@ _LAST_BUCKET_BYTES = 2**20
 def average_in_graph(
     parameters: Sequence[nn.Parameter], device: torch.device, world_size: int, bucket_bytes: int
 ) -> None:
-    """Average the gradients over the ranks, in place; each has one.
+    """Average the gradients over the ranks, in place; each parameter has one.
 
     Args:
         parameters: in the order in which a forward pass uses them, as far as is known.
+        device: XLA's device of this process.
+        world_size: number of ranks.
         bucket_bytes: gradients are reduced together up to this size.
     """
     import torch_xla
     import torch_xla.core.xla_model as xm
 
     gradients = [p.grad for p in parameters if p.grad is not None]
-    in_turn = _buckets_in_order(gradients, bucket_bytes)[::-1]
-    for place, bucket in enumerate(in_turn, start=1):
+    buckets = _buckets_in_order(gradients, bucket_bytes)[::-1]
+    for position, bucket in enumerate(buckets, start=1):
         # torch_xla has each all-reduce wait for the one before by a token, so that XLA could not
-        # start two; and XLA compiles the same program in every process, so their order is the same.
-        # A small last one keeps it: XLA's scheduler, which begins at the end, would take another
-        # for the one that nothing is left to hide, and put off all weights' gradients of that one.
-        waits = 1 < place == len(in_turn) and _num_bytes(bucket) <= _LAST_BUCKET_BYTES
+        # start two; without it the order is the same, for every process compiles one program.
+        # A small last one keeps its token: XLA's scheduler, which begins at the end, would choose
+        # another as the one that nothing overlaps with, and delay the gradients of its weights.
+        waits = 1 < position == len(buckets) and _num_bytes(bucket) <= _LAST_BUCKET_BYTES
         if not waits:
             torch_xla._XLAC._set_all_reduce_token(str(device), None)
         xm.all_reduce(xm.REDUCE_SUM, bucket, scale=1.0 / world_size)
@@ -112,17 +117,17 @@ def _num_bytes(gradients: Sequence[torch.Tensor]) -> int:
 
 
 def _buckets_in_order(gradients: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
-    found: list[list[torch.Tensor]] = []
+    buckets: list[list[torch.Tensor]] = []
     size, limit = 0, 0
     for gradient in gradients:
         num_bytes = _num_bytes([gradient])
         if size + num_bytes > limit:
-            limit = bucket_bytes if found else min(bucket_bytes, _LAST_BUCKET_BYTES)
-            found.append([])
+            limit = bucket_bytes if buckets else min(bucket_bytes, _LAST_BUCKET_BYTES)
+            buckets.append([])
             size = 0
-        found[-1].append(gradient)
+        buckets[-1].append(gradient)
         size += num_bytes
-    return found
+    return buckets
 
 
 def average_on_host(
@@ -131,16 +136,16 @@ def average_on_host(
     """Average the gradients over the ranks through gloo, in buckets of `bucket_bytes`."""
     import torch_xla
 
-    buckets = _buckets_of_one_type(parameters, bucket_bytes)
-    flat = []
+    buckets = _buckets_by_dtype(parameters, bucket_bytes)
+    flat_on_device = []
     for bucket in buckets:
-        flat.append(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
+        flat_on_device.append(torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None]))
         for parameter in bucket:
-            parameter.grad = None  # so that only the buckets are computed and kept
-    # All that is traced so far runs here, as the step's first graph. Copying a
-    # bucket alone would run what it needs, and all the rest a second time later.
+            parameter.grad = None  # so that only the buckets are computed and stay in memory
+    # All that is traced so far runs here, as the step's first graph. Copying a bucket alone would
+    # run what it depends on, and run that again with the rest later.
     torch_xla.sync()
-    for bucket, on_device in zip(buckets, flat, strict=True):
+    for bucket, on_device in zip(buckets, flat_on_device, strict=True):
         on_host = on_device.cpu()  # waits: gloo needs the values
         dist.all_reduce(on_host)
         on_host /= world_size
@@ -150,10 +155,10 @@ def average_on_host(
             parameter.grad = gradient.view_as(parameter)
 
 
-def _buckets_of_one_type(
+def _buckets_by_dtype(
     parameters: list[nn.Parameter], capacity_bytes: int
 ) -> list[list[nn.Parameter]]:
-    """Neighbours together up to `capacity_bytes`, one type a bucket; at least one each."""
+    """Group neighbours of one dtype into buckets of up to `capacity_bytes`, at least one each."""
     buckets: list[list[nn.Parameter]] = []
     filled_bytes = 0
     for parameter in parameters:

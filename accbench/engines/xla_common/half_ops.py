@@ -1,10 +1,10 @@
-"""BatchNorm, ReLU and max-pooling in 16 bits, spelled so that XLA moves few bytes.
+"""BatchNorm, ReLU and max-pooling in 16 bits, in a form for which XLA moves few bytes.
 
-They compute what eager computes on CUDA and round where it rounds: results in the batch's type,
-statistics and gradients of statistics in float32. Each is a function of its own for autograd, for
-what costs is the backward pass. torch_xla's has a ReLU write the masked gradient for BatchNorm's
-two passes to read, keeps masks and BatchNorm's input for it, and max-pooling's indices in 32 bits.
-How the spellings came about, with the bytes of each: docs/measured.md.
+They compute what eager computes on CUDA and round where it rounds: results in the batch's dtype,
+statistics and gradients of statistics in float32. Each is an autograd function of its own, for the
+backward pass is what costs. In torch_xla's backward pass ReLU writes the masked gradient, which
+BatchNorm's two passes read; it saves masks and BatchNorm's input, and max-pooling's indices in 32
+bits. How these forms came about, with the bytes of each: docs/measured.md.
 """
 
 import math
@@ -15,21 +15,21 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from accbench.engines.xla_common import channel_sums
-from accbench.engines.xla_common.pool_windows import Windows
-from accbench.engines.xla_common.scalars import number
+from accbench.engines.xla_common.pool_windows import PoolWindows
+from accbench.engines.xla_common.scalars import scalar_like
 
-TYPES = (torch.float16, torch.bfloat16)
-# What is not larger than this rounds to 0 or below: half of the smallest float16. bfloat16 has
-# float32's range.
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+# A value up to this rounds to 0 or below: half of the smallest float16. bfloat16 has float32's
+# range.
 _ROUNDS_TO_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 0.0}
-# Where a result of `batch_norm` keeps what it was computed from, for a ReLU that follows, and
-# where that ReLU's result does, for a max-pooling.
-_ORIGIN, _ORIGIN_OF_RELU = "_accbench_batch_norm", "_accbench_batch_norm_relu"
+# Attributes in which a result of `batch_norm` keeps its inputs for a ReLU that follows, and that
+# ReLU's result for a max-pooling.
+_BATCH_NORM_INPUTS, _RELU_INPUTS = "_accbench_batch_norm", "_accbench_batch_norm_relu"
 
 
-def are_for(given: torch.Tensor) -> bool:
-    """Whether a step goes back through what is computed of this, in 16 bits."""
-    return given.requires_grad and torch.is_grad_enabled() and given.dtype in TYPES
+def supports(batch: torch.Tensor) -> bool:
+    """Return whether a tensor is in 16 bits and takes part in a backward pass."""
+    return batch.requires_grad and torch.is_grad_enabled() and batch.dtype in HALF_DTYPES
 
 
 def batch_norm(
@@ -37,77 +37,81 @@ def batch_norm(
     running_mean_C: torch.Tensor | None, running_var_C: torch.Tensor | None,
     momentum: float, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """`torch.nn.functional.batch_norm` in training, of (N, C) or (N, C, ...)."""
+    """Compute `torch.nn.functional.batch_norm` in training, for (N, C) or (N, C, ...)."""
     num_values = batch.numel() // batch.shape[1]
     with torch.no_grad():
-        wide = batch.float()
-        total_C, of_squares_C = channel_sums.sums(wide, wide * wide, again=True)
+        batch_float = batch.float()
+        total_C, total_squares_C = channel_sums.sums(
+            batch_float, batch_float * batch_float, reused=True
+        )
         mean_C = total_C / num_values
-        var_C = (of_squares_C / num_values - mean_C * mean_C).clamp(min=0)
+        var_C = (total_squares_C / num_values - mean_C * mean_C).clamp(min=0)
         invstd_C = torch.rsqrt(var_C + eps)
         if running_mean_C is not None and running_var_C is not None:
             running_mean_C.mul_(1 - momentum).add_(mean_C, alpha=momentum)
             unbiased_C = var_C * (num_values / max(num_values - 1, 1))
             running_var_C.mul_(1 - momentum).add_(unbiased_C, alpha=momentum)
-    origin = (batch, weight_C, bias_C, mean_C, invstd_C)
-    out = _apply(_BatchNorm, *origin, False)
-    setattr(out, _ORIGIN, (origin, out._version))
+    inputs = (batch, weight_C, bias_C, mean_C, invstd_C)
+    out = _apply(_HalfBatchNorm, *inputs, False)
+    setattr(out, _BATCH_NORM_INPUTS, (inputs, out._version))
     return out
 
 
-def _origin(of: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...] | None:
-    """What a result was computed from, unless it was written to since."""
-    origin: tuple[torch.Tensor, ...] | None
-    origin, at_version = getattr(of, kind, (None, 0))
-    return origin if of._version == at_version else None
+def _saved_inputs(result: torch.Tensor, attribute: str) -> tuple[torch.Tensor, ...] | None:
+    """Return the inputs that a result was computed from; None if it was written to since."""
+    inputs: tuple[torch.Tensor, ...] | None
+    inputs, version = getattr(result, attribute, (None, 0))
+    return inputs if result._version == version else None
 
 
-def relu(given: torch.Tensor) -> torch.Tensor:
-    """`torch.relu`; of a BatchNorm's result, with one backward pass for both."""
-    origin = _origin(given, _ORIGIN)
-    if origin is None:
-        return _apply(_Relu, given)
-    out = _apply(_BatchNorm, *origin, True)
-    setattr(out, _ORIGIN_OF_RELU, (origin, out._version))
+def relu(batch: torch.Tensor) -> torch.Tensor:
+    """Compute `torch.relu`; behind `batch_norm` both share one backward pass."""
+    inputs = _saved_inputs(batch, _BATCH_NORM_INPUTS)
+    if inputs is None:
+        return _apply(_HalfRelu, batch)
+    out = _apply(_HalfBatchNorm, *inputs, True)
+    setattr(out, _RELU_INPUTS, (inputs, out._version))
     return out
 
 
-def relu_in_place(given: torch.Tensor) -> torch.Tensor:
-    """`torch.relu_`; as `relu` where that can be."""
-    if given.grad_fn is None or given._is_view():
-        return torch.relu_(given)
-    origin = _origin(given, _ORIGIN)
-    out = relu(given)
-    # Without the history, or a gradient of zeros would be carried through all of it.
-    given.detach_().copy_(out)
-    if origin is not None:
-        setattr(given, _ORIGIN_OF_RELU, (origin, given._version))
-    return given
+def relu_in_place(batch: torch.Tensor) -> torch.Tensor:
+    """Compute `torch.relu_`, with `relu`'s backward pass where that is possible."""
+    if batch.grad_fn is None or batch._is_view():
+        return torch.relu_(batch)
+    inputs = _saved_inputs(batch, _BATCH_NORM_INPUTS)
+    out = relu(batch)
+    # Detached from its history, through which autograd would pass a gradient of zeros otherwise.
+    batch.detach_().copy_(out)
+    if inputs is not None:
+        setattr(batch, _RELU_INPUTS, (inputs, batch._version))
+    return batch
 
 
-def can_pool(
-    given: torch.Tensor, size: Sequence[int], dilation: Sequence[int], ceil_mode: bool
+def supports_max_pool2d(
+    batch: torch.Tensor, size: Sequence[int], dilation: Sequence[int], ceil_mode: bool
 ) -> bool:
-    """Whether `max_pool2d` is for this: (N, C, H, W) in 16 bits, and up to 255 places a window."""
-    plain = given.dim() == 4 and set(dilation) == {1} and not ceil_mode
-    return plain and are_for(given) and math.prod(_pair(size)) <= 255
+    """Return whether `max_pool2d` takes this: (N, C, H, W), 16 bits, windows up to 255 elements."""
+    plain = batch.dim() == 4 and set(dilation) == {1} and not ceil_mode
+    return plain and supports(batch) and math.prod(_pair(size)) <= 255
 
 
-def is_normal_relu(given: torch.Tensor) -> bool:
-    """Whether it came from `batch_norm` and a ReLU, and was not written to since."""
-    return _origin(given, _ORIGIN_OF_RELU) is not None
+def is_batch_norm_relu(batch: torch.Tensor) -> bool:
+    """Return whether a tensor is ReLU of `batch_norm`, and was not written to since."""
+    return _saved_inputs(batch, _RELU_INPUTS) is not None
 
 
 def max_pool2d(
-    given: torch.Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+    batch: torch.Tensor, size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> torch.Tensor:
-    """`torch.max_pool2d` of what `can_pool` lets through; of BatchNorm and ReLU, with one backward
-    pass for the three."""
-    windows = Windows(_pair(size), _pair(stride or size), _pair(padding), given.shape)
-    origin = _origin(given, _ORIGIN_OF_RELU)
-    if origin is not None:
-        return _apply(_BatchNormPool, *origin, windows)
-    return _apply(_MaxPool, given, windows)
+    """Compute `torch.max_pool2d` of what `supports_max_pool2d` accepts.
+
+    Behind `batch_norm` and `relu` the three share one backward pass.
+    """
+    windows = PoolWindows(_pair(size), _pair(stride or size), _pair(padding), batch.shape)
+    inputs = _saved_inputs(batch, _RELU_INPUTS)
+    if inputs is not None:
+        return _apply(_HalfBatchNormPool, *inputs, windows)
+    return _apply(_HalfMaxPool, batch, windows)
 
 
 def _pair(value: Sequence[int]) -> tuple[int, int]:
@@ -119,8 +123,8 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Te
     return result
 
 
-class _BatchNorm(torch.autograd.Function):
-    """Normalise by the batch's own statistics, and ReLU if asked to."""
+class _HalfBatchNorm(torch.autograd.Function):
+    """Normalisation by the batch's own statistics, with ReLU if asked to."""
 
     @staticmethod
     def forward(
@@ -129,7 +133,7 @@ class _BatchNorm(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(batch, weight_C, bias_C, mean_C, invstd_C)
         ctx.relu = relu
-        centered = batch.float() - _wide(mean_C, batch)
+        centered = batch.float() - _per_channel(mean_C, batch)
         normal = _normal(centered, weight_C, bias_C, invstd_C).to(batch.dtype)
         return normal.relu() if relu else normal
 
@@ -137,67 +141,76 @@ class _BatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         batch, weight_C, bias_C, mean_C, invstd_C = ctx.saved_tensors
-        centered = batch.float() - _wide(mean_C, batch)
-        for_sum = for_product = for_batch = gradient.float()
+        centered = batch.float() - _per_channel(mean_C, batch)
+        grad_for_sum = grad_for_product = grad_for_batch = gradient.float()
         if ctx.relu:
             normal = _normal(centered, weight_C, bias_C, invstd_C)
-            for_sum, for_product, for_batch = _masked(gradient, normal, centered)
-        normalised = centered * _wide(invstd_C, batch)
-        of_bias_C, of_weight_C = channel_sums.sums(for_sum, for_product * normalised)
-        of_batch = _of_batch(
-            batch, for_batch, normalised, of_weight_C, of_bias_C, weight_C * invstd_C
+            grad_for_sum, grad_for_product, grad_for_batch = _masked_gradients(
+                gradient, normal, centered
+            )
+        normalised = centered * _per_channel(invstd_C, batch)
+        grad_bias_C, grad_weight_C = channel_sums.sums(grad_for_sum, grad_for_product * normalised)
+        grad_batch = _input_gradient(
+            batch, grad_for_batch, normalised, grad_weight_C, grad_bias_C, weight_C * invstd_C
         )
-        return of_batch, of_weight_C, of_bias_C, None, None, None
+        return grad_batch, grad_weight_C, grad_bias_C, None, None, None
 
 
-def _of_batch(
-    batch: torch.Tensor, of_normal: torch.Tensor, normalised: torch.Tensor,
-    of_weight_C: torch.Tensor, of_bias_C: torch.Tensor, scale_C: torch.Tensor,
+def _input_gradient(
+    batch: torch.Tensor, grad_normal: torch.Tensor, normalised: torch.Tensor,
+    grad_weight_C: torch.Tensor, grad_bias_C: torch.Tensor, scale_C: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of BatchNorm's input, from that of its result.
+    """Compute the gradient of BatchNorm's input from that of its result.
 
-    The means are taken of what is as wide as the batch: of numbers as few as the channels nothing
-    is to be computed between the sums and this, or XLA would launch a kernel for that.
+    The means are computed at the batch's full shape: a computation on a vector of channels, between
+    the sums and this, would be a kernel of its own.
     """
     num_values = batch.numel() // batch.shape[1]
-    of_statistics = _wide(of_bias_C, batch) + normalised * _wide(of_weight_C, batch)
-    return ((of_normal - of_statistics * (1 / num_values)) * _wide(scale_C, batch)).to(batch.dtype)
+    through_statistics = _per_channel(grad_bias_C, batch) + normalised * _per_channel(
+        grad_weight_C, batch
+    )
+    return (
+        (grad_normal - through_statistics * (1 / num_values)) * _per_channel(scale_C, batch)
+    ).to(batch.dtype)
 
 
 def _normal(
     centered: torch.Tensor, weight_C: torch.Tensor, bias_C: torch.Tensor, invstd_C: torch.Tensor
 ) -> torch.Tensor:
-    return centered * _wide(weight_C * invstd_C, centered) + _wide(bias_C, centered)
+    return centered * _per_channel(weight_C * invstd_C, centered) + _per_channel(bias_C, centered)
 
 
-def _masked(
+def _masked_gradients(
     gradient: torch.Tensor, normal: torch.Tensor, centered: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient, in float32, where ReLU let its input pass: the same three times.
+    """Return the gradient where ReLU let its input pass, else 0: three times, in float32.
 
-    The mask follows from BatchNorm's input, which every user of these reads anyway. Were it one
+    The mask is computed from BatchNorm's input, which every user of these reads anyway. Were it one
     and the same operation for all three, or did the first user not read that input for 0 times
     its value, XLA would rather compute the mask in the forward pass, write it and read it back.
     """
-    least = _ROUNDS_TO_ZERO[gradient.dtype]
-    above, below = number(least, normal), number(-least, normal)
-    zero = number(0, gradient)
-    wide = gradient.float()
+    threshold = _ROUNDS_TO_ZERO[gradient.dtype]
+    threshold_like, minus_threshold_like = (
+        scalar_like(threshold, normal),
+        scalar_like(-threshold, normal),
+    )
+    zero = scalar_like(0, gradient)
+    gradient_float = gradient.float()
     return (
-        torch.where(normal > above, wide + 0 * centered, zero.float()),
-        torch.where(-normal < below, wide, zero.float()),
-        torch.where(normal <= above, zero, gradient).float(),
+        torch.where(normal > threshold_like, gradient_float + 0 * centered, zero.float()),
+        torch.where(-normal < minus_threshold_like, gradient_float, zero.float()),
+        torch.where(normal <= threshold_like, zero, gradient).float(),
     )
 
 
-def _wide(vector_C: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+def _per_channel(vector_C: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return vector_C.view(1, -1, *[1] * (batch.dim() - 2))
 
 
-class _Relu(torch.autograd.Function):
+class _HalfRelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-        out = given.clamp(min=0)
+    def forward(ctx: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = batch.clamp(min=0)
         ctx.save_for_backward(out)
         return out
 
@@ -205,62 +218,64 @@ class _Relu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (out,) = ctx.saved_tensors
-        # Not `out > 0`: XLA takes that back to what the ReLU was given, a sum of two tensors at a
+        # Not `out > 0`: XLA rewrites that in terms of the ReLU's input, a sum of two tensors at a
         # residual's end, and reads both.
-        return torch.where(out != number(0, out), gradient, number(0, gradient))
+        return torch.where(out != scalar_like(0, out), gradient, scalar_like(0, gradient))
 
 
-class _MaxPool(torch.autograd.Function):
-    """What is kept for the backward pass is which place of each window won, as a byte."""
+class _HalfMaxPool(torch.autograd.Function):
+    """Max-pooling that saves each window's winning position for backward, as a byte."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, windows: Windows) -> torch.Tensor:
+    def forward(ctx: Any, batch: torch.Tensor, windows: PoolWindows) -> torch.Tensor:
         ctx.windows = windows
-        best, won = windows.largest(given)
-        ctx.save_for_backward(won)
-        return best
+        maxima, winners = windows.max_and_position(batch)
+        ctx.save_for_backward(winners)
+        return maxima
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (won,) = ctx.saved_tensors
-        return ctx.windows.spread(gradient, won).to(gradient.dtype), None
+        (winners,) = ctx.saved_tensors
+        return ctx.windows.input_gradient(gradient, winners).to(gradient.dtype), None
 
 
-class _BatchNormPool(torch.autograd.Function):
-    """Normalise by the batch's own statistics, ReLU, and the largest of each window.
+class _HalfBatchNormPool(torch.autograd.Function):
+    """Normalisation by the batch's own statistics, then ReLU, then max-pooling.
 
-    That is BatchNorm and ReLU of the largest that goes into them, or of the smallest where they
-    turn the order around: both round alike what is alike, and keep the order otherwise. So what
-    they make of the rest need not be computed, written and read.
+    The result is BatchNorm and ReLU of each window's largest input, or of its smallest where the
+    weight is negative: both round equal values alike, and keep the order otherwise. So what they
+    make of the other inputs need not be computed, written and read.
     """
 
     @staticmethod
     def forward(
         ctx: Any, batch: torch.Tensor, weight_C: torch.Tensor, bias_C: torch.Tensor,
-        mean_C: torch.Tensor, invstd_C: torch.Tensor, windows: Windows,
+        mean_C: torch.Tensor, invstd_C: torch.Tensor, windows: PoolWindows,
     ) -> torch.Tensor:  # fmt: skip
-        turned_C = weight_C < number(0, weight_C)
-        sign_C = torch.where(turned_C, number(-1, batch), number(1, batch))
-        best, won = windows.largest(batch * _wide(sign_C, batch))
-        best = best * _wide(sign_C, batch)
+        is_negative_C = weight_C < scalar_like(0, weight_C)
+        sign_C = torch.where(is_negative_C, scalar_like(-1, batch), scalar_like(1, batch))
+        extremes, winners = windows.max_and_position(batch * _per_channel(sign_C, batch))
+        extremes = extremes * _per_channel(sign_C, batch)
         ctx.windows = windows
-        centered = best.float() - _wide(mean_C, batch)
+        centered = extremes.float() - _per_channel(mean_C, batch)
         out = _normal(centered, weight_C, bias_C, invstd_C).to(batch.dtype).relu()
-        ctx.save_for_backward(batch, weight_C, mean_C, invstd_C, best, won, out)
+        ctx.save_for_backward(batch, weight_C, mean_C, invstd_C, extremes, winners, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        batch, weight_C, mean_C, invstd_C, best, won, out = ctx.saved_tensors
-        gradient = torch.where(out != number(0, out), gradient, number(0, gradient))
-        wide = gradient.float()
-        mean, invstd = _wide(mean_C, batch), _wide(invstd_C, batch)
-        of_bias_C, of_weight_C = channel_sums.sums(wide, wide * ((best.float() - mean) * invstd))
-        of_normal = ctx.windows.spread(gradient, won)
-        of_batch = _of_batch(
-            batch, of_normal, (batch.float() - mean) * invstd, of_weight_C, of_bias_C,
+        batch, weight_C, mean_C, invstd_C, extremes, winners, out = ctx.saved_tensors
+        gradient = torch.where(out != scalar_like(0, out), gradient, scalar_like(0, gradient))
+        gradient_float = gradient.float()
+        mean, invstd = _per_channel(mean_C, batch), _per_channel(invstd_C, batch)
+        grad_bias_C, grad_weight_C = channel_sums.sums(
+            gradient_float, gradient_float * ((extremes.float() - mean) * invstd)
+        )
+        grad_normal = ctx.windows.input_gradient(gradient, winners)
+        grad_batch = _input_gradient(
+            batch, grad_normal, (batch.float() - mean) * invstd, grad_weight_C, grad_bias_C,
             weight_C * invstd_C,
         )  # fmt: skip
-        return of_batch, of_weight_C, of_bias_C, None, None, None
+        return grad_batch, grad_weight_C, grad_bias_C, None, None, None

@@ -1,11 +1,12 @@
-"""Numbers in the type of a tensor."""
+"""Scalar tensors in the dtype and on the device of another tensor."""
 
 import torch
 
 
-def number(value: float, like: torch.Tensor) -> torch.Tensor:
-    """A number in the type of what it is compared with or put in place of: () .
+def scalar_like(value: float, like: torch.Tensor) -> torch.Tensor:
+    """Return a number as a tensor () with the dtype and device of `like`.
 
-    torch_xla would compare in float64 or int64 with one of Python's.
+    Comparisons and `torch.where` take it in place of a Python number, for which torch_xla would
+    compute in float64 or int64.
     """
     return torch.full((), value, dtype=like.dtype, device=like.device)

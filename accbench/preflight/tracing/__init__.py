@@ -1,1 +1,1 @@
-"""Traces of a training step, which no device runs: one module an engine that has one."""
+"""Tracing of a training step that no device runs: one module for each engine that supports it."""

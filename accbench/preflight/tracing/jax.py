@@ -1,8 +1,8 @@
-"""The training step as XLA is given it, for GPUs that are not here: `accbench preflight`.
+"""The JAX training step as XLA gets it, for GPUs that are not here: `accbench preflight`.
 
 `python -m accbench.preflight.tracing.jax FOLDER FLAGS` captures what a worker of such a run
-captures and lowers it for CUDA, all but compiled; what it leaves is told in `tracing/task.py`.
-JAX's own devices are the CPU's, as many as there are to be GPUs.
+captures and lowers it for CUDA, without compiling it; `tracing/task.py` describes what it writes.
+JAX's own devices are CPU devices, as many as the run has GPUs.
 """
 
 import os
@@ -20,11 +20,11 @@ from accbench.preflight.tracing import task as tracing
 from accbench.system.gc_pause import pause_gc
 
 NEEDS = ("jax", "jax")
-"""A module, and the extra that has it."""
+"""A required module, and the extra that installs it."""
 
 
-class AbsentGpus(engine.Engine):
-    """The engine of a worker among others, all of which this process lowers for."""
+class JaxTracingEngine(engine.Engine):
+    """Engine jax of one worker among others, for all of which this process lowers the step."""
 
     def _start_cache(self) -> str:
         return "off: nothing is compiled"
@@ -43,7 +43,7 @@ class AbsentGpus(engine.Engine):
 
 
 def environment(folder: Path, world_size: int) -> dict[str, str]:
-    """What the tracing process must start with."""
+    """Return the environment variables that the tracing process must start with."""
     flags = f"--xla_force_host_platform_device_count={world_size}"
     return {
         "JAX_PLATFORMS": "cpu",
@@ -54,40 +54,43 @@ def environment(folder: Path, world_size: int) -> dict[str, str]:
 
 
 def gpu_flags(task: TaskConfig) -> str:
-    """XLA's flags that a run on the GPU has."""
+    """Return the XLA flags that a run on the GPU has."""
     return xla_flags.merge("cuda", task.options.get("jax", engine.Engine.Options()).flags)
 
 
-# What the plug-in of accbench.preflight reads (jaxlib 0.6.2 had 1.10), and gathers need.
+# Old enough for the plug-in of accbench.preflight (jaxlib 0.6.2 had 1.10), and new enough for
+# gathers.
 _STABLEHLO_VERSION = "1.8.0"
 
 
 def _trace(task: TaskConfig, folder: Path) -> None:
     import jax
 
-    # A plug-in reads this one's annotations whatever version of Shardy it has.
+    # A plug-in reads the annotations of this partitioner whatever version of Shardy it has.
     jax.config.update("jax_use_shardy_partitioner", False)
     started = time.perf_counter()
     world_size = task.nproc_per_node
-    here = Topology(world_size=world_size, local_world_size=world_size)
+    topology = Topology(world_size=world_size, local_world_size=world_size)
     with pause_gc():
-        absent = AbsentGpus(task, task.options.get("jax", engine.Engine.Options()), here)
-    source = tracing.source_of(task)
-    spec, net = tracing.model_of(task, source.num_classes)
-    model = absent.prepared(net)
-    optimizer = absent.build_optimizer(model)
-    absent.seed(task.seed)
+        tracing_engine = JaxTracingEngine(
+            task, task.options.get("jax", engine.Engine.Options()), topology
+        )
+    source = tracing.build_source(task)
+    spec, net = tracing.build_model(task, source.num_classes)
+    model = tracing_engine.prepared(net)
+    optimizer = tracing_engine.build_optimizer(model)
+    tracing_engine.seed(task.seed)
     batch = next(iter(source.train_loader()))
     model.train()
-    facts = tracing.facts_of(net, batch, source.num_classes)
+    facts = tracing.model_facts(net, batch, source.num_classes)
     traced = time.perf_counter()
-    program = _portable(absent.lowered(model, spec, optimizer, batch))
+    program = _serialize(tracing_engine.lowered(model, spec, optimizer, batch))
     facts |= {"build_s": traced - started, "trace_s": time.perf_counter() - traced}
-    tracing.leave(folder, "mlir", program, facts)
+    tracing.write(folder, "mlir", program, facts)
 
 
-def _portable(lowered: Any) -> bytes:
-    """As another version of XLA reads it."""
+def _serialize(lowered: Any) -> bytes:
+    """Serialize a lowered step in a form that another version of XLA reads."""
     from jaxlib.mlir import passmanager
     from jaxlib.mlir.dialects import stablehlo
 
@@ -103,7 +106,7 @@ def _portable(lowered: Any) -> bytes:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trace; returns the exit status."""
+    """Trace the step; returns the exit status."""
     return tracing.run(argv, _trace)
 
 

@@ -1,8 +1,9 @@
-"""Operations named by the module of the model that they come from, in XLA's metadata.
+"""Names of operations in XLA's metadata: the module of the model that they come from.
 
-torch_xla gives an operation the scopes that are open when it is traced (with XLA_IR_DEBUG=1).
-Forward, a module's scope is open while it runs. Backward, autograd runs no module's code: there
-a hook on the result's node of the graph opens its module's scope until the next one's.
+torch_xla gives an operation the scopes that are open when it is traced (with XLA_IR_DEBUG=1). In
+the forward pass a module's scope is open while it runs. In the backward pass autograd runs no
+module's code: there a hook on the result's node of the graph opens its module's scope, until the
+next module's.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +17,13 @@ BACKWARD = "backward"
 
 
 @contextmanager
-def named(model: nn.Module) -> Iterator[None]:
-    """Name the operations of `model`, and of its backward pass, in this block."""
+def name_operations(model: nn.Module) -> Iterator[None]:
+    """Name the operations of a model, and of its backward pass, in the block."""
     import torch_xla
 
     push = torch_xla._XLAC.profiler.scope_pusher
     open_scopes: list[Any] = []
-    of_backward: list[Any] = []
+    backward_scope: list[Any] = []
     handles = []
 
     def enter(name: str) -> Any:
@@ -33,8 +34,8 @@ def named(model: nn.Module) -> Iterator[None]:
 
     def leave(path: str) -> Any:
         def switch(_gradients: Any) -> None:
-            of_backward.clear()  # closes the one before, which is not inside of this one
-            of_backward.append(push(f"{BACKWARD}.{path}"))
+            backward_scope.clear()  # closes the previous scope, which does not enclose this one
+            backward_scope.append(push(f"{BACKWARD}.{path}"))
 
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             open_scopes.pop()
@@ -53,12 +54,16 @@ def named(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        if of_backward:
-            _in_autograds_thread(of_backward.clear, model)
+        if backward_scope:
+            _run_in_autograd_thread(backward_scope.clear, model)
 
 
-def _in_autograds_thread(act: Callable[[], None], model: nn.Module) -> None:
-    """A scope that a backward pass opened is of its thread; elsewhere its end is an abort."""
+def _run_in_autograd_thread(function: Callable[[], None], model: nn.Module) -> None:
+    """Run a function in autograd's thread.
+
+    A scope that a backward pass opened belongs to its thread; closing it in another one aborts
+    the process.
+    """
     result = torch.ones((), device=next(model.parameters()).device, requires_grad=True) * 1
-    result.register_hook(lambda _gradient: act())
+    result.register_hook(lambda _gradient: function())
     result.backward()

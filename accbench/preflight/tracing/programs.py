@@ -15,6 +15,6 @@ def write(folder: Path, program_format: str, program: bytes) -> None:
 
 
 def read(folder: Path) -> tuple[str, bytes]:
-    """Read (format, program) as `write` wrote them."""
+    """Return the format and the program that `write` wrote."""
     (program_format,) = [name for name, file in _FILES.items() if (folder / file).exists()]
     return program_format, (folder / _FILES[program_format]).read_bytes()

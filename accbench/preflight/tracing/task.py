@@ -1,4 +1,4 @@
-"""What the tracing processes of `accbench preflight` share: a run's task in, a program out."""
+"""Common parts of the tracing processes of `accbench preflight`: a run's task in, a program out."""
 
 import json
 import traceback
@@ -20,10 +20,11 @@ from accbench.preflight.tracing import programs
 
 
 def run(argv: Sequence[str], trace: Callable[[TaskConfig, Path], None]) -> int:
-    """The process `FOLDER FLAGS`; returns its exit status, with an error in the folder's facts.
+    """Trace a task's step and return the exit status; an error goes to the folder's facts.
 
     Args:
-        trace: leaves program and facts.
+        argv: FOLDER FLAGS.
+        trace: writes program and facts to the folder.
     """
     folder, flags = Path(argv[0]), argv[1:]
     try:
@@ -31,40 +32,42 @@ def run(argv: Sequence[str], trace: Callable[[TaskConfig, Path], None]) -> int:
         resolving.check_data(task)
         trace(task, folder)
     except RequestError as error:
-        return failed(folder, str(error))
+        return report_failure(folder, str(error))
     except MemoryError:
-        return failed(folder, "this machine has not enough memory to build the step")
+        return report_failure(folder, "this machine has not enough memory to build the step")
     except Exception as error:
         traceback.print_exc()
-        place = source_location.in_model(traceback.extract_tb(error.__traceback__))
+        line = source_location.find_model_line(traceback.extract_tb(error.__traceback__))
         text = " ".join(str(error).split())[:500]
-        return failed(folder, f"{type(error).__name__}: {text}{f' at {place}' if place else ''}")
+        return report_failure(
+            folder, f"{type(error).__name__}: {text}{f' at {line}' if line else ''}"
+        )
     if not (folder / programs.FACTS_FILE).exists():
-        return failed(folder, "the step left nothing for XLA to compile")
+        return report_failure(folder, "the step left nothing for XLA to compile")
     return 0
 
 
-def failed(folder: Path, why: str) -> int:
-    """Leave a reason; returns the exit status."""
+def report_failure(folder: Path, why: str) -> int:
+    """Write an error to the folder's facts; returns the exit status."""
     (folder / programs.FACTS_FILE).write_text(json.dumps({"error": why}))
     return 2
 
 
-def source_of(task: TaskConfig) -> Any:
-    """The run's data, for one worker."""
+def build_source(task: TaskConfig) -> Any:
+    """Return the run's data source, for one worker."""
     name, location = config.data_name(task.data)
     return plugins.load("data", name)(location, task, task.options.get(name), Topology())
 
 
-def model_of(task: TaskConfig, num_classes: int) -> tuple[Any, nn.Module]:
-    """(spec, model), as a worker builds them."""
+def build_model(task: TaskConfig, num_classes: int) -> tuple[Any, nn.Module]:
+    """Return (spec, model), as a worker builds them."""
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
     return spec, trainable.plain(spec.build(num_classes))
 
 
-def facts_of(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
-    """What a result tells of the model."""
+def model_facts(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
+    """Return what a result tells about the model and its batch."""
     parameters = [p for p in net.parameters() if p.requires_grad]
     return {
         "model": type(net).__name__,
@@ -76,7 +79,14 @@ def facts_of(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
     }
 
 
-def leave(folder: Path, program_format: str, program: bytes, facts: dict[str, Any]) -> None:
-    """Write what was traced; the formats are those of `preflight.programs`."""
+def write(folder: Path, program_format: str, program: bytes, facts: dict[str, Any]) -> None:
+    """Write a traced program and its facts.
+
+    Args:
+        folder: where they go.
+        program_format: see `programs`.
+        program: serialized.
+        facts: for the result.
+    """
     programs.write(folder, program_format, program)
     (folder / programs.FACTS_FILE).write_text(json.dumps(facts))

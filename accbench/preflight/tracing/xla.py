@@ -1,8 +1,8 @@
-"""The training step as XLA is given it, for GPUs that are not here: `accbench preflight`.
+"""The training step as torch_xla gives it to XLA, for GPUs that are not here: `accbench preflight`.
 
 `python -m accbench.preflight.tracing.xla FOLDER FLAGS` builds what a worker of such a run builds,
-takes one step of the one training loop and ends when XLA, on the CPU, begins to compile it: what
-it leaves, of the program before any optimisation, is told in `engines/tracing.py`. The device is
+takes one step of the one training loop and ends when XLA, on the CPU, begins to compile it:
+`tracing/task.py` describes what it writes of the program before any optimisation. The device is
 the CPU's, everything else as for the GPU: flags, autocast, the scaler, the reduction in the graph.
 The step itself is not computed.
 """
@@ -32,11 +32,11 @@ from accbench.system.gc_pause import pause_gc
 from accbench.training import train_loop
 
 NEEDS = ("torch_xla", "xla-cuda12")
-"""A module, and the extra that has it."""
+"""A required module, and the extra that installs it."""
 
 
-class AbsentGpu(engine.Engine):
-    """The engine as on a GPU of a node that has them all, traced on the CPU."""
+class XlaTracingEngine(engine.Engine):
+    """Engine xla as on a GPU of a complete node, traced on the CPU."""
 
     in_sync = False
     """Whether the whole step is being handed to the device."""
@@ -46,7 +46,7 @@ class AbsentGpu(engine.Engine):
         return device
 
     def end_step(self) -> None:
-        # A step that is recorded does not end here, but where its graph is compiled.
+        # A recorded step ends where its graph is compiled, and not here.
         self.in_sync = not self.replays
         super().end_step()
         self.in_sync = False
@@ -57,7 +57,7 @@ class AbsentGpu(engine.Engine):
         return self._replay is not None and self._replay.given_up is None
 
     @property
-    def refused_to_record(self) -> str | None:
+    def why_not_recorded(self) -> str | None:
         """Why steps are traced although recording was asked for."""
         return None if self._replay is None else self._replay.given_up
 
@@ -79,9 +79,9 @@ class AbsentGpu(engine.Engine):
 
 
 def environment(folder: Path, world_size: int) -> dict[str, str]:
-    """What the tracing process must start with, for XLA reads it once."""
+    """Return the environment variables that the tracing process must start with."""
     flags = f"--xla_dump_to={_dump(folder)} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=.*"
-    found = {
+    variables = {
         "PJRT_DEVICE": "CPU",
         "TORCH_WARM_POOL": "0",
         "CUDA_VISIBLE_DEVICES": "",
@@ -90,12 +90,12 @@ def environment(folder: Path, world_size: int) -> dict[str, str]:
         "XLA_HLO_DEBUG": "1",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
     }
-    # Or torch_xla leaves a lone process' all-reduce away.
-    return {**found, "XLA_ALWAYS_ALLREDUCE": "1"} if world_size > 1 else found
+    # Without it torch_xla omits the all-reduce of a single process.
+    return {**variables, "XLA_ALWAYS_ALLREDUCE": "1"} if world_size > 1 else variables
 
 
 def gpu_flags(task: TaskConfig) -> str:
-    """XLA's flags that a run on the GPU has."""
+    """Return the XLA flags that a run on the GPU has."""
     options = task.options.get("xla", engine.Engine.Options())
     return xla_flags.merge("cuda", options.flags)
 
@@ -105,10 +105,11 @@ def _dump(folder: Path) -> Path:
 
 
 def main(argv: Sequence[str], rank: int = 0) -> int:
-    """Trace; returns the exit status, and leaves the process by itself when it has the program.
+    """Trace the step; returns the exit status, or ends the process once it has the program.
 
     Args:
-        rank: whose step it is; all are to have the same program.
+        argv: FOLDER FLAGS.
+        rank: whose step it is; all ranks are to have the same program.
     """
     return tracing.run(argv, partial(_trace, rank=rank))
 
@@ -116,53 +117,55 @@ def main(argv: Sequence[str], rank: int = 0) -> int:
 def _trace(task: TaskConfig, folder: Path, rank: int) -> None:
     started = time.perf_counter()
     world_size = task.nproc_per_node
-    here = Topology(rank, rank, world_size, world_size)
+    topology = Topology(rank, rank, world_size, world_size)
     with pause_gc():
-        absent = AbsentGpu(task, task.options.get("xla", engine.Engine.Options()), here)
-    source = tracing.source_of(task)
-    spec, net = tracing.model_of(task, source.num_classes)
-    model = absent.prepared(net)
-    optimizer = absent.build_optimizer(model)
-    absent.seed(task.seed)
+        tracing_engine = XlaTracingEngine(
+            task, task.options.get("xla", engine.Engine.Options()), topology
+        )
+    source = tracing.build_source(task)
+    spec, net = tracing.build_model(task, source.num_classes)
+    model = tracing_engine.prepared(net)
+    optimizer = tracing_engine.build_optimizer(model)
+    tracing_engine.seed(task.seed)
     batch = next(iter(source.train_loader()))
-    on_device = absent.to_device(batch)
+    on_device = tracing_engine.to_device(batch)
     model.train()
-    absent.xla.sync()
-    absent.wait()
-    facts = tracing.facts_of(net, batch, source.num_classes)
-    done = {path.name for path in _programs(folder)}
+    tracing_engine.xla.sync()
+    tracing_engine.wait()
+    facts = tracing.model_facts(net, batch, source.num_classes)
+    known_programs = {path.name for path in _programs(folder)}
     traced = time.perf_counter()
 
     def finish(program: bytes) -> None:
-        if absent.replays and not absent.in_sync:
-            return  # what a recording computes before it
-        if not absent.in_sync:
-            os._exit(tracing.failed(folder, _why_not_one(absent)))
+        if tracing_engine.replays and not tracing_engine.in_sync:
+            return  # computed before a recording
+        if not tracing_engine.in_sync:
+            os._exit(tracing.report_failure(folder, _why_incomplete(tracing_engine)))
         facts["trace_s"] = time.perf_counter() - traced
         facts["build_s"] = traced - started
-        tracing.leave(folder, "hlo", program, facts)
+        tracing.write(folder, "hlo", program, facts)
         sys.stdout.flush()
         os._exit(0)
 
-    threading.Thread(target=_watch, args=(folder, done, finish), daemon=True).start()
-    with module_scopes.named(net):
-        absent.run_step(train_loop.train_step, model, spec, optimizer, on_device)
-    absent.wait()  # `finish` ends the process, unless there is nothing to compile
-    if absent.refused_to_record is not None:
-        raise RequestError(_why_not_one(absent))
+    threading.Thread(target=_watch, args=(folder, known_programs, finish), daemon=True).start()
+    with module_scopes.name_operations(net):
+        tracing_engine.run_step(train_loop.train_step, model, spec, optimizer, on_device)
+    tracing_engine.wait()  # `finish` ends the process, unless there is nothing to compile
+    if tracing_engine.why_not_recorded is not None:
+        raise RequestError(_why_incomplete(tracing_engine))
 
 
-def _why_not_one(absent: AbsentGpu) -> str:
-    """Why a program was compiled before the step's end."""
-    refused = absent.refused_to_record
+def _why_incomplete(tracing_engine: XlaTracingEngine) -> str:
+    """Return why a program was compiled before the step's end."""
+    refused = tracing_engine.why_not_recorded
     if refused is not None:
         return f"--xla.replay=on, but the step cannot be recorded: {refused}"
     frames = sys._current_frames()[threading.main_thread().ident or 0]
-    place = source_location.in_model(traceback.extract_stack(frames))
+    line = source_location.find_model_line(traceback.extract_stack(frames))
     return (
         "the step is not one program: a value is needed on the host in its midst"
-        f"{f' at {place}' if place else ''}; "
-        f"{absent.compile_stats().num_fallbacks} operations left the compiler"
+        f"{f' at {line}' if line else ''}; "
+        f"{tracing_engine.compile_stats().num_fallbacks} operations left the compiler"
     )
 
 
@@ -170,42 +173,42 @@ def _programs(folder: Path) -> list[Path]:
     return sorted(_dump(folder).glob("*before_optimizations*.hlo.pb"))
 
 
-def _watch(folder: Path, done: set[str], finish: Callable[[bytes], None]) -> None:
-    """Call `finish` with each program that is not in `done`, once it is there as a whole."""
+def _watch(folder: Path, known_programs: set[str], finish: Callable[[bytes], None]) -> None:
+    """Call `finish` with each complete program that is not in `known_programs`."""
     while True:
         for path in _programs(folder):
-            module = None if path.name in done else module_of(path.read_bytes())
+            module = None if path.name in known_programs else extract_module(path.read_bytes())
             if module is not None:
-                done.add(path.name)
+                known_programs.add(path.name)
                 finish(module)
         time.sleep(0.02)
 
 
-def module_of(hlo_proto: bytes) -> bytes | None:
-    """The HloModuleProto in an HloProto, whose first field it is; None if the bytes are cut off."""
-    at, module = 0, None
-    while at < len(hlo_proto):
-        key, at = _varint(hlo_proto, at)
+def extract_module(hlo_proto: bytes) -> bytes | None:
+    """Return an HloProto's HloModuleProto, its first field; None if the bytes are cut off."""
+    position, module = 0, None
+    while position < len(hlo_proto):
+        key, position = _varint(hlo_proto, position)
         if key & 7 == 2:
-            size, at = _varint(hlo_proto, at)
-            module = hlo_proto[at : at + size] if module is None else module
-            at += size
+            size, position = _varint(hlo_proto, position)
+            module = hlo_proto[position : position + size] if module is None else module
+            position += size
         elif key & 7 == 0:
-            _, at = _varint(hlo_proto, at)
+            _, position = _varint(hlo_proto, position)
         else:
             return None
-    return module if at == len(hlo_proto) else None
+    return module if position == len(hlo_proto) else None
 
 
-def _varint(proto: bytes, at: int) -> tuple[int, int]:
+def _varint(proto: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
-    while at < len(proto):
-        value |= (proto[at] & 127) << shift
+    while position < len(proto):
+        value |= (proto[position] & 127) << shift
         shift += 7
-        at += 1
-        if proto[at - 1] < 128:
-            return value, at
-    return value, at + 1  # cut off: behind the end
+        position += 1
+        if proto[position - 1] < 128:
+            return value, position
+    return value, position + 1  # cut off: behind the end
 
 
 if __name__ == "__main__":

@@ -36,6 +36,6 @@ def decompositions() -> dict[Any, Any]:
     lowered = set(operations())
     rules = dict(torch._decomp.decomposition_table)
     rules.update(torch._decomp.core_aten_decompositions().items())
-    rules.update(torch_decompositions.mended())
+    rules.update(torch_decompositions.corrected())
     decomposed = {op: rule for op, rule in rules.items() if str(op) not in lowered}
-    return {**decomposed, **torch_decompositions.of_complex()}
+    return {**decomposed, **torch_decompositions.for_complex()}

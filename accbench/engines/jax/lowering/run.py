@@ -101,7 +101,7 @@ def op_name(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """Return where in the model's own code a node comes from, as far as torch recorded it."""
     return (
-        source_location.in_model(_frames(node))
+        source_location.find_model_line(_frames(node))
         or _module_path(node)
         or "torch recorded no location"
     )

@@ -1,4 +1,4 @@
-"""Kernels for operations that torch_xla lacks, or computes otherwise than torch."""
+"""Kernels for operations that torch_xla lacks, or computes differently from torch."""
 
 from accbench.engines.xla.kernels import (
     corrections,
@@ -10,12 +10,12 @@ from accbench.engines.xla.kernels import (
 )
 
 
-def register_all(lean: bool) -> None:
+def register_all(single_pass: bool) -> None:
     """Register every kernel for XLA's device in this process.
 
     Args:
-        lean: take the norms that move few bytes on a GPU.
+        single_pass: compute the norms' statistics in one pass through memory; see `norms`.
     """
-    norms.replace_kernels(lean)
+    norms.replace_kernels(single_pass)
     for module in (corrections, pooling, recurrent, reductions, resizing):
         module.replace_kernels()

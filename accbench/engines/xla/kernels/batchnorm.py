@@ -1,8 +1,8 @@
-"""BatchNorm's cumulative averages (momentum None), without asking the host.
+"""BatchNorm's cumulative averages (momentum None), without waiting for the device.
 
-There torch reads the count of batches into Python to divide by it: every step would wait, and be
-another graph. Here the layer gets a momentum of 1 and buffers that it fills with the batch's own
-statistics, which the device then adds to the average.
+In torch the layer reads the count of batches into Python to divide by it: each step would wait, and
+compile another graph. Here the layer gets a momentum of 1 and buffers that it fills with the
+batch's own statistics, which the device then adds to the average.
 """
 
 from typing import Any
@@ -15,35 +15,35 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def average_cumulatively(model: nn.Module) -> None:
-    """Have the layers of `model` whose momentum is None divide by their count on the device."""
+    """Have the layers whose momentum is None divide by their batch count on the device."""
     for module in model.modules():
         tracks = isinstance(module, _BatchNorm) and module.track_running_stats
         if tracks and module.momentum is None:
-            module.register_forward_pre_hook(_lend_for_one_batch)
-            # Also after an error, or the layer would lose its buffers.
-            module.register_forward_hook(_average, always_call=True)
+            module.register_forward_pre_hook(_use_batch_buffers)
+            # Also after an error: the layer would lose its buffers otherwise.
+            module.register_forward_hook(_update_averages, always_call=True)
 
 
 @torch.no_grad()
-def _lend_for_one_batch(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+def _use_batch_buffers(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
     if not module.training:
         return
-    module._own_statistics = {name: module._buffers[name] for name in _STATISTICS}
-    for name, own in module._own_statistics.items():
-        module._buffers[name] = torch.zeros_like(own)
+    module._averaged_statistics = {name: module._buffers[name] for name in _STATISTICS}
+    for name, buffer in module._averaged_statistics.items():
+        module._buffers[name] = torch.zeros_like(buffer)
     module.momentum = 1.0
 
 
 @torch.no_grad()
-def _average(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-    own = module.__dict__.pop("_own_statistics", None)
-    if own is None:
+def _update_averages(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+    averages = module.__dict__.pop("_averaged_statistics", None)
+    if averages is None:
         return
-    of_batch = {name: module._buffers[name] for name in _STATISTICS}
-    module._buffers.update(own)
+    batch_statistics = {name: module._buffers[name] for name in _STATISTICS}
+    module._buffers.update(averages)
     module.momentum = None
     if output is None:  # the forward pass failed
         return
-    count = module.num_batches_tracked.to(own["running_var"].dtype)  # this batch is in it
-    for name, tensor in own.items():
-        tensor.add_((of_batch[name] - tensor) / count)
+    count = module.num_batches_tracked.to(averages["running_var"].dtype)  # counts this batch
+    for name, tensor in averages.items():
+        tensor.add_((batch_statistics[name] - tensor) / count)

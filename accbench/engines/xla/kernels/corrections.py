@@ -1,4 +1,4 @@
-"""Single operations that torch_xla 2.8 has otherwise than torch, or none that a step could use."""
+"""Single operations that torch_xla 2.8 computes differently from torch, or cannot run in a step."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @cache
 def replace_kernels() -> None:
-    """For all that is computed on XLA's device in this process."""
+    """Register these kernels for XLA's device in this process."""
     registration.replace(
         {
             "abs": _abs,
@@ -25,7 +25,7 @@ def replace_kernels() -> None:
             "clamp_max.Tensor": _clamp(torch.clamp_max),
             "clamp_min.Tensor": _clamp(torch.clamp_min),
             "diagonal_copy": _diagonal,
-            "diagonal_scatter": _with_diagonal,
+            "diagonal_scatter": _diagonal_scatter,
             "elu_backward": _elu_backward,
             "_linalg_slogdet": _slogdet,
             "_linalg_svd": _svd,
@@ -35,31 +35,45 @@ def replace_kernels() -> None:
         },
         "XLA",
     )
-    registration.replace({"cdist": _cdist, "_fft_c2r": _RealTransform.apply}, "AutogradXLA")
+    registration.replace({"cdist": _cdist, "_fft_c2r": _InverseRealFFT.apply}, "AutogradXLA")
 
 
-def _abs(given: torch.Tensor) -> torch.Tensor:
-    """torch_xla's is a complex number where it was given one."""
-    if given.is_complex():
-        return torch.view_as_real_copy(given).square().sum(-1).sqrt()
-    return torch.abs(given, out=given.new_empty(0))
+def _abs(values: torch.Tensor) -> torch.Tensor:
+    """Compute `abs` as a real number; torch_xla's is complex for complex input."""
+    if values.is_complex():
+        return torch.view_as_real_copy(values).square().sum(-1).sqrt()
+    return torch.abs(values, out=values.new_empty(0))
 
 
 def _elu_backward(
     grad_output: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool,
     self_or_result: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Of ELU, and so of SELU and CELU. torch_xla takes the layer's input for its output where the
-    layer isn't in place: below zero it gives x + alpha instead of alpha * exp(x)."""
-    below = alpha * scale  # of scale * alpha * (exp(input_scale * x) - 1)
+    """Compute the gradient of ELU, and so of SELU and CELU.
+
+    torch_xla takes the layer's input for its output where the layer isn't in place: below zero it
+    gives x + alpha instead of alpha * exp(x).
+    """
+    scaled_alpha = alpha * scale  # ELU is scale * alpha * (exp(input_scale * x) - 1) below 0
     x = self_or_result
-    slope = x + below if is_result else below * torch.exp(x.clamp(max=0) * input_scale)
+    slope = (
+        x + scaled_alpha if is_result else scaled_alpha * torch.exp(x.clamp(max=0) * input_scale)
+    )
     return grad_output * torch.where(x <= 0, input_scale * slope, scale)
 
 
 def _slogdet(matrices: torch.Tensor) -> Tensors:
-    """(..., N, N) -> sign, logarithm, and what the gradient is computed from, which torch_xla
-    leaves out: factors of the transpose, as torch has them of what is contiguous."""
+    """Compute the sign and logarithm of determinants, and the factors for their gradient.
+
+    torch_xla leaves the factors out.
+
+    Args:
+        matrices: (..., N, N).
+
+    Returns:
+        sign (...), logarithm (...), and the LU factors and pivots of the transpose, as torch has
+        them for contiguous input.
+    """
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrices.mT)
     diagonal = factors.diagonal(dim1=-2, dim2=-1)
     swapped = pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)
@@ -71,11 +85,15 @@ def _slogdet(matrices: torch.Tensor) -> Tensors:
 def _svd(
     matrices: torch.Tensor, full: bool = False, with_vectors: bool = True, driver: Any = None
 ) -> Tensors:
-    """Of batches torch_xla ends the process."""
+    """Compute the singular value decomposition of a single matrix.
+
+    Raises:
+        RuntimeError: the input is a batch, for which torch_xla aborts the process.
+    """
     if matrices.dim() > 2:
         raise RuntimeError(
-            "engine xla has singular values of single matrices alone (svd, pinv, the nuclear and "
-            "the spectral norm): go through the batch in a loop, or use another --engine"
+            "engine xla computes singular values of single matrices only (svd, pinv, the nuclear "
+            "and the spectral norm): go through the batch in a loop, or use another --engine"
         )
     outs = tuple(matrices.new_empty(0) for _ in range(3))
     out: Tensors = torch._linalg_svd(matrices, full, with_vectors, out=outs)
@@ -85,114 +103,126 @@ def _svd(
 def _cdist(
     x1: torch.Tensor, x2: torch.Tensor, p: float = 2, compute_mode: int | None = None
 ) -> torch.Tensor:
-    """torch_xla has none of batches that have to be broadcast, and no gradient on a CPU."""
+    """Compute `cdist`; torch_xla's doesn't broadcast batches, and has no gradient on a CPU."""
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
 
 
 def _pdist(rows: torch.Tensor, p: float = 2) -> torch.Tensor:
-    """For p = 0 torch_xla's is infinite."""
-    first, second = (registration.constant(rows.device, _pairs, len(rows), of) for of in (0, 1))
+    """Compute `pdist`; torch_xla's is infinite for p = 0."""
+    first, second = (
+        registration.constant(rows.device, _pair_indices, len(rows), side) for side in (0, 1)
+    )
     return torch.linalg.vector_norm(rows[first] - rows[second], p, -1)
 
 
-def _pairs(num: int, of: int) -> np.ndarray:
-    return np.triu_indices(num, 1)[of]
+def _pair_indices(num_rows: int, side: int) -> np.ndarray:
+    return np.triu_indices(num_rows, 1)[side]
 
 
-def _clamp(own: Any) -> Kernel:
-    """torch_xla ends the process where what is clamped has to be broadcast."""
+def _clamp(xla_kernel: Any) -> Kernel:
+    """Make a kernel that broadcasts before it clamps; torch_xla aborts the process there."""
 
-    def kernel(given: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-        given, limit = torch.broadcast_tensors(given, limit)
-        dtype = torch.result_type(given, limit)
-        out: torch.Tensor = own(given, limit, out=given.new_empty(0, dtype=dtype))
+    def kernel(values: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        values, limit = torch.broadcast_tensors(values, limit)
+        dtype = torch.result_type(values, limit)
+        out: torch.Tensor = xla_kernel(values, limit, out=values.new_empty(0, dtype=dtype))
         return out
 
     return kernel
 
 
-def _diagonal(given: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    """torch_xla's is another one where its dimensions are not the last two."""
-    places = _diagonal_places(given, offset, dim1, dim2)
-    return _flat(given, dim1, dim2).index_select(-1, places)
+def _diagonal(tensor: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """Compute `diagonal`; torch_xla's is wrong unless its dimensions are the last two."""
+    indices = _diagonal_indices(tensor, offset, dim1, dim2)
+    return _with_flat_dims(tensor, dim1, dim2).index_select(-1, indices)
 
 
-def _with_diagonal(
-    given: torch.Tensor, values: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+def _diagonal_scatter(
+    tensor: torch.Tensor, values: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> torch.Tensor:
-    places = _diagonal_places(given, offset, dim1, dim2)
-    changed = _flat(given, dim1, dim2).index_copy(-1, places, values)
-    last = changed.unflatten(-1, (given.shape[dim1], given.shape[dim2]))
-    return last.clone().movedim((-2, -1), (dim1, dim2)).clone()  # see `kernels.replace`
+    indices = _diagonal_indices(tensor, offset, dim1, dim2)
+    changed = _with_flat_dims(tensor, dim1, dim2).index_copy(-1, indices, values)
+    last = changed.unflatten(-1, (tensor.shape[dim1], tensor.shape[dim2]))
+    return last.clone().movedim((-2, -1), (dim1, dim2)).clone()  # see `registration.replace`
 
 
-def _diagonal_places(given: torch.Tensor, offset: int, dim1: int, dim2: int) -> torch.Tensor:
-    sizes = given.shape[dim1], given.shape[dim2]
-    return registration.constant(given.device, _diagonal_of_flat, *sizes, offset)
+def _diagonal_indices(tensor: torch.Tensor, offset: int, dim1: int, dim2: int) -> torch.Tensor:
+    sizes = tensor.shape[dim1], tensor.shape[dim2]
+    return registration.constant(tensor.device, _diagonal_of_flat, *sizes, offset)
 
 
 def _diagonal_of_flat(num_rows: int, num_columns: int, offset: int) -> np.ndarray:
     return np.arange(num_rows * num_columns).reshape(num_rows, num_columns).diagonal(offset).copy()
 
 
-def _flat(given: torch.Tensor, dim1: int, dim2: int) -> torch.Tensor:
-    return given.movedim((dim1, dim2), (-2, -1)).flatten(-2)
+def _with_flat_dims(tensor: torch.Tensor, dim1: int, dim2: int) -> torch.Tensor:
+    return tensor.movedim((dim1, dim2), (-2, -1)).flatten(-2)
 
 
 def _nll_loss(
-    scores: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int
+    scores: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int
 ) -> Tensors:
-    """Of one sample without a batch torch_xla ends the process."""
-    alone = scores.dim() == 1
-    if alone:
+    """Compute `nll_loss`, also of one sample without a batch, for which torch_xla aborts."""
+    is_unbatched = scores.dim() == 1
+    if is_unbatched:
         scores, target = scores.unsqueeze(0), target.reshape(1)
     loss, total = scores.new_empty(0), scores.new_empty(0)
     aten.nll_loss_forward.output(
-        scores, target, weight, reduction, ignored, output=loss, total_weight=total
+        scores, target, weight, reduction, ignore_index, output=loss, total_weight=total
     )
-    return loss.reshape(()).clone() if alone else loss, total
+    return loss.reshape(()).clone() if is_unbatched else loss, total
 
 
 def _nll_loss_backward(
     gradient: torch.Tensor, scores: torch.Tensor, target: torch.Tensor, weight: Any,
-    reduction: int, ignored: int, total: torch.Tensor,
+    reduction: int, ignore_index: int, total: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    alone = scores.dim() == 1
-    if alone:
+    is_unbatched = scores.dim() == 1
+    if is_unbatched:
         scores, target = scores.unsqueeze(0), target.reshape(1)
         gradient = gradient if reduction else gradient.reshape(1)
-    found = scores.new_empty(0)
+    grad_scores = scores.new_empty(0)
     aten.nll_loss_backward.grad_input(
-        gradient, scores, target, weight, reduction, ignored, total, grad_input=found
+        gradient, scores, target, weight, reduction, ignore_index, total, grad_input=grad_scores
     )
-    return found.squeeze(0).clone() if alone else found
+    return grad_scores.squeeze(0).clone() if is_unbatched else grad_scores
 
 
-class _RealTransform(torch.autograd.Function):
-    """The inverse Fourier transform that gives real numbers. torch writes into a part of its
-    gradient, of which torch_xla then takes the wrong size."""
+class _InverseRealFFT(torch.autograd.Function):
+    """The inverse Fourier transform with a real result.
+
+    torch writes into a part of its gradient, of which torch_xla then takes the wrong size.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, given: torch.Tensor, dims: list[int], normalization: int, length: int
+        ctx: Any, spectrum: torch.Tensor, dims: list[int], normalization: int, length: int
     ) -> torch.Tensor:
         ctx.dims, ctx.normalization = dims, normalization
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = torch._fft_c2r(given, dims, normalization, length)
+            out: torch.Tensor = torch._fft_c2r(spectrum, dims, normalization, length)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        found = torch._fft_r2c(gradient, ctx.dims, ctx.normalization, True)
-        last = ctx.dims[-1] % found.dim()
+        grad_spectrum = torch._fft_r2c(gradient, ctx.dims, ctx.normalization, True)
+        last_dim = ctx.dims[-1] % grad_spectrum.dim()
         counts = registration.constant(
-            found.device, _counts, found.shape[last], gradient.shape[last]
+            grad_spectrum.device,
+            _frequency_counts,
+            grad_spectrum.shape[last_dim],
+            gradient.shape[last_dim],
         )
-        return found * counts.view(-1, *[1] * (found.dim() - last - 1)), None, None, None
+        return (
+            grad_spectrum * counts.view(-1, *[1] * (grad_spectrum.dim() - last_dim - 1)),
+            None,
+            None,
+            None,
+        )
 
 
-def _counts(num: int, length: int) -> np.ndarray:
-    """How often each of these frequencies is among all of them."""
+def _frequency_counts(num: int, length: int) -> np.ndarray:
+    """Return how often each of `num` frequencies occurs in a full transform, (num,)."""
     counts = np.ones(num, np.float32)
     counts[1 : 1 + length - num] = 2
     return counts

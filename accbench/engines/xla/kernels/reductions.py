@@ -1,9 +1,9 @@
-"""Reductions as torch has them, where torch_xla 2.8 has others.
+"""Reductions as torch computes them, where torch_xla 2.8 differs.
 
 In torch `x.sum(())` is over all dimensions, and a dimension that is out of range or named twice is
-an error. torch_xla takes the first to be over none, and gives back what it was given; the second
-ends the process. It counts in booleans, so that `count_nonzero` is 1 at most. And sums and means of
-16 bits are taken in 16 bits, which on a CPU are rounded after each addition: here they are in
+an error. torch_xla takes the first to be over none, and returns its input; the second aborts the
+process. It counts in booleans, so that `count_nonzero` is 1 at most. And it computes sums and means
+of 16-bit values in 16 bits, which on a CPU are rounded after each addition: here they are in
 float32, as in eager, in backward passes too.
 """
 
@@ -24,138 +24,160 @@ aten = torch.ops.aten
 
 @cache
 def replace_kernels() -> None:
-    """For all that is computed on XLA's device in this process."""
+    """Register these kernels for XLA's device in this process."""
     registration.replace(_KERNELS, "XLA")
 
 
-def _places(given: torch.Tensor, dims: Dims) -> list[int]:
-    """These dimensions, all of them where none is named; or torch's own errors."""
-    num = given.dim()
+def _normalised_dims(values: torch.Tensor, dims: Dims) -> list[int]:
+    """Return non-negative dimensions, all of them where none is named.
+
+    Raises:
+        IndexError: a dimension is out of range.
+        RuntimeError: a dimension is named twice.
+    """
+    num_dims = values.dim()
     if not dims:
-        return [*range(num)]
-    found: list[int] = []
-    least = max(num, 1)
+        return [*range(num_dims)]
+    normalised: list[int] = []
+    limit = max(num_dims, 1)
     for dim in dims:
-        if not -least <= dim < least:
+        if not -limit <= dim < limit:
             raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-least}, {least - 1}], "
+                f"Dimension out of range (expected to be in range of [{-limit}, {limit - 1}], "
                 f"but got {dim})"
             )
-        if dim % least in found:
-            raise RuntimeError(f"dim {dim % least} appears multiple times in the list of dims")
-        found.append(dim % least)
-    return found if num else []
+        if dim % limit in normalised:
+            raise RuntimeError(f"dim {dim % limit} appears multiple times in the list of dims")
+        normalised.append(dim % limit)
+    return normalised if num_dims else []
 
 
 def _check_floating(what: str, dtype: torch.dtype) -> None:
-    """Torch refuses whole numbers as well; of these and of complex ones XLA ends the process."""
+    """Raise RuntimeError unless a dtype is floating point.
+
+    torch refuses integers as well; XLA aborts the process for these and for complex numbers.
+    """
     if not dtype.is_floating_point:
         raise RuntimeError(f"{what} needs a floating point dtype under engine xla, not {dtype}")
 
 
-def _empty(given: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype or given.dtype, device=given.device)
+def _empty(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype or values.dtype, device=values.device)
 
 
-# The forms that write into a tensor lead to torch_xla's own kernels still.
-def _extreme(into: Kernel, least: float) -> Kernel:
-    def kernel(given: torch.Tensor, dims: Dims = (), keepdim: bool = False) -> Any:
-        places = _places(given, dims)
-        found = into(given, places, keepdim, out=_empty(given))
-        if not given.is_floating_point() or not given.numel():
-            return found
-        # Of infinite numbers alone torch_xla gives the largest finite one.
-        return torch.where((given == least).all(places, keepdim), least, found)
+# The out= forms still call torch_xla's own kernels.
+def _extreme(xla_kernel: Kernel, identity: float) -> Kernel:
+    def kernel(values: torch.Tensor, dims: Dims = (), keepdim: bool = False) -> Any:
+        dims_used = _normalised_dims(values, dims)
+        extremes = xla_kernel(values, dims_used, keepdim, out=_empty(values))
+        if not values.is_floating_point() or not values.numel():
+            return extremes
+        # Where all values are infinite torch_xla returns the largest finite one.
+        return torch.where((values == identity).all(dims_used, keepdim), identity, extremes)
 
     return kernel
 
 
 def _sum(
-    given: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    values: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    counts = not (given.is_floating_point() or given.is_complex())
-    made = dtype or (torch.int64 if counts else given.dtype)
-    return _added(torch.sum, given, dims, keepdim, made)
+    is_integral = not (values.is_floating_point() or values.is_complex())
+    out_dtype = dtype or (torch.int64 if is_integral else values.dtype)
+    return _accumulate(torch.sum, values, dims, keepdim, out_dtype)
 
 
 def _mean(
-    given: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    values: torch.Tensor, dims: Dims, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    made = dtype or given.dtype
-    _check_floating("mean", made)
-    if not given.is_floating_point():
-        given = given.to(made)
-    return _added(torch.mean, given, dims, keepdim, made)
+    out_dtype = dtype or values.dtype
+    _check_floating("mean", out_dtype)
+    if not values.is_floating_point():
+        values = values.to(out_dtype)
+    return _accumulate(torch.mean, values, dims, keepdim, out_dtype)
 
 
-def _added(into: Kernel, given: torch.Tensor, dims: Dims, keepdim: bool, made: torch.dtype) -> Any:
-    by = torch.float32 if made in half_ops.TYPES else made
-    return into(given, _places(given, dims), keepdim, dtype=by, out=_empty(given, by)).to(made)
+def _accumulate(
+    xla_kernel: Kernel, values: torch.Tensor, dims: Dims, keepdim: bool, out_dtype: torch.dtype
+) -> Any:
+    compute_dtype = torch.float32 if out_dtype in half_ops.HALF_DTYPES else out_dtype
+    return xla_kernel(
+        values,
+        _normalised_dims(values, dims),
+        keepdim,
+        dtype=compute_dtype,
+        out=_empty(values, compute_dtype),
+    ).to(out_dtype)
 
 
-def _of_all(kernel: Kernel) -> Kernel:
-    """The form that takes no dimensions."""
+def _over_all_dims(kernel: Kernel) -> Kernel:
+    """Return the form of a kernel that takes no dimensions."""
 
-    def whole(given: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-        return kernel(given, None, dtype=dtype)
+    def full_reduction(values: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+        return kernel(values, None, dtype=dtype)
 
-    return whole
+    return full_reduction
 
 
-def _logsumexp(given: torch.Tensor, dims: Dims, keepdim: bool = False) -> Any:
-    if not given.is_floating_point():
-        given = given.to(torch.get_default_dtype())
-    places = _places(given, dims)
-    if not given.numel():
-        return torch.logsumexp(given, places, keepdim, out=_empty(given))
-    # Where all are infinite their largest cannot be taken from them.
-    most = given.amax(places, keepdim=True)
-    most = torch.where(most.abs() == torch.inf, 0, most)
-    shape = given.sum(places, keepdim=keepdim).shape
-    return ((given - most).exp().sum(places, keepdim=True).log() + most).reshape(shape).clone()
+def _logsumexp(values: torch.Tensor, dims: Dims, keepdim: bool = False) -> Any:
+    if not values.is_floating_point():
+        values = values.to(torch.get_default_dtype())
+    dims_used = _normalised_dims(values, dims)
+    if not values.numel():
+        return torch.logsumexp(values, dims_used, keepdim, out=_empty(values))
+    # An infinite maximum cannot be subtracted.
+    maximum = values.amax(dims_used, keepdim=True)
+    maximum = torch.where(maximum.abs() == torch.inf, 0, maximum)
+    shape = values.sum(dims_used, keepdim=keepdim).shape
+    return (
+        ((values - maximum).exp().sum(dims_used, keepdim=True).log() + maximum)
+        .reshape(shape)
+        .clone()
+    )
 
 
 def _vector_norm(
-    given: torch.Tensor,
+    values: torch.Tensor,
     order: float = 2,
     dims: Dims = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    _check_floating("a vector's norm", given.dtype)
-    dims, out = _places(given, dims), _empty(given, dtype)
-    return torch.linalg.vector_norm(given, order, dims, keepdim, dtype=dtype, out=out)
+    _check_floating("a vector's norm", values.dtype)
+    dims, out = _normalised_dims(values, dims), _empty(values, dtype)
+    return torch.linalg.vector_norm(values, order, dims, keepdim, dtype=dtype, out=out)
 
 
 def _norm(
-    given: torch.Tensor,
+    values: torch.Tensor,
     order: float | None,
     dims: Dims,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    return _vector_norm(given, 2 if order is None else order, dims, keepdim, dtype=dtype)
+    return _vector_norm(values, 2 if order is None else order, dims, keepdim, dtype=dtype)
 
 
-def _deviation(into: Kernel, *names: str) -> Kernel:
+def _deviation(xla_kernel: Kernel, *names: str) -> Kernel:
     def kernel(
-        given: torch.Tensor,
+        values: torch.Tensor,
         dims: Dims = None,
         *,
         correction: float | None = None,
         keepdim: bool = False,
     ) -> Any:
-        _check_floating("a variance or deviation", given.dtype)
-        outs = {name: _empty(given) for name in names}
-        return into(given, _places(given, dims), correction=correction, keepdim=keepdim, **outs)
+        _check_floating("a variance or deviation", values.dtype)
+        outs = {name: _empty(values) for name in names}
+        return xla_kernel(
+            values, _normalised_dims(values, dims), correction=correction, keepdim=keepdim, **outs
+        )
 
     return kernel
 
 
-def _count_nonzero(given: torch.Tensor, dims: Any = None) -> torch.Tensor:
-    return (given != 0).sum(dims)
+def _count_nonzero(values: torch.Tensor, dims: Any = None) -> torch.Tensor:
+    return (values != 0).sum(dims)
 
 
 _KERNELS: dict[str, Kernel] = {
@@ -166,14 +188,14 @@ _KERNELS: dict[str, Kernel] = {
     "linalg_vector_norm": _vector_norm,
     "logsumexp": _logsumexp,
     "max": _extreme(torch.amax, -torch.inf),
-    "mean": _of_all(_mean),
+    "mean": _over_all_dims(_mean),
     "mean.dim": _mean,
     "min": _extreme(torch.amin, torch.inf),
     "norm.ScalarOpt_dim": _norm,
     "norm.ScalarOpt_dim_dtype": _norm,
     "std.correction": _deviation(aten.std.correction_out, "out"),
     "std_mean.correction": _deviation(aten.std_mean.correction_out, "out0", "out1"),
-    "sum": _of_all(_sum),
+    "sum": _over_all_dims(_sum),
     "sum.dim_IntList": _sum,
     "var.correction": _deviation(aten.var.correction_out, "out"),
     "var_mean.correction": _deviation(aten.var_mean.correction_out, "out0", "out1"),

@@ -1,4 +1,4 @@
-"""Kernels of ours in the places of torch_xla's, and what they compute with."""
+"""Registration of kernels in place of torch_xla's, and the constants that they use."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,26 +8,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from accbench.engines.xla import importing
+from accbench.engines.xla import lazy_import
 
-# Kept, for their end would take the kernels back.
-_libraries: list[torch.library.Library] = []
+# Kept alive: a library that is collected takes its kernels back.
+_LIBRARIES: list[torch.library.Library] = []
 
 
 def replace(kernels: Mapping[str, Callable[..., Any]], *keys: str) -> None:
-    """For all that is computed on XLA's device in this process.
+    """Register kernels for XLA's device in this process.
 
     Args:
         kernels: by torch's name of the operation, without `aten::`.
-        keys: "XLA", or "AutogradXLA" for what is differentiated operation by operation. Under
-            `torch.inference_mode` the first alone is looked at. Kernels for it have views without
-            what torch_xla 2.8 else has around them: no permutation of a permutation, whose values
-            are wrong, and no view as a result, into which nothing can be copied then.
+        keys: dispatch keys: "XLA", or "AutogradXLA" for what is differentiated operation by
+            operation. Under `torch.inference_mode` only the first is looked up. Kernels for
+            "XLA" get views without the handling that torch_xla 2.8 otherwise adds: they must not
+            permute a permutation, whose values are wrong, nor return a view, into which nothing
+            can be copied then. So they clone.
     """
-    importing.torch_xla()  # or its kernels would come after ours
+    lazy_import.torch_xla()  # first, or its kernels would replace ours
     library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
-    with warnings.catch_warnings():  # of kernels that are replaced
+    _LIBRARIES.append(library)
+    with warnings.catch_warnings():  # about kernels that are replaced
         warnings.simplefilter("ignore", UserWarning)
         for name, kernel in kernels.items():
             for key in keys:
@@ -35,13 +36,18 @@ def replace(kernels: Mapping[str, Callable[..., Any]], *keys: str) -> None:
 
 
 def constant(device: torch.device, make: Callable[..., np.ndarray], *args: Any) -> torch.Tensor:
-    """`make(*args)` on the device; sent once, for what is sent anew is another input of a graph."""
-    kept = _constant(device, make, *args)
-    # Or there would be no views of it, see `Engine.calling`.
-    return kept.clone() if torch.is_inference_mode_enabled() else kept
+    """Return `make(*args)` on the device.
+
+    It is sent once, for a tensor that is sent again is another input of the graph.
+    """
+    tensor = _cached_constant(device, make, *args)
+    # An inference tensor made outside has no views here, see `Engine.calling`.
+    return tensor.clone() if torch.is_inference_mode_enabled() else tensor
 
 
 @cache
-def _constant(device: torch.device, make: Callable[..., np.ndarray], *args: Any) -> torch.Tensor:
+def _cached_constant(
+    device: torch.device, make: Callable[..., np.ndarray], *args: Any
+) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.from_numpy(make(*args)).to(device)

@@ -268,14 +268,14 @@ def adaptive_avg_pool(self: Any, output_size: Sizes) -> Any:
         over = tuple(range(self.ndim - len(output_size), self.ndim))
         return jnp.mean(self, over, opmath(self.dtype), keepdims=True).astype(self.dtype)
     pairs = zip(sizes, output_size, strict=True)
-    return apply_matrices(self, [resampling.averaging(n, m) for n, m in pairs])
+    return apply_matrices(self, [resampling.adaptive_average(n, m) for n, m in pairs])
 
 
 def _adaptive_avg_backward(rank: int) -> Any:
     def row(grad_output: Any, self: Any) -> Any:
         old, new = self.shape[-rank:], grad_output.shape[-rank:]
         pairs = zip(old, new, strict=True)
-        return apply_matrices(grad_output, [resampling.averaging(n, m).T for n, m in pairs])
+        return apply_matrices(grad_output, [resampling.adaptive_average(n, m).T for n, m in pairs])
 
     return row
 
@@ -294,7 +294,7 @@ def _adaptive_max(rank: int) -> Any:
         x, sizes = self, self.shape[leading:]
         flat: Any = np.zeros((), np.int64)
         for axis, (size, output) in enumerate(zip(sizes, output_size, strict=True)):
-            bounds = resampling.windows(size, output)
+            bounds = resampling.adaptive_windows(size, output)
             longest = max(end - begin for begin, end in bounds)
             indices = np.array([[min(b + j, e - 1) for j in range(longest)] for b, e in bounds])
             # Axes (out, in window) of this axis follow those of the axes before it.

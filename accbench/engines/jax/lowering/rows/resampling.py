@@ -15,7 +15,7 @@ import numpy as np
 from accbench.engines.jax.lowering.rows.pooling import apply_matrices
 from accbench.engines.jax.lowering.table import lowering
 from accbench.engines.xla_common import resampling
-from accbench.engines.xla_common.resampling import Matrix, Scale
+from accbench.engines.xla_common.resampling import MatrixBuilder, Scale
 
 
 def _scales(scales: Sequence[Scale] | None, rank: int) -> list[Scale]:
@@ -29,13 +29,13 @@ def _sizes(input: Any, output_size: Any, factors: Any, rank: int) -> list[int]:
 
 
 def _matrices(
-    matrix: Matrix, old: Sequence[int], new: Sequence[int], align_corners: bool, scales: Any
+    matrix: MatrixBuilder, old: Sequence[int], new: Sequence[int], align_corners: bool, scales: Any
 ) -> list[np.ndarray]:
     each = zip(old, new, _scales(scales, len(old)), strict=True)
     return [matrix(n, m, align_corners, scale) for n, m, scale in each]
 
 
-def _register_weighted(name: str, matrix: Matrix, rank: int) -> None:
+def _register_weighted(name: str, matrix: MatrixBuilder, rank: int) -> None:
     def forward(self: Any, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Any:
         old = self.shape[-rank:]
         return apply_matrices(self, _matrices(matrix, old, output_size, align_corners, scales))
@@ -89,7 +89,7 @@ def _register_nearest(name: str, offset: float, rank: int) -> None:
     lowering(f"aten.{name}_backward.default")(backward)
 
 
-for _name, (_weights, _rank) in resampling.MIXING.items():
+for _name, (_weights, _rank) in resampling.INTERPOLATIONS.items():
     _register_weighted(_name, _weights, _rank)
-for _name, (_offset, _rank) in resampling.PICKING.items():
+for _name, (_offset, _rank) in resampling.NEAREST.items():
     _register_nearest(_name, _offset, _rank)

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.xla
 PROGRAM = """
 import inspect, json, os, sys
 os.environ["PJRT_DEVICE"] = "CPU"
-from accbench.engines.xla import importing
-torch_xla = importing.torch_xla()
+from accbench.engines.xla import lazy_import
+torch_xla = lazy_import.torch_xla()
 import torch
 def is_there(): return "torch._inductor.lowering" in sys.modules
 first, finders = is_there(), [type(finder).__name__ for finder in sys.meta_path]
@@ -24,7 +24,7 @@ net = torch.nn.Linear(4, 4)
 expected = net(torch.ones(2, 4)).detach()
 compiled = torch.compile(net.to("xla"), backend="openxla")
 away = float((compiled(torch.ones(2, 4).to("xla")).cpu() - expected).abs().max())
-print(json.dumps([first, finders, away, is_there(), torch_xla is importing.torch_xla()]))
+print(json.dumps([first, finders, away, is_there(), torch_xla is lazy_import.torch_xla()]))
 """
 
 
