@@ -1,0 +1,30 @@
+"""Docstrings begin with a sentence: a verb first."""
+
+import ast
+
+import pytest
+
+from benchmarks import structure
+from tests.conftest import ROOT
+
+TREES = structure.modules(ROOT / "accbench")
+
+
+@pytest.mark.parametrize("room", sorted({name.split(".")[0] for name in TREES if name}))
+def test_first_words_are_verbs(room):
+    """Properties are noun phrases by right."""
+    trees = {name: tree for name, tree in TREES.items() if name.split(".")[0] == room}
+    words = [*structure.first_words(trees)]
+    fragments = [word for word in words if structure.is_fragment(word)]
+    assert len(fragments) <= 0.01 * len(words), fragments
+
+
+def test_two_classes_do_not_share_a_name():
+    # A kind of plug-in has one name in each of its files, and so have its options.
+    shared = {"Engine", "Source", "Launcher", "Family", "Optimizer", "Options"}
+    places: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name not in shared:
+                places.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
