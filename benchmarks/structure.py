@@ -18,7 +18,7 @@ from pathlib import Path
 NO_VERBS = frozenset({
     "A", "All", "An", "And", "Any", "As", "At", "Before", "Behind", "Beside", "Between",
     "Both", "By", "Each", "Every", "For", "From", "How", "If", "In", "Its", "Like",
-    "Likewise", "Many", "More", "Most", "Name", "Names", "No", "None", "Not", "Number",
+    "Likewise", "Many", "More", "Most", "Names", "No", "None", "Not", "Number",
     "Numbers", "Of", "On", "One", "Only", "Or", "Other", "Others", "Part", "Parts", "Some",
     "Such", "That", "The", "Their", "These", "They", "This", "Those", "Through", "To",
     "What", "When", "Where", "Whether", "Which", "Who", "Whose", "With",
@@ -78,7 +78,7 @@ def first_words(trees: dict[str, ast.Module]) -> Iterator[str]:
 
 def is_fragment(word: str) -> bool:
     """Return whether a docstring that begins with this word is no sentence with a verb first."""
-    return word in NO_VERBS or not re.fullmatch(r"[A-Z][a-z]+(-[a-z]+)?,?", word)
+    return word in NO_VERBS or not re.fullmatch(r"[A-Z][a-z]+(-[a-z]+)?[,;]?", word)
 
 
 def num_methods(tree: ast.Module, class_name: str) -> tuple[int, int]:

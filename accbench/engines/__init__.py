@@ -85,16 +85,16 @@ class Engine(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def find_device(cls, requested: str) -> str:
-        """`--device` as cpu, cuda or tpu; auto is the accelerator that is there."""
+        """Return `--device` as cpu, cuda or tpu; auto is the accelerator that this machine has."""
 
     @classmethod
     @abc.abstractmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
-        """Why this task cannot run here, and what to do; None if it can."""
+        """Return why this task cannot run here and what to do, or None if it can."""
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
-        """Environment that a worker's process starts with."""
+        """Return environment variables that a worker's process starts with."""
         return {}
 
     # In the worker.
@@ -123,15 +123,15 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The task's, with its state made, so that the first step is like every other."""
+        """Build the task's optimizer with its state, so that the first step is like every other."""
 
     @abc.abstractmethod
     def to_device(self, batch: Batch) -> Batch:
-        """One batch from the host to the device."""
+        """Copy one batch from the host to the device."""
 
     @abc.abstractmethod
     def stream(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches on the device, copied while the step before computes where that can be."""
+        """Yield batches on the device, copied while the step before computes where that can be."""
 
     @abc.abstractmethod
     def run_step(
@@ -169,29 +169,29 @@ class Engine(abc.ABC):
         """Peak of the device's allocator; on a CPU, of the process's resident size."""
 
     def seed(self, seed: int) -> None:
-        """Where the model's own random numbers begin, dropout's for one; another on each rank."""
+        """Seed the model's own random numbers, such as dropout's; each rank has another seed."""
         torch.manual_seed(seed)
 
     def rng_state(self) -> Tensors:
-        """Where the model's own random numbers are: name -> (n,) uint8 on the host."""
+        """Return the state of the model's own random numbers: name -> (n,) uint8 on the host."""
         return {"torch": torch.get_rng_state()}
 
     def load_rng_state(self, states: Tensors) -> None:
-        """Go on from there; a generator without a state in it stays where it is."""
+        """Load what `rng_state` returned; a generator without a state in it stays as it is."""
         if "torch" in states:
             torch.set_rng_state(states["torch"])
 
     def gather_state(self) -> None:  # noqa: B027
-        """All ranks call it before one of them alone reads the training state."""
+        """Prepare all ranks for one of them to read the training state; every rank calls it."""
 
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """All that training changes, on the host; `net` is what `prepare` was given."""
+        """Return all that training changes, on the host; `net` is what `prepare` was given."""
         return state.read(net, optimizer, self.precision.scaler)
 
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
     ) -> None:
-        """Go on from a state that this or another engine has read.
+        """Load a state that this or another engine has read.
 
         Raises:
             NotLoadableError: it does not fit.
@@ -200,11 +200,11 @@ class Engine(abc.ABC):
         self.end_step()  # or the next step would have the copies in it
 
     def compile_stats(self) -> CompileStats:
-        """Counts of the compiler; zeros where there is none."""
+        """Return the compiler's counts; zeros where there is none."""
         return CompileStats()
 
     def left_compiler(self) -> list[str]:
-        """What the compiler did not take of the first steps, with its place in the model."""
+        """Return what the compiler left to PyTorch in the first steps, with the model's line."""
         return []
 
     def start_profile(self, folder: Path, expected_s: float) -> Callable[[], None]:
@@ -217,7 +217,7 @@ class Engine(abc.ABC):
         return lambda: None
 
     def close(self) -> None:
-        """Let go of the device."""
+        """Release the device."""
         return
 
     # The same for all.
@@ -232,7 +232,7 @@ class Engine(abc.ABC):
         tied_parameters.refuse_shared_memory(net)
 
     def prepared(self, net: nn.Module) -> nn.Module:
-        """`prepare`, after which the same parameters and buffers must be one tensor as before.
+        """Call `prepare`, and check that the same parameters and buffers are tied as before.
 
         Raises:
             RequestError: parameters share memory in a way that cannot be kept, or none trains.
@@ -253,7 +253,7 @@ class Engine(abc.ABC):
         return model
 
     def device_batches(self, loader: Any) -> Generator[Batch, None, None]:
-        """The loader's batches on the device; those of a resident loader are copied once.
+        """Yield the loader's batches on the device; those of a resident loader are copied once.
 
         Close it when leaving early: the copying behind it ends there.
         """

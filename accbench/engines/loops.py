@@ -40,22 +40,22 @@ class LoopEngine(Engine):
 
     @abc.abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
-        """The forward pass runs in this."""
+        """Return the context that the forward pass runs in."""
 
     @abc.abstractmethod
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Gradients of the (scaled) loss; `retain_graph` as `torch.Tensor.backward` has it."""
+        """Compute gradients of the scaled loss, as `torch.Tensor.backward` does."""
 
     @abc.abstractmethod
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients over ranks, unscale, step; nothing on overflow."""
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes in this average nothing yet: `apply_gradients` will."""
+        """Return a context in which backward passes average nothing; `apply_gradients` will."""
         return nullcontext()
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """`--clip_norm`, of gradients that are averaged and unscaled; does not wait."""
+        """Clip averaged, unscaled gradients to `--clip_norm`; does not wait."""
         if self.task.clip_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self.task.clip_norm)
@@ -63,18 +63,18 @@ class LoopEngine(Engine):
     # For a loop of a user's own: how it calls the model, and `apply_gradients` in parts.
 
     def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The loop's calls of what `prepare` gave run in this."""
+        """Return the context that the loop's calls of the prepared model run in."""
         return self.autocast()
 
     def given(self, batch: Batch) -> Batch:
-        """A batch on the device, as the loop may do anything with."""
+        """Return a batch on the device in a form that the loop may do anything with."""
         return batch
 
     def leave_batches(self) -> None:  # noqa: B027
-        """The loop has left a pass over a loader, maybe in the middle of a step."""
+        """Note that the loop has left a pass over a loader, maybe in the middle of a step."""
 
     def results(self, nest: Any) -> Any:
-        """What the model has returned, as the loop may do anything with."""
+        """Return the model's output in a form that the loop may do anything with."""
         return nest
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -126,7 +126,7 @@ _CACHES = {
 
 
 def _of_user() -> dict[str, Any]:
-    """What a container's user may lack, without a word on who it is and where."""
+    """Return what this process's user lacks: a name, a home, a temporary folder, shared memory."""
     shared = shared_memory.sizes()
     caches = "run" if cache_folders.temporary() is None else "temporary"
     return {

@@ -27,7 +27,7 @@ from accbench.recording.terminal import log
 
 
 def peak_resident_bytes() -> int:
-    """The process's peak resident size; getrusage counts KiB, on macOS bytes."""
+    """Return the process's peak resident size in bytes; getrusage counts KiB, on macOS bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -100,7 +100,7 @@ class Engine(LoopEngine):
         return self._in_channels_last(self.strategy.wrap(self._moved(model)))
 
     def _in_channels_last(self, net: nn.Module) -> nn.Module:
-        """What `prepare` gives; contiguous from its first call on, if it cannot be this."""
+        """Keep a network in channels_last, or contiguous if its first call needs that."""
 
         def give_in() -> None:
             self.memory_format = torch.contiguous_format
@@ -130,7 +130,7 @@ class Engine(LoopEngine):
         return model
 
     def _forget_compiled(self) -> None:
-        """What was compiled for parameters in channels_last."""
+        """Forget code that was compiled for parameters in channels_last."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         entry = optimizers.of_task(self.task)

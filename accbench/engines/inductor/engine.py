@@ -189,7 +189,7 @@ class Engine(ddp.Engine):
         return model
 
     def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
-        """What compiles a graph that dynamo has found; counts graphs, and how often they run."""
+        """Return the function that compiles dynamo's graphs; it counts graphs and their runs."""
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -248,7 +248,7 @@ class Engine(ddp.Engine):
 
     @contextlib.contextmanager
     def _compiling_alone(self) -> Iterator[None]:
-        """On a CPU one worker compiles, and the others then load what it made.
+        """Let one worker compile on a CPU, and the others then load what it made.
 
         They would all compile the same graph at once otherwise, on the same cores. On
         CUDA a graph names its device, so that no worker could load another's.

@@ -254,7 +254,7 @@ class Engine(engines.Engine):
         return torch.autocast("cpu", self.precision.autocast_dtype, cache_enabled=False)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """In a capture: that of the device which is to compute."""
+        """Enter autocast of the device that is to compute, in a capture."""
         if self.precision.autocast_dtype is None:
             return nullcontext()
         lean = self.options.lean == "on" or (
@@ -272,7 +272,7 @@ class Engine(engines.Engine):
         self, step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,
         optimizer: torch.optim.Optimizer, batch: engines.Batch,
     ) -> torch.Tensor:  # fmt: skip
-        """The same step as `step` takes, as one function; `step` is not called."""
+        """Run the step that `step` takes as one jitted function; `step` is not called."""
         from accbench.engines.jax import arrays, capture
 
         self._mirror.sync_from_torch()
@@ -306,13 +306,13 @@ class Engine(engines.Engine):
     def _key(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
     ) -> Any:
-        """What a captured step holds for, numbers and functions of the model's among it."""
+        """Return a key of all that a captured step holds for, Python's state too."""
         if self._python is None or self._python.model is not model:
             self._python = python_state.PythonStateWatch(model, [spec.loss])
         return _signature(model, optimizer, batch), self._python.state_id()
 
     def _settle(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
-        """Have the model make the buffers that it makes for batches of this size."""
+        """Run the model once, so that it makes its buffers for batches of this size."""
         from accbench.engines.jax import capture
 
         self._bring_back()
@@ -411,7 +411,7 @@ class Engine(engines.Engine):
         self, saved: python_state.PythonSnapshot, model: nn.Module, spec: Any,
         optimizer: torch.optim.Optimizer, batch: engines.Batch, arguments: tuple[Any, ...],
     ) -> tuple[str, tuple[int, ...]] | None:  # fmt: skip
-        """What tells the step from others, and what it reads beside; None where nothing does."""
+        """Return the step's key in the cache and its extra inputs, or None without a key."""
         from accbench.engines.jax import fingerprint, step_cache
 
         part = nested.chunks(batch, self.task.accumulate)[0]
@@ -431,7 +431,7 @@ class Engine(engines.Engine):
         self, name: tuple[str, tuple[int, ...]], arguments: tuple[Any, ...],
         build: Callable[[], tuple[Any, list[int]]],
     ) -> tuple[Any, list[int]]:  # fmt: skip
-        """As `build` gives it, from the cache's folder where it is there."""
+        """Load the step from the cache's folder, or build it."""
         from accbench.engines.jax import step_cache
 
         if self._cache.startswith("off"):
@@ -443,7 +443,7 @@ class Engine(engines.Engine):
     def _function(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
     ) -> tuple[Any, list[int]]:
-        """The jitted step, and how many tensors a forward pass reads of each of `beside`."""
+        """Build the jitted step, and count what a forward pass reads of each extra input."""
         from accbench.engines.jax import capture, lowering, step
 
         # A part of the batch is what the model sees.
@@ -593,7 +593,7 @@ _ON_CPU_ALONE = (
 
 
 def _signature(model: nn.Module, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> Any:
-    """What a captured step holds for."""
+    """Return a key of shapes, modes and settings that a captured step holds for."""
     return (
         nested.signature(batch),
         tuple((tuple(tensor.shape), tensor.dtype) for tensor in extra_inputs.tensors()),
@@ -605,7 +605,7 @@ def _signature(model: nn.Module, optimizer: torch.optim.Optimizer, batch: engine
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Of a group, what a schedule does not change."""
+    """Return the entries of a parameter group that no schedule changes."""
     return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
 
 

@@ -30,9 +30,12 @@ class Engine(inductor.Engine):
     compiler = "xla"
 
     def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
-        """
+        """Open the engine with the options of engine jax.
+
         Args:
+            task: the run's.
             options: the engine jax's.
+            topology: the ranks.
         """
         super().__init__(
             task,
@@ -108,7 +111,7 @@ class Engine(inductor.Engine):
         return super().compile_stats() + engines.CompileStats(compile_s=self._backward_s)
 
     def _function(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The graph, compiled: torch's tensors to torch's tensors."""
+        """Compile the graph to a function from torch's tensors to torch's tensors."""
         import jax
 
         from accbench.engines.jax import arrays, lowering
@@ -187,7 +190,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _random(draws: bool) -> Any:
-    """(2,) uint32, the data of a key: torch's next numbers, where there is something to draw."""
+    """Draw the data of a key, (2,) uint32, from torch's generator if the graph draws anything."""
     import numpy as np
 
     if not draws:

@@ -35,7 +35,7 @@ class JaxTracingEngine(engine.Engine):
         return data_mesh.AbstractDataMesh(self.topology, self.options.shard)
 
     def lowered(self, model: Any, spec: Any, optimizer: Any, batch: Any) -> Any:
-        """The step, as JAX has it before it is compiled."""
+        """Lower the step to the form that JAX has before it compiles."""
         self._mirror.sync_from_torch()
         arguments = self._arguments(optimizer, batch)
         function, _ = self._function(model, spec, optimizer, batch)
