@@ -11,7 +11,7 @@ from accbench.distributed import process_group
 def somewhere(parameters: Iterable[nn.Parameter]) -> list[bool]:
     """Whether each has a gradient on some rank; asks all of them."""
     has = torch.tensor([parameter.grad is not None for parameter in parameters])
-    return [bool(one) for one in torch.stack(process_group.gather_tensor(has)).any(0)]
+    return [bool(one) for one in torch.stack(process_group.all_gather_tensor(has)).any(0)]
 
 
 def with_gradients(parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from accbench.config import TaskConfig, amp_level
-from accbench.distributed.process_group import Topology, from_rank0_tensor, gather_values
+from accbench.distributed.process_group import Topology, all_gather_values, broadcast_tensor
 from accbench.engines.common import (
     activation_checkpointing,
     complex_parameters,
@@ -383,7 +383,7 @@ class Engine(abc.ABC):
             return
         with torch.no_grad():
             for buffer in model_state.saved_buffers(net):
-                buffer.copy_(from_rank0_tensor(buffer.cpu()))
+                buffer.copy_(broadcast_tensor(buffer.cpu()))
         model_state.share(net)
         self.end_step()
 
@@ -399,7 +399,7 @@ class Engine(abc.ABC):
         expected = (world_size + 1) / 2  # mean of 1..world_size
         averaged = self.averaged_probe(float(self.topology.rank + 1))
         wrong = [value for value in averaged if abs(value - expected) > 1e-6]
-        of_ranks = [rank for rank, (bad,) in enumerate(gather_values([len(wrong)])) if bad]
+        of_ranks = [rank for rank, (bad,) in enumerate(all_gather_values([len(wrong)])) if bad]
         if of_ranks:
             raise ReductionError(
                 f"gradients are not averaged over the {world_size} ranks ({self.collectives}): "

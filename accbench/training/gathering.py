@@ -63,13 +63,13 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
 
 
 def _all_gather(local: torch.Tensor) -> list[torch.Tensor]:
-    facts = process_group.gather_names(f"{tuple(local.shape[1:])} of {local.dtype}")
+    facts = process_group.all_gather_strings(f"{tuple(local.shape[1:])} of {local.dtype}")
     if len(set(facts)) > 1:
         raise RequestError(
             f"run.gather: workers have tensors of {', '.join(sorted(set(facts)))}; all but the "
             "first dimension must be the same"
         )
-    lengths = [int(n) for (n,) in process_group.gather_values([float(len(local))])]
+    lengths = [int(n) for (n,) in process_group.all_gather_values([float(len(local))])]
     longest = max(lengths)
     # Gloo supports bytes, but neither complex numbers nor all types of 8 and 16 bits.
     real = torch.view_as_real(local) if local.is_complex() else local

@@ -130,7 +130,7 @@ class Mirror:
         """Of an array that may be parted between the workers, who all call this."""
         part = arrays.tensor_of(self._workers.here(array))
         axis = self._workers.axis_of(array.shape)
-        return part if axis is None else torch.cat(process_group.gather_tensor(part), axis)
+        return part if axis is None else torch.cat(process_group.all_gather_tensor(part), axis)
 
     def whole(self, key: str) -> list[jax.Array]:
         """All of the arrays of `state[key]`, on the device; all workers call it."""

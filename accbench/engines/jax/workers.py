@@ -41,7 +41,7 @@ def meet(topology: Topology, device: str, timeout_s: float) -> None:
     """
     if topology.world_size == 1 or jax.distributed.is_initialized():
         return
-    own = process_group.own_address()
+    own = process_group.local_address()
     if device == "cpu":
         _reduce_at(own)
     with _address(topology, own) as address:
@@ -82,7 +82,7 @@ def _address(topology: Topology, own: str) -> Iterator[str]:
             listener.bind((own, 0))
             host = f"[{own}]" if ":" in own else own
             address = f"{host}:{listener.getsockname()[1]}"
-        address = process_group.from_rank0(address)
+        address = process_group.broadcast_value(address)
         stack.close()  # just before JAX listens there
         assert isinstance(address, str)
         yield address
