@@ -25,14 +25,15 @@ class Source(data.Source):
 
         num_classes: int | None = flag(
             None,
-            "Number of classes. Unset: the largest label plus one, for which all headers are read once.",
+            "Number of classes. Unset: the largest label plus one, for which all headers are read "
+            "once.",
             minimum=1,
         )
         augment: Literal["crop", "flip", "part", "none"] = flag(
             "crop",
-            "crop: a random part, mirrored at random. flip: the whole image, mirrored at random, for "
-            "aligned faces. part: a random 70 % or more of it, not mirrored, for digits. none: the "
-            "whole image.",
+            "crop: a random part, mirrored at random. flip: the whole image, mirrored at random, "
+            "for aligned faces. part: a random 70 % or more of it, not mirrored, for digits. "
+            "none: the whole image.",
         )
 
     @classmethod

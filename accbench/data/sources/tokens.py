@@ -38,8 +38,8 @@ class Source(data.Source):
 
         vocab_size: int | None = flag(
             None,
-            "Size of the vocabulary. Unset: 257 for text; for arrays the highest token plus one, for "
-            "which all tokens are read once.",
+            "Size of the vocabulary. Unset: 257 for text; for arrays the highest token plus one, "
+            "for which all tokens are read once.",
             minimum=1,
             maximum=_MAX_TOKENS,
         )

@@ -57,9 +57,9 @@ class Engine(engines.Engine):
 
         channels_last: bool = flag(
             True,
-            "Keep images and weights as NHWC in memory, the fastest layout for convolutions. A model "
-            "that joins channels and pixels by `view` still gets NCHW. A script decides memory "
-            "formats itself.",
+            "Keep images and weights as NHWC in memory, the fastest layout for convolutions. A "
+            "model that joins channels and pixels by `view` still gets NCHW. A script decides "
+            "memory formats itself.",
         )
         find_unused_parameters: bool = flag(
             False,

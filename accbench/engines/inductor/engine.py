@@ -119,8 +119,8 @@ class Engine(ddp.Engine):
         )
         dynamic: Literal["off", "auto", "on"] = flag(
             "off",
-            "Compile for sizes that may change. off: compile again for each size. auto: compile for "
-            "any size once a second size comes. on: compile for any size from the start.",
+            "Compile for sizes that may change. off: compile again for each size. auto: compile "
+            "for any size once a second size comes. on: compile for any size from the start.",
         )
         cache_dir: str | None = flag(
             None,

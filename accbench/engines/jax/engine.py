@@ -64,8 +64,9 @@ class Engine(engines.Engine):
         )
         torch_kernels: Literal["on", "off"] = flag(
             "on",
-            "On a CPU, let XLA's program call torch's kernels (oneDNN, MKL) for convolutions, large "
-            "matrix products, attention and max-pooling, as on a GPU it calls cuDNN and cuBLAS.",
+            "On a CPU, let XLA's program call torch's kernels (oneDNN, MKL) for convolutions, "
+            "large matrix products, attention and max-pooling, as on a GPU it calls cuDNN and "
+            "cuBLAS.",
         )
         channels_last: Literal["auto", "on", "off"] = flag(
             "auto",
@@ -83,7 +84,8 @@ class Engine(engines.Engine):
         )
         products_for_small_images: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Compute convolutions with at most nine output pixels as matrix products. auto: on a CPU.",
+            "Compute convolutions with at most nine output pixels as matrix products. auto: on a "
+            "CPU.",
         )
         weights_by_image: Literal["auto", "on", "off"] = flag(
             "auto",
@@ -96,13 +98,14 @@ class Engine(engines.Engine):
         )
         lean: Literal["auto", "on", "off"] = flag(
             "auto",
-            "In 16 bits, compute BatchNorm with its ReLU, and attention, by accbench's own functions "
-            "that move fewer bytes, with CUDA's casts. auto: on CUDA.",
+            "In 16 bits, compute BatchNorm with its ReLU, and attention, by accbench's own "
+            "functions that move fewer bytes, with CUDA's casts. auto: on CUDA.",
         )
         evaluation: Literal["auto", "compiled", "eager"] = flag(
             "auto",
-            "Evaluate by compiled functions on the device, or by torch on the host. auto: compiled, "
-            "except on a CPU, where torch's operations are as fast and need no compilation.",
+            "Evaluate by compiled functions on the device, or by torch on the host. auto: "
+            "compiled, except on a CPU, where torch's operations are as fast and need no "
+            "compilation.",
         )
         flags: str = flag(
             "",
