@@ -156,7 +156,7 @@ def measure(
     host_s: list[list[float]] = [[], []]
     for number in range(turns):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            process_group.gather_values([0.0])  # no rank begins before the others are done
+            process_group.all_gather_values([0.0])  # no rank begins before the others are done
             started, host_started = time.perf_counter(), time.thread_time()
             sides[side](num_steps)
             wall_s[side].append(time.perf_counter() - started)
@@ -199,7 +199,7 @@ def worker(flags: argparse.Namespace) -> None:
         )
     )  # fmt: skip
     apply_environment(task, topology)
-    process_group.start(topology, task.device, task.timeout_s)
+    process_group.init_distributed(topology, task.device, task.timeout_s)
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
     source = plugins.load("data", "synthetic")(None, task, task.options["synthetic"], topology)
     spec = models.of_task(task)

@@ -35,7 +35,7 @@ def run_setting(base: Path, name: str, seeds: list[int], engines: list[str], ran
 
     num_workers = SETTINGS[name].num_workers
     topology = Topology(rank, rank, num_workers, num_workers)
-    process_group.start(topology, "cpu", 300)
+    process_group.init_distributed(topology, "cpu", 300)
     for seed in seeds:
         _run_seed(base, name, seed, engines, topology)
     process_group.close()
@@ -50,10 +50,10 @@ def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: An
     at = folder_of(base, name, seed, "reference")
     if rank == 0 and not (at / reference_pass.FOLDER).exists():
         reference_pass.run(_task(name, seed, "ddp", at, topology), num_workers)
-    process_group.from_rank0(0)
+    process_group.broadcast_value(0)
     for engine in engines:
         folder = folder_of(base, name, seed, engine)
-        if process_group.from_rank0(int(folder.exists())):
+        if process_group.broadcast_value(int(folder.exists())):
             continue
         plugins.load("engines", engine.partition(":")[0])
         if engine == "inductor":

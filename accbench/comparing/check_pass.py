@@ -324,4 +324,4 @@ class CheckPass:
 
 
 def _gather(values: list[float]) -> list[list[float]]:
-    return process_group.gather_values(values)
+    return process_group.all_gather_values(values)

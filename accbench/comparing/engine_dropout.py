@@ -12,7 +12,7 @@ from torch import nn
 
 from accbench.comparing import update_rules
 from accbench.data import nested
-from accbench.distributed.process_group import Topology, gather_values
+from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.engines import Batch, Engine
 
 # Elements of each probability's mask; enough to tell rates that differ by about a hundredth.
@@ -92,7 +92,7 @@ def find_problem(
         )
     ]
     # Ranks see the same averages unless the averaging is wrong; then only some may see a problem.
-    any_rank = any(bad for (bad,) in gather_values([float(bool(problems))]))
+    any_rank = any(bad for (bad,) in all_gather_values([float(bool(problems))]))
     return problems[0] if problems else ("its ranks differ" if any_rank else None)
 
 

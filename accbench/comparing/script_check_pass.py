@@ -114,7 +114,7 @@ class _StepCheck(StepListener):
 
     def raise_on_all_ranks(self, problem: str | None) -> None:
         """Raise NotLoadableError on all ranks if any rank has a problem."""
-        has_problem = process_group.gather_values([float(problem is not None)])
+        has_problem = process_group.all_gather_values([float(problem is not None)])
         if any(n for (n,) in has_problem):
             raise NotLoadableError(problem or "another rank could not load its state")
 
@@ -287,9 +287,11 @@ def _write(
 ) -> None:  # fmt: skip
     """Record distances, the largest of any rank; all ranks call this."""
     names = sorted(measured)
-    rank_distances = process_group.gather_values([0.0, *(measured[name] for name in names)])
+    rank_distances = process_group.all_gather_values([0.0, *(measured[name] for name in names)])
     _, *furthest = [max(values, key=abs) for values in zip(*rank_distances, strict=True)]
-    losses = [value for (value,) in process_group.gather_values([0.0 if loss is None else loss])]
+    losses = [
+        value for (value,) in process_group.all_gather_values([0.0 if loss is None else loss])
+    ]
     record = records.NumericsRecord(
         phase,
         step,
@@ -304,5 +306,5 @@ def _num_parameters_apart(state: TrainingState, model: nn.Module) -> int:
     """Count the parameters that are not bitwise equal on all ranks."""
     names = sorted(dict(model.named_parameters()))
     sums = [float(zlib.crc32(state.model[n].contiguous().numpy().tobytes())) for n in names]
-    rank_sums = zip(*process_group.gather_values(sums), strict=True)
+    rank_sums = zip(*process_group.all_gather_values(sums), strict=True)
     return sum(len(set(values)) > 1 for values in rank_sums)

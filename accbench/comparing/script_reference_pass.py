@@ -199,7 +199,7 @@ def _run_and_store(task: TaskConfig, topology: Topology, logger: RunLogger) -> N
 
     run_script(task, topology, engine, watch)
     for step, loss in enumerate(writers[0].losses):
-        losses = [value for (value,) in process_group.gather_values([loss])]
+        losses = [value for (value,) in process_group.all_gather_values([loss])]
         record = records.NumericsRecord(
             "reference", step + 1, {}, records.finite_or_none(sum(losses) / len(losses)),
             note=DRAWS_OTHERWISE if engine.draws else None,

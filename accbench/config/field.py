@@ -16,16 +16,17 @@ def flag(
     Args:
         default: the value without the flag; immutable.
         help_text: what `--help` says.
-        minimum, maximum: the range, both ends included; None is no limit.
-        of_scripts: whether it has a meaning for `--script` and `accbench.accelerate`.
-        is_path: whether a leading `~/` of it, or behind its last colon, is the user's home.
+        minimum: the smallest value allowed; None for no limit.
+        maximum: the largest value allowed; None for no limit.
+        of_scripts: whether it means something for `--script` and `accbench.accelerate`.
+        is_path: whether `~/` at its start, or after its last colon, is the user's home.
     """
     facts = {"minimum": minimum, "maximum": maximum, "of_scripts": of_scripts, "is_path": is_path}
     return dataclasses.field(default=default, metadata={"help": help_text, **facts})
 
 
 def names_with(flags_class: type, **facts: Any) -> tuple[str, ...]:
-    """Return the names of the fields that `flag` was told these facts of."""
+    """Return the names of the fields declared with these facts."""
     return tuple(
         field.name
         for field in dataclasses.fields(flags_class)
@@ -36,10 +37,10 @@ def names_with(flags_class: type, **facts: Any) -> tuple[str, ...]:
 def expand_home(flag_name: str, value: str | None) -> str | None:
     """Return a path with the user's home in place of `~/`.
 
-    A shell leaves `~/` behind `=`, and so does a YAML file.
+    A shell does not replace `~/` after `=`, nor does a YAML file.
 
     Raises:
-        RequestError: there is no home.
+        RequestError: the user has no home.
     """
     name, colon, path = (value or "").rpartition(":")
     if not path.startswith("~/"):
@@ -55,10 +56,10 @@ def expand_homes(values: Any, prefix: str = "") -> Any:
 
     Args:
         values: an instance.
-        prefix: of the names in the message, `xla.` for one.
+        prefix: prefix of the names in the message, such as `xla.`.
 
     Raises:
-        RequestError: there is no home.
+        RequestError: the user has no home.
     """
     if not dataclasses.fields(values):
         return values
@@ -75,12 +76,13 @@ def check_ranges(values: Any, prefix: str = "") -> None:
     """Check each value of a dataclass of flags against its range.
 
     Args:
-        prefix: of the names in the message, `synthetic.` for one.
+        values: an instance.
+        prefix: prefix of the names in the message, such as `synthetic.`.
 
     Raises:
-        RequestError: a value is outside of its range, or no number.
+        RequestError: a value is outside of its range, or not a number.
     """
-    # Class variables are how plug-ins say it that do not use `flag`.
+    # Plug-ins that do not use `flag` declare ranges as class variables.
     minima, maxima = getattr(values, "minimum", {}), getattr(values, "maximum", {})
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
@@ -88,7 +90,7 @@ def check_ranges(values: Any, prefix: str = "") -> None:
             continue
         minimum = field.metadata.get("minimum", minima.get(field.name))
         maximum = field.metadata.get("maximum", maxima.get(field.name))
-        # Asked so that a value which is no number is refused as well.
+        # Written so that NaN fails the check as well.
         if minimum is not None and not value >= minimum:
             raise RequestError(f"--{prefix}{field.name} must be at least {minimum:g}, not {value}")
         if maximum is not None and not value <= maximum:

@@ -22,7 +22,7 @@ _GUESSED_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
 
 class _TextLoader(yaml.SafeLoader):
-    """A yaml.SafeLoader that leaves every scalar but null as the text that it is."""
+    """A yaml.SafeLoader that keeps every scalar except null as text."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _GUESSED_TAGS]
@@ -63,7 +63,7 @@ def as_flags(values: Mapping[str, Any], flags_class: type) -> list[str]:
     None leaves a flag out, so that its default stands.
 
     Raises:
-        RequestError: a value is neither on nor off where it must be one of them.
+        RequestError: a switch has a value that is neither on nor off.
     """
     types = _declared_types(flags_class)
     flags: list[str] = []

@@ -1,4 +1,4 @@
-"""Command lines and YAML files to a `TaskConfig`, flags winning over the file."""
+"""Parse command lines and YAML files into a `TaskConfig`; flags override the file."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from accbench.errors import RequestError
 
 
 def parse(argv: Sequence[str], prog: str = "launch_single_task.py") -> TaskConfig:
-    """Return the task that command-line arguments ask for; nothing is looked up on the machine.
+    """Return the task that command-line arguments ask for, without looking at the machine.
 
     Raises:
         RequestError: a flag, or a key of the YAML file, is unknown or of a wrong type.
@@ -38,7 +38,7 @@ def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConf
         content = flag_values.read(Path(expand_home("--config", flags.config) or ""))
         try:
             from_file = flag_values.as_flags(content, flags_class)
-            # Of the flags it is known by now that they are right.
+            # The command line's flags have been checked already.
             flags = parse_flags(flags_class, [*from_file, *argv], prog)
         except RequestError as error:
             raise RequestError(f"{flags.config}: {error}") from None
@@ -53,26 +53,26 @@ def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
     """
     message = io.StringIO()
     args = list(argv)
-    for index in range(len(args) - 1, 0, -1):  # its value most often begins as a flag does
+    for index in range(len(args) - 1, 0, -1):  # its value usually begins with a dash, as flags do
         if args[index - 1] in ("--script_args", "--script-args"):
             args[index - 1 : index + 1] = [f"--script_args={args[index]}"]
     try:
         with contextlib.redirect_stderr(message):
             parsed = tyro.cli(
                 _for_tyro(flags_class), args=args, prog=prog, use_underscores=True,
-                # No flag's text is a comment; the search takes longer than all else here.
+                # No flag's help is a comment; searching for it takes longer than all else here.
                 config=(tyro.conf.HelptextFromCommentsOff,),
             )  # fmt: skip
     except SystemExit as exit_:
         if not exit_.code:  # --help
             raise
         raise RequestError(_one_line(message.getvalue(), prog)) from None
-    return _as(flags_class, parsed)
+    return _from_tyro(flags_class, parsed)
 
 
 def _one_line(boxed: str, prog: str) -> str:
-    # tyro frames its message, where the terminal has no line-drawing characters by
-    # dashes; rules inside the frame end a part, and the first line is a title.
+    # tyro draws a frame around its message, with dashes where the terminal has no line-drawing
+    # characters; rules inside the frame separate parts, and the first line is a title.
     lines = [line.strip("│|╭╰+ ") for line in boxed.splitlines()]
     parts = re.split(r"[─-]{4,}", "\n".join(line for line in lines if line), maxsplit=2)
     message = " ".join((parts[1] if len(parts) > 1 else boxed).split("Got errors:")[0].split())
@@ -99,13 +99,13 @@ def flags_class_of(base: Any) -> type:
 
 @cache
 def _for_tyro(flags_class: Any) -> Any:
-    """Return a dataclass of the same flags for tyro: with help, under the titles of `GROUPS`.
+    """Build a dataclass of the same flags for tyro: with help, under the titles of `GROUPS`.
 
-    Fields that a subclass of `TaskConfig` adds or declares anew come before the groups.
+    Fields that a subclass of `TaskConfig` adds or redeclares come before the groups.
     """
     fields = {field.name: field for field in dataclasses.fields(flags_class)}
     if not any("help" in field.metadata for field in fields.values()):
-        return flags_class  # its help stands below its fields
+        return flags_class  # its help is in the docstrings of its fields
     hints = get_type_hints(flags_class, include_extras=True)
     groups = []
     for title, group in GROUPS.items():
@@ -114,24 +114,28 @@ def _for_tyro(flags_class: Any) -> Any:
             if name in fields and fields[name] is group.__dataclass_fields__[name]  # type: ignore[attr-defined]
         ]  # fmt: skip
         if names:
-            made = dataclasses.make_dataclass(
-                "Group", [_member(hints[name], fields.pop(name)) for name in names], frozen=True
+            group_class = dataclasses.make_dataclass(
+                "Group",
+                [_field_arguments(hints[name], fields.pop(name)) for name in names],
+                frozen=True,
             )
-            made.__doc__ = group.__doc__
-            marked = Annotated[made, tyro.conf.arg(name=title), tyro.conf.OmitArgPrefixes]  # type: ignore[valid-type]
+            group_class.__doc__ = group.__doc__
+            marked = Annotated[group_class, tyro.conf.arg(name=title), tyro.conf.OmitArgPrefixes]  # type: ignore[valid-type]
             groups.append(
-                (title.replace(" ", "_"), marked, dataclasses.field(default_factory=made))
+                (title.replace(" ", "_"), marked, dataclasses.field(default_factory=group_class))
             )
-    own = [_member(hints[field.name], field) for field in fields.values()]
-    with_defaults = [member for member in own if _has_default(member[2])]
-    required = [member for member in own if not _has_default(member[2])]
-    made = dataclasses.make_dataclass("Flags", [*required, *groups, *with_defaults], frozen=True)
-    made.__doc__ = flags_class.__doc__
-    return made
+    ungrouped = [_field_arguments(hints[field.name], field) for field in fields.values()]
+    with_defaults = [member for member in ungrouped if _has_default(member[2])]
+    required = [member for member in ungrouped if not _has_default(member[2])]
+    flags_for_tyro = dataclasses.make_dataclass(
+        "Flags", [*required, *groups, *with_defaults], frozen=True
+    )
+    flags_for_tyro.__doc__ = flags_class.__doc__
+    return flags_for_tyro
 
 
-def _member(hint: Any, field: dataclasses.Field[Any]) -> tuple[str, Any, Any]:
-    """Return what `dataclasses.make_dataclass` takes for a flag, or for a plug-in's options."""
+def _field_arguments(hint: Any, field: dataclasses.Field[Any]) -> tuple[str, Any, Any]:
+    """Return a flag's or an option group's arguments for `dataclasses.make_dataclass`."""
     default: Any = dataclasses.field()
     options: Any = hint
     if dataclasses.is_dataclass(hint):
@@ -150,8 +154,8 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
     return (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
 
 
-def _as(flags_class: Any, parsed: Any) -> Any:
-    """Return an instance of `flags_class` of what tyro made of `_for_tyro(flags_class)`."""
+def _from_tyro(flags_class: Any, parsed: Any) -> Any:
+    """Convert what tyro returned for `_for_tyro(flags_class)` to an instance of `flags_class`."""
     if isinstance(parsed, flags_class):
         return parsed
     values = vars(parsed)
@@ -160,17 +164,17 @@ def _as(flags_class: Any, parsed: Any) -> Any:
         values = {**values, **(vars(group) if group is not None else {})}
     hints = get_type_hints(flags_class)
     return flags_class(**{
-        field.name: _as(hints[field.name], values[field.name])
+        field.name: _from_tyro(hints[field.name], values[field.name])
         if dataclasses.is_dataclass(hints[field.name]) else values[field.name]
         for field in dataclasses.fields(flags_class)
     })  # fmt: skip
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Return a task's values, as `as_mapping` has them or as text, as the flags of a run.
+    """Return a task's values, as `as_mapping` returns them or as text, as flags of a run.
 
     Raises:
-        RequestError: a value is neither on nor off where it must be one of them.
+        RequestError: a switch has a value that is neither on nor off.
     """
     return flag_values.as_flags(values, flags_class_of(TaskConfig))
 
@@ -206,7 +210,7 @@ def task_of(flags: Any) -> TaskConfig:
 def _check_script(task: TaskConfig) -> None:
     defaults = {f.name: f.default for f in dataclasses.fields(TaskConfig)}
     for name in SCRIPTS_OWN:
-        # Checkpoints are made by nobody, which 0 says as well.
+        # 0 also means no checkpoints.
         if getattr(task, name) not in (defaults[name], 0 if name == "save_interval" else None):
             raise RequestError(
                 f"--{name} is not for a script, which decides that by itself: leave it out "

@@ -1,8 +1,8 @@
-"""Names on the command line to classes: `<folder>/<name>.py`, or a folder of that name whose
-`__init__.py` has the class; found by scanning.
+"""Plug-ins: names on the command line to classes, found by scanning folders.
 
-A package outside this repository adds to a kind through an entry point in the
-group `accbench.<kind>`, for example `accbench.engines`.
+A plug-in is `<folder>/<name>.py`, or a folder of that name whose `__init__.py` has the class. A
+package outside this repository adds plug-ins through an entry point in the group `accbench.<kind>`,
+for example `accbench.engines`.
 """
 
 import ast
@@ -17,43 +17,43 @@ from typing import Any, NamedTuple
 from accbench.errors import RequestError
 
 
-class Kind(NamedTuple):
+class PluginKind(NamedTuple):
     """A kind of plug-in."""
 
     package: str
-    """Where its modules are."""
+    """The package of its modules."""
     class_name: str
-    """The class that each of them defines."""
+    """The class that each module defines."""
     title: str
-    """What a person calls one."""
+    """Its name in messages."""
 
 
-KINDS: Mapping[str, Kind] = {
-    "engines": Kind("accbench.engines", "Engine", "engine"),
-    "optimizers": Kind("accbench.engines.optimizers", "Optimizer", "optimizer"),
-    "models": Kind("accbench.models", "Family", "model family"),
-    "data": Kind("accbench.data.sources", "Source", "data source"),
-    "launchers": Kind("accbench.launchers", "Launcher", "launcher"),
+KINDS: Mapping[str, PluginKind] = {
+    "engines": PluginKind("accbench.engines", "Engine", "engine"),
+    "optimizers": PluginKind("accbench.engines.optimizers", "Optimizer", "optimizer"),
+    "models": PluginKind("accbench.models", "Family", "model family"),
+    "data": PluginKind("accbench.data.sources", "Source", "data source"),
+    "launchers": PluginKind("accbench.launchers", "Launcher", "launcher"),
 }
 
 
 @cache
 def modules(kind: str) -> dict[str, str]:
-    """Return the plug-ins of a kind in this repository, name -> module, and import none of them.
+    """Return the plug-ins of a kind in this repository, name -> module, without importing them.
 
-    A module without the kind's class (a helper beside the plug-ins) is no plug-in.
+    A module without the kind's class (a helper beside the plug-ins) is not a plug-in.
     """
     package = importlib.import_module(KINDS[kind].package)
     return {
         info.name: f"{package.__name__}.{info.name}"
         for folder in package.__path__
         for info in pkgutil.iter_modules([folder])
-        if _gives(Path(folder, info.name), f"{package.__name__}.{info.name}", KINDS[kind])
+        if _defines_plugin(Path(folder, info.name), f"{package.__name__}.{info.name}", KINDS[kind])
     }
 
 
-def _gives(path: Path, module: str, kind: Kind) -> bool:
-    """Whether the source text defines the kind's class, or imports it from below."""
+def _defines_plugin(path: Path, module: str, kind: PluginKind) -> bool:
+    """Return whether the source defines the kind's class, or imports it from a submodule."""
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name == kind.class_name:
@@ -71,22 +71,24 @@ def _gives(path: Path, module: str, kind: Kind) -> bool:
 def classes(kind: str) -> dict[str, Any]:
     """Return all plug-ins of a kind, name -> class, sorted by name."""
     class_name = KINDS[kind].class_name
-    found = {
+    plugins_by_name = {
         name: getattr(importlib.import_module(module), class_name)
         for name, module in modules(kind).items()
     }
     for entry_point in entry_points(group=f"accbench.{kind}"):
-        found[entry_point.name] = entry_point.load()
-    return dict(sorted(found.items()))
+        plugins_by_name[entry_point.name] = entry_point.load()
+    return dict(sorted(plugins_by_name.items()))
 
 
 def load(kind: str, name: str) -> Any:
     """Return the class of the plug-in `name`.
 
     Raises:
-        RequestError: there is none of that name; the message lists the right ones.
+        RequestError: there is no such plug-in; the message lists those that exist.
     """
-    found = classes(kind)
-    if name not in found:
-        raise RequestError(f"unknown {KINDS[kind].title} {name!r}; there are: {', '.join(found)}")
-    return found[name]
+    plugins_by_name = classes(kind)
+    if name not in plugins_by_name:
+        raise RequestError(
+            f"unknown {KINDS[kind].title} {name!r}; there are: {', '.join(plugins_by_name)}"
+        )
+    return plugins_by_name[name]

@@ -15,17 +15,17 @@ CONFIG_FILE = "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Workers:
+class WorkerFlags:
     """Where a run trains, and how its workers find each other."""
 
-    nproc_per_node: int = flag(1, "Workers on this machine, one a device.", minimum=1)
+    nproc_per_node: int = flag(1, "Workers on this machine, one per device.", minimum=1)
     device: Literal["auto", "cpu", "cuda", "tpu"] = flag(
         "auto",
-        "auto takes the accelerator that is there and never falls back from it to the CPU.",
+        "auto uses the accelerator if there is one, and never falls back from it to the CPU.",
     )
     threads: int | None = flag(
         None,
-        "CPU threads a worker computes with. Unset: cores / workers.",
+        "CPU threads per worker. Unset: cores / workers.",
         minimum=1,
     )
     launcher: str = flag(
@@ -35,21 +35,21 @@ class Workers:
     )
     nnodes: str = flag(
         "1",
-        "Machines: a number, or MIN:MAX, between which they may come and go. Each is given the "
-        "same command, and torch elastic joins them (--launcher elastic); Slurm finds them by "
-        "itself.",
+        "Number of machines, or MIN:MAX for a number that may change during the run. Start the "
+        "same command on each, and torch elastic joins them (--launcher elastic); Slurm finds "
+        "them by itself.",
     )
     node_rank: int | None = flag(
         None,
-        "0 on the node that keeps the run's folder and its record. Unset: where --rdzv_endpoint "
-        "is.",
+        "0 on the node that writes the run's folder and its record. Unset: node 0 is the one at "
+        "--rdzv_endpoint.",
         minimum=0,
     )
     rdzv_endpoint: str | None = flag(
         None,
         "HOST:PORT at which the nodes meet, an address of node 0.",
     )
-    rdzv_id: str = flag("accbench", "The run's name there, the same on all nodes.")
+    rdzv_id: str = flag("accbench", "The run's name at the rendezvous, the same on all nodes.")
     timeout_s: float = flag(
         600.0,
         "Seconds a worker waits in a collective for the others before the run ends.",
@@ -58,19 +58,19 @@ class Workers:
     )
     max_restarts: int = flag(
         0,
-        "How often workers are started again, from the newest checkpoint, after one failed; on "
-        "several nodes, how often each node starts its own.",
+        "How often workers are restarted from the newest checkpoint after one failed; on several "
+        "nodes, how often each node restarts its own.",
         minimum=0,
         of_scripts=False,
     )
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = flag(
         False,
-        "Print what would be submitted, and do nothing.",
+        "Print what would be submitted, and do nothing else.",
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiling:
+class EngineFlags:
     """What compiles the step, and in which types it computes."""
 
     engine: str = flag(
@@ -99,18 +99,18 @@ class Compiling:
     )
     checkpoint_modules: str | None = flag(
         None,
-        "Classes of modules, as TransformerBlock,Bottleneck, whose activations are not kept but "
-        "computed again in the backward pass: less memory, more time.",
+        "Module classes, such as TransformerBlock,Bottleneck, whose activations are recomputed in "
+        "the backward pass instead of stored: less memory, more time.",
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelAndData:
+class ModelAndDataFlags:
     """What is trained, and on what."""
 
     model: str = flag(
         "resnet50",
-        "A model's name, FAMILY:NAME as timm:vit_small_patch16_224, or "
+        "A model's name, FAMILY:NAME such as timm:vit_small_patch16_224, or "
         "package.module:attribute: a callable, called with num_classes, or a spec with a loss "
         "of its own.",
         of_scripts=False,
@@ -123,19 +123,19 @@ class ModelAndData:
     )
     seq_len: int = flag(
         128,
-        "Tokens of a sample, of models for text and of --data tokens.",
+        "Tokens per sample, for text models and --data tokens.",
         minimum=1,
         of_scripts=False,
     )
     script: str | None = flag(
         None,
-        "A script of your own, which trains by `accbench.accelerate`, to be run in each worker. "
-        "What it decides by itself, from the model to the learning rate, has no flag then.",
+        "Your own script that calls `accbench.accelerate`; each worker runs it. What the script "
+        "decides, from the model to the learning rate, then has no flag.",
         is_path=True,
     )
     script_args: str = flag(
         "",
-        "The script's own arguments, in one string, quoted as in a shell.",
+        "The script's arguments, in one string, quoted as in a shell.",
     )
     data: str = flag(
         "mock",
@@ -146,27 +146,27 @@ class ModelAndData:
     )
     batch_size: int | None = flag(
         None,
-        "Samples a worker and step. Unset: 128 on an accelerator, 8 on a CPU.",
+        "Samples per worker and step. Unset: 128 on an accelerator, 8 on a CPU.",
         minimum=1,
     )
     label_smoothing: float = flag(
         0.0,
-        "Part of each label that is spread over all classes.",
+        "Fraction of each label that is spread over all classes.",
         minimum=0,
         maximum=1,
         of_scripts=False,
     )
     mixup: float = flag(
         0.0,
-        "Mix pairs of images, by parts drawn from Beta(mixup, mixup). 0: no.",
+        "Mix pairs of images, in proportions drawn from Beta(mixup, mixup). 0: no mixing.",
         minimum=0,
         maximum=1000000.0,
         of_scripts=False,
     )
     cutmix: float = flag(
         0.0,
-        "Paste a part of one image into another, its size drawn likewise; with --mixup each "
-        "batch gets one of the two. 0: no.",
+        "Paste a part of one image into another; its area is drawn from Beta(cutmix, cutmix). With "
+        "--mixup each batch gets one of the two. 0: no pasting.",
         minimum=0,
         maximum=1000000.0,
         of_scripts=False,
@@ -178,20 +178,20 @@ class ModelAndData:
     )
     workers: int | None = flag(
         None,
-        "Data loading processes a worker. Unset: cores / workers, at most 8.",
+        "Data loading processes per worker. Unset: cores / workers, at most 8.",
         minimum=0,
         of_scripts=False,
     )
     max_bad_samples: int = flag(
         0,
-        "Samples a worker may fail to read and skip before the run ends with an error.",
+        "Unreadable samples that a worker may skip before the run ends with an error.",
         minimum=0,
         of_scripts=False,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class StepFlags:
     """How long a run is, and when it is measured and evaluated."""
 
     epochs: int = flag(
@@ -203,7 +203,7 @@ class Steps:
     max_steps: int | None = flag(None, "Optimizer steps after which the run ends.", minimum=1)
     warmup_steps: int = flag(
         5,
-        "Steps of the first window, which holds compilation and is kept out of every speed.",
+        "Steps of the first window, which includes compilation and counts in no speed.",
         minimum=1,
     )
     log_interval: int = flag(
@@ -219,22 +219,21 @@ class Steps:
     )
     accumulate: int = flag(
         1,
-        "Parts that a worker cuts each step's batch into, one after the other, which takes less "
-        "memory; their gradients are averaged.",
+        "Micro-batches that a worker splits each step's batch into, to save memory; their "
+        "gradients are averaged.",
         minimum=1,
         of_scripts=False,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimization:
+class OptimizerFlags:
     """The optimizer, and its learning rate."""
 
     optimizer: str = flag(
         "adamw",
-        "What updates the weights: adamw, sgd, or another file's name in "
-        "accbench/engines/optimizers; in torch's fused form, and under XLA in one that never waits "
-        "for the host.",
+        "The optimizer: adamw, sgd, or another file's name in accbench/engines/optimizers; torch's "
+        "fused version, and under XLA one that never waits for the host.",
         of_scripts=False,
     )
     lr: float = flag(
@@ -251,28 +250,28 @@ class Optimization:
     )
     lr_warmup_epochs: float = flag(
         0.0,
-        "Epochs in which it grows from next to nothing to --lr.",
+        "Epochs in which the learning rate grows from nearly 0 to --lr.",
         minimum=0,
         maximum=1000000000.0,
         of_scripts=False,
     )
     lr_final: float = flag(
         0.0,
-        "Of cosine and linear: the part of --lr at the end.",
+        "For cosine and linear: the fraction of --lr at the end.",
         minimum=0,
         maximum=1000000000.0,
         of_scripts=False,
     )
     lr_step_epochs: float = flag(
         30.0,
-        "Of step: epochs between two cuts.",
+        "For step: epochs between two cuts.",
         minimum=1e-06,
         maximum=1000000000.0,
         of_scripts=False,
     )
     lr_step_factor: float = flag(
         0.1,
-        "Of step: what each cut multiplies the rate by.",
+        "For step: the factor by which each cut multiplies the learning rate.",
         minimum=0,
         maximum=1000000000.0,
         of_scripts=False,
@@ -286,22 +285,24 @@ class Optimization:
     )
     decay: Literal["all", "matrices"] = flag(
         "all",
-        "Which parameters decay: matrices leaves out those of one dimension, norms and biases.",
+        "Which parameters decay: matrices excludes parameters of one dimension, norms and biases.",
         of_scripts=False,
     )
-    momentum: float = flag(0.9, "Of --optimizer sgd.", minimum=0, maximum=1, of_scripts=False)
-    nesterov: bool = flag(False, "Nesterov's momentum, of --optimizer sgd.", of_scripts=False)
+    momentum: float = flag(
+        0.9, "Momentum of --optimizer sgd.", minimum=0, maximum=1, of_scripts=False
+    )
+    nesterov: bool = flag(False, "Nesterov momentum, for --optimizer sgd.", of_scripts=False)
     clip_norm: float | None = flag(
         None,
-        "Scale gradients down to this L2 norm, all parameters together, where they exceed it.",
+        "Scale the gradients of all parameters together down to this L2 norm, if they exceed it.",
         minimum=1e-12,
         maximum=sys.float_info.max,
         of_scripts=False,
     )
     ema_decay: float = flag(
         0.0,
-        "Keep an exponential moving average of the weights, evaluate and export it too: 0.999 "
-        "moves it by a thousandth of the way in each step. 0: none.",
+        "Keep an exponential moving average of the weights, and evaluate and export it too: 0.999 "
+        "moves it a thousandth of the way in each step. 0: none.",
         minimum=0,
         maximum=1,
         of_scripts=False,
@@ -309,69 +310,69 @@ class Optimization:
 
 
 @dataclasses.dataclass(frozen=True)
-class Faults:
+class FaultFlags:
     """What is saved, and what happens when something fails."""
 
     save_interval: int = flag(
         1,
-        "Epochs between checkpoints; one more is made at the end, and when the run is stopped "
-        "by SIGTERM or Ctrl-C. 0 makes none.",
+        "Epochs between checkpoints; one more is written at the end, and when SIGTERM or Ctrl-C "
+        "stops the run. 0: none.",
         minimum=0,
         of_scripts=False,
     )
     save_steps: int | None = flag(
         None,
-        "Also a checkpoint every so many optimizer steps.",
+        "Also write a checkpoint every this many optimizer steps.",
         minimum=1,
         of_scripts=False,
     )
     keep_checkpoints: int = flag(
         2,
-        "The newest that stay; the one with the best top-1, or else the lowest loss, stays as "
-        "well.",
+        "How many of the newest checkpoints stay; the one with the best top-1, or else the lowest "
+        "loss, stays as well.",
         minimum=1,
         of_scripts=False,
     )
     on_save_error: Literal["stop", "continue"] = flag(
         "stop",
-        "What to do when a checkpoint cannot be written, the disk being full for one.",
+        "What to do when a checkpoint cannot be written, for example because the disk is full.",
         of_scripts=False,
     )
     resume: str | None = flag(
         None,
-        "Go on from a checkpoint: auto is the newest whole one in --output_dir; or the folder "
-        "of a run or of a checkpoint.",
+        "Resume from a checkpoint: auto is the newest complete one in --output_dir; or name the "
+        "folder of a run or of a checkpoint.",
         of_scripts=False,
         is_path=True,
     )
     on_nan: Literal["stop", "skip", "rollback"] = flag(
         "stop",
-        "What to do when the loss is NaN or infinite, or the loss scale has fallen to nothing: "
-        "skip leaves out the steps whose gradients are; rollback takes the weights of the "
-        "newest checkpoint and goes on behind the data that did it.",
+        "What to do when the loss is NaN or infinite, or the loss scale has fallen to almost 0: "
+        "skip leaves out steps whose gradients are NaN or infinite; rollback loads the weights of "
+        "the newest checkpoint and goes on after the data that caused it.",
         of_scripts=False,
     )
     max_rollbacks: int = flag(
         3,
-        "Of --on_nan rollback: how often, before the run ends after all.",
+        "For --on_nan rollback: how often, before the run ends with the error.",
         minimum=0,
         of_scripts=False,
     )
     max_skips: int = flag(
         3,
-        "Of --on_nan skip: how many steps, before the run ends after all.",
+        "For --on_nan skip: how many steps, before the run ends with the error.",
         minimum=0,
         of_scripts=False,
     )
     on_oom: Literal["stop", "halve"] = flag(
         "stop",
-        "What to do when memory is out: halve starts again with half the batch size.",
+        "What to do when memory runs out: halve starts again with half the batch size.",
         of_scripts=False,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class OutputFlags:
     """What a run writes, and where its flags come from."""
 
     output_dir: str | None = flag(
@@ -385,7 +386,7 @@ class Output:
     )
     profile: int | None = flag(
         None,
-        "Trace so many steps, after the first window behind the warm-up, for Perfetto.",
+        "Trace this many steps for Perfetto, after the first window that follows the warm-up.",
         minimum=1,
         of_scripts=False,
     )
@@ -398,21 +399,23 @@ class Output:
 
 # In the order of `--help`.
 GROUPS: Mapping[str, type] = {
-    "workers and devices": Workers,
-    "engine and precision": Compiling,
-    "model and data": ModelAndData,
-    "steps": Steps,
-    "optimizer and schedule": Optimization,
-    "checkpoints and faults": Faults,
-    "output": Output,
+    "workers and devices": WorkerFlags,
+    "engine and precision": EngineFlags,
+    "model and data": ModelAndDataFlags,
+    "steps": StepFlags,
+    "optimizer and schedule": OptimizerFlags,
+    "checkpoints and faults": FaultFlags,
+    "output": OutputFlags,
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskConfig(Output, Faults, Optimization, Steps, ModelAndData, Compiling, Workers):
+class TaskConfig(
+    OutputFlags, FaultFlags, OptimizerFlags, StepFlags, ModelAndDataFlags, EngineFlags, WorkerFlags
+):
     """Train a model on this machine, one worker a device, and record how it went.
 
-    Options that only one engine or data source has are listed below it by name,
+    Options of a single engine or data source are listed below it by name,
     as in `--ddp.no-channels-last`.
     """
 
@@ -429,7 +432,7 @@ class TaskConfig(Output, Faults, Optimization, Steps, ModelAndData, Compiling, W
 
 
 SCRIPTS_OWN = names_with(TaskConfig, of_scripts=False)
-"""Flags that a script decides by itself, or for which it has nothing."""
+"""Flags whose values a script decides itself, or that mean nothing for it."""
 
 
 def amp_level(task: TaskConfig) -> Literal["O0", "O1"]:
@@ -439,7 +442,7 @@ def amp_level(task: TaskConfig) -> Literal["O0", "O1"]:
 
 
 def data_name(data: str) -> tuple[str, str | None]:
-    """`--data` as (source, location): NAME, NAME:LOCATION, or a URL, which is both."""
+    """Split `--data` into (source, location): NAME, NAME:LOCATION, or a URL, which is both."""
     if "://" in data:
         return data.split("://", 1)[0], data
     name, _, location = data.partition(":")
@@ -447,7 +450,10 @@ def data_name(data: str) -> tuple[str, str | None]:
 
 
 def as_mapping(task: TaskConfig) -> dict[str, Any]:
-    """The task as plain values: what `config.json` and a run record hold, and `--config` reads."""
+    """Return the task as plain values, as `config.json` and run records hold them.
+
+    `--config` reads them.
+    """
     values = dataclasses.asdict(task)
     options = values.pop("options")
     del values["compiler_opt"], values["config"]

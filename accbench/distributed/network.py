@@ -1,4 +1,4 @@
-"""This machine's addresses and network interfaces, and stores for rendezvous."""
+"""This machine's addresses and network interfaces, and torch's rendezvous store."""
 
 import contextlib
 import importlib
@@ -40,10 +40,7 @@ def interface_of(host: str) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """Return a network interface's address, by IPv4 where it has one.
-
-    None if it has none.
-    """
+    """Return a network interface's address, IPv4 if it has one; None if it has no address."""
     candidates = importlib.import_module("psutil").net_if_addrs().get(interface, ())
     for family in (socket.AF_INET, socket.AF_INET6):
         for candidate in candidates:
@@ -55,7 +52,9 @@ def address_of(interface: str) -> str | None:
 def create_listening_store(
     host: str, timeout: timedelta, advertised_host: str | None = None
 ) -> "TCPStore":
-    """Create torch's store at a free port of one address; by itself it listens at all of them.
+    """Create a torch TCPStore that listens at a free port of one address.
+
+    A store that torch creates listens at all addresses.
 
     Args:
         host: address to listen at; empty for all addresses.

@@ -1,4 +1,4 @@
-"""Which worker this is, and the few things that workers tell each other on the host."""
+"""This worker's rank, and the host-side collectives that workers use."""
 
 import atexit
 import dataclasses
@@ -22,7 +22,7 @@ from accbench.errors import MEETING_VARIABLE, NotMetError
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """This worker's place among all: ranks count from 0."""
+    """This worker's rank and the number of workers; ranks count from 0."""
 
     rank: int = 0
     local_rank: int = 0
@@ -31,7 +31,7 @@ class Topology:
 
     @staticmethod
     def from_env() -> "Topology":
-        """As torchrun says it through the environment; a single worker without it."""
+        """Read torchrun's environment variables; without them, there is a single worker."""
         return Topology(
             rank=int(os.environ.get("RANK", 0)),
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),
@@ -40,23 +40,23 @@ class Topology:
         )
 
 
-def start(topology: Topology, device: str, timeout_s: float) -> None:
-    """Join the process group: gloo for host tensors, NCCL beside it on CUDA.
+def init_distributed(topology: Topology, device: str, timeout_s: float) -> None:
+    """Join the process group: gloo for host tensors, and NCCL as well on CUDA.
 
-    One worker alone joins nothing, and what is below then returns its own values.
+    A single worker joins no group, and the functions below then return its own values.
 
     Raises:
-        NotMetError: not all ranks are there in time, or rank 0 cannot listen.
+        NotMetError: not all ranks join in time, or rank 0 cannot listen.
     """
     if topology.world_size == 1:
         return
-    # Gloo looks for its network interface by the host's name, which on a laptop
-    # or in a container often leads nowhere.
+    # Gloo finds its network interface by the host's name, which often resolves to nothing on a
+    # laptop or in a container.
     if topology.local_world_size == topology.world_size and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Its functions take the process group of the time when it is imported as a default, and
-    # so keep the group for ever: DDP's constructor would import it. Before there is a group
-    # that is None, and `close` can end gloo's threads.
+    # The default arguments of this module's functions keep the process group that exists when it is
+    # imported, which DDP's constructor would do. Imported before there is a group they are None,
+    # so that `close` can end gloo's threads.
     importlib.import_module("torch.distributed.nn.functional")
     nccl = device == "cuda" and torch.cuda.is_available()
     meeting = os.environ.get(MEETING_VARIABLE)
@@ -65,7 +65,7 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
             timeout=timedelta(seconds=timeout_s),
-            **({} if meeting is None else _met(meeting, topology, timeout_s)),
+            **({} if meeting is None else _rendezvous_arguments(meeting, topology, timeout_s)),
         )
     except (dist.DistError, OSError, ValueError) as error:  # ValueError: a variable is missing
         how = ", with the same MASTER_ADDR and a MASTER_PORT that is free there, as torchrun does"
@@ -77,11 +77,11 @@ def start(topology: Topology, device: str, timeout_s: float) -> None:
         ) from None
 
 
-def _met(meeting: str, topology: Topology, timeout_s: float) -> dict[str, Any]:
-    """The store where the workers of all nodes meet, and this one's place."""
+def _rendezvous_arguments(meeting: str, topology: Topology, timeout_s: float) -> dict[str, Any]:
+    """Return `init_process_group`'s arguments for the rendezvous of the workers of all nodes."""
     timeout = timedelta(seconds=timeout_s)
     if meeting.startswith("file:"):
-        store: dist.Store = _store_of_rank0(Path(meeting[5:]), topology, timeout_s)
+        store: dist.Store = _open_store(Path(meeting[5:]), topology, timeout_s)
     else:
         where, _, key = meeting.partition("/")
         host, _, port = where.rpartition(":")
@@ -90,80 +90,82 @@ def _met(meeting: str, topology: Topology, timeout_s: float) -> dict[str, Any]:
     return {"store": store, "rank": topology.rank, "world_size": topology.world_size}
 
 
-def _store_of_rank0(path: Path, topology: Topology, timeout_s: float) -> dist.TCPStore:
-    """A store at a free port of rank 0's, which the others read from a file on a shared disk."""
+def _open_store(path: Path, topology: Topology, timeout_s: float) -> dist.TCPStore:
+    """Open the store at a free port of rank 0, which the others read from a shared file."""
     timeout = timedelta(seconds=timeout_s)
-    alone = topology.local_world_size == topology.world_size
+    is_one_machine = topology.local_world_size == topology.world_size
     if topology.rank == 0:
-        host = network.LOOPBACK if alone else socket.gethostname()
-        store = network.create_listening_store(host if alone else "", timeout, advertised_host=host)
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(f"{host}:{store.port}")
-        new.rename(path)
+        host = network.LOOPBACK if is_one_machine else socket.gethostname()
+        store = network.create_listening_store(
+            host if is_one_machine else "", timeout, advertised_host=host
+        )
+        part = path.with_name(f"{path.name}.new")
+        part.write_text(f"{host}:{store.port}")
+        part.rename(path)
     else:
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while not path.exists():
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise ValueError(f"rank 0 has not written {path}")
             time.sleep(0.1)
         host, _, port = path.read_text().rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-    if not alone:
+    if not is_one_machine:
         interface = network.interface_of(network.address_towards(host))
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return store
 
 
-def own_address() -> str:
-    """Where the other ranks reach this one: at the network that Gloo uses between them.
+def local_address() -> str:
+    """Return the address where other ranks reach this one, in the network that Gloo uses.
 
     Raises:
-        OSError: there is no way to rank 0's machine.
+        OSError: there is no route to rank 0's machine.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    found = network.address_of(interface) if interface else None
-    return found or network.address_towards(os.environ.get("MASTER_ADDR", socket.getfqdn()))
+    address = network.address_of(interface) if interface else None
+    return address or network.address_towards(os.environ.get("MASTER_ADDR", socket.getfqdn()))
 
 
 def close() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
-        # Gloo's threads let go of the last collective's tensors after it is done, and need
-        # Python's lock for that: a process that is just ending they abort ("terminate called
-        # without an active exception"). They end with the group, which a DDP that nobody has
-        # let go of, a model in a circle of references for one, keeps alive.
+        # Gloo's threads release the last collective's tensors after it is done, and need Python's
+        # lock for that: they abort a process that is just ending ("terminate called without an
+        # active exception"). They end with the group. A DDP object that still exists, for example
+        # because its model is in a reference cycle, would keep the group alive.
         gc.collect()
         dist.destroy_process_group()
 
 
 def leave_at_once(status: int) -> None:
-    """End this process after an error, where a process group would make its end a crash.
+    """End this process after an error without the crash that an open process group would cause.
 
     The other ranks may be gone, so the group cannot be closed; and while it is open, Gloo's
-    threads abort a process that ends in Python's way, about once in twenty times on a busy machine.
+    threads abort a process that ends normally, about once in twenty times on a busy machine.
     """
     if dist.is_initialized():
-        atexit._run_exitfuncs()  # multiprocessing's among them, which ends loading processes
+        atexit._run_exitfuncs()  # among them multiprocessing's, which ends data loading processes
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def is_alone() -> bool:
-    """Return whether there are no other workers to tell anything."""
+def is_single_worker() -> bool:
+    """Return whether this is the only worker."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def gather_values(values: list[float]) -> list[list[float]]:
-    """Every rank's `values`, by rank; all ranks give equally many."""
+def all_gather_values(values: list[float]) -> list[list[float]]:
+    """Gather every rank's `values`, by rank; all ranks give equally many."""
     if not dist.is_initialized():
         return [values]
-    return [t.tolist() for t in gather_tensor(torch.tensor(values, dtype=torch.float64))]
+    return [t.tolist() for t in all_gather_tensor(torch.tensor(values, dtype=torch.float64))]
 
 
-def from_rank0(value: Any) -> Any:
-    """Rank 0's `value` (a string, a number or None) on every rank."""
+def broadcast_value(value: Any) -> Any:
+    """Return rank 0's `value` (a string, a number or None) on every rank."""
     if not dist.is_initialized():
         return value
     box = [value]
@@ -171,28 +173,31 @@ def from_rank0(value: Any) -> Any:
     return box[0]
 
 
-def from_rank0_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor on every rank; on the host, of one shape and of one type, whichever."""
+def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return rank 0's tensor on every rank.
+
+    The tensor is on the host, and has the same shape and type on all ranks.
+    """
     if not dist.is_initialized():
         return tensor
-    # Gloo knows not all types, but bytes.
+    # Gloo does not support all types, but bytes.
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone()
     if data.numel():
         dist.broadcast(data.view(torch.uint8), src=0)
     return data.view(tensor.shape)
 
 
-def gather_tensor(own: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's tensor on the host, by rank; all have one shape and type."""
+def all_gather_tensor(local: torch.Tensor) -> list[torch.Tensor]:
+    """Gather every rank's tensor on the host, by rank; all have one shape and type."""
     if not dist.is_initialized():
-        return [own]
-    of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, own)
-    return of_all
+        return [local]
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return gathered
 
 
-def gather_names(name: str) -> list[str]:
-    """Every rank's `name`, by rank."""
+def all_gather_strings(name: str) -> list[str]:
+    """Gather every rank's `name`, by rank."""
     if not dist.is_initialized():
         return [name]
     names = [""] * dist.get_world_size()
@@ -201,9 +206,9 @@ def gather_names(name: str) -> list[str]:
 
 
 def broadcast_module(module: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers; the module is on the host."""
-    if is_alone():
+    """Broadcast rank 0's parameters and buffers to all ranks; the module is on the host."""
+    if is_single_worker():
         return
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            tensor.copy_(from_rank0_tensor(tensor))
+            tensor.copy_(broadcast_tensor(tensor))

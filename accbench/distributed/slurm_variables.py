@@ -1,4 +1,4 @@
-"""What srun tells a task through its environment, in torchrun's words.
+"""srun's environment variables, translated to torchrun's.
 
 The names are those of Slurm's own manual, srun(1), "output environment variables".
 """
@@ -11,23 +11,25 @@ from collections.abc import Mapping
 
 from accbench.errors import MEETING_VARIABLE, RequestError
 
-# Ports that a step's number chooses one of, below those that Linux hands out by itself.
+# A step's number chooses one of these ports, which lie below those that Linux assigns itself.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
 _OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "MPI"}
 
 
 def adopt() -> None:
-    """Take this worker's place from Slurm, where accbench's job or a plain `srun` has started it.
+    """Set torchrun's variables from Slurm's, if Slurm started this worker.
+
+    Either accbench's job or a plain `srun` may have started it.
 
     Raises:
         RequestError: another launcher has started several processes, which would be separate
-            runs; or the first node of a step is not known.
+            runs; or the first node of a step is unknown.
     """
     variables = os.environ
     if "SLURM_PROCID" in variables and variables.get(MEETING_VARIABLE, "").startswith("file:"):
         variables.update(as_torchrun(variables))
     elif "RANK" in variables or "WORLD_SIZE" in variables:
-        return  # torchrun's, perhaps within a task
+        return  # torchrun's variables, perhaps within a Slurm task
     elif _num_tasks(variables) > 1:
         variables.update(as_torchrun(variables))
         variables.setdefault("MASTER_ADDR", _first_node(variables))
@@ -37,7 +39,7 @@ def adopt() -> None:
 
 
 def _num_tasks(variables: Mapping[str, str]) -> int:
-    """Tasks of the step that srun started; 1 in a batch script and in an interactive shell."""
+    """Return the tasks of srun's step; 1 in a batch script and in an interactive shell."""
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")
     if any(name not in variables for name in needed):
         return 1
@@ -52,11 +54,11 @@ def _first_node(variables: Mapping[str, str]) -> str:
         return nodes.split(",")[0]
     scontrol = shutil.which("scontrol")
     if scontrol is not None:
-        listed = subprocess.run(
+        hostnames = subprocess.run(
             [scontrol, "show", "hostnames", nodes], capture_output=True, text=True, timeout=60
         )
-        if listed.returncode == 0 and listed.stdout.split():
-            return listed.stdout.split()[0]
+        if hostnames.returncode == 0 and hostnames.stdout.split():
+            return hostnames.stdout.split()[0]
     raise RequestError(
         f"srun started several tasks on {nodes or 'several nodes'}, the first of which is not "
         "known here: set MASTER_ADDR to its name, or use --launcher slurm"
@@ -81,22 +83,22 @@ def _refuse_others(variables: Mapping[str, str]) -> None:
 
 
 def as_torchrun(variables: Mapping[str, str]) -> dict[str, str]:
-    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a task."""
-    of_nodes = tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
+    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a Slurm task."""
+    node_tasks = tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
     return {
         "RANK": variables["SLURM_PROCID"],
         "LOCAL_RANK": variables["SLURM_LOCALID"],
         "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_WORLD_SIZE": str(of_nodes[int(variables["SLURM_NODEID"])]),
+        "LOCAL_WORLD_SIZE": str(node_tasks[int(variables["SLURM_NODEID"])]),
     }
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Slurm's short form, by node: "2(x3),1" is 2, 2, 2, 1."""
-    found: list[int] = []
+    """Parse Slurm's short form of tasks by node: "2(x3),1" is 2, 2, 2, 1."""
+    tasks: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise ValueError(f"{counts!r} is not as Slurm counts tasks")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks

@@ -11,7 +11,7 @@ from accbench.distributed import process_group
 def has_grad_on_any_rank(parameters: Iterable[nn.Parameter]) -> list[bool]:
     """Return for each parameter whether any rank has a gradient of it; all ranks call this."""
     has_grad = torch.tensor([parameter.grad is not None for parameter in parameters])
-    return [bool(flag) for flag in torch.stack(process_group.gather_tensor(has_grad)).any(0)]
+    return [bool(flag) for flag in torch.stack(process_group.all_gather_tensor(has_grad)).any(0)]
 
 
 def fill_missing_grads(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
-from accbench.distributed.process_group import Topology, from_rank0_tensor
+from accbench.distributed.process_group import Topology, broadcast_tensor
 from accbench.distributed.strategies import Strategy
 from accbench.engines.common import activation_checkpointing, model_state, tied_parameters
 from accbench.engines.common import (
@@ -275,7 +275,7 @@ class Engine(abc.ABC):
             return
         with torch.no_grad():
             for buffer in model_state.saved_buffers(net):
-                buffer.copy_(from_rank0_tensor(buffer.cpu()))
+                buffer.copy_(broadcast_tensor(buffer.cpu()))
         model_state.broadcast_extra(net)
         self.end_step()
 

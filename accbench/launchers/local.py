@@ -89,7 +89,7 @@ def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict
 
 
 def _temporary(task: TaskConfig) -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(dir=cache_folders.temporary_of(task.run_dir))
+    return tempfile.TemporaryDirectory(dir=cache_folders.temporary_for_run(task.run_dir))
 
 
 @contextlib.contextmanager

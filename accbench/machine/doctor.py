@@ -130,8 +130,8 @@ def _of_user() -> dict[str, Any]:
     shared = shared_memory.sizes()
     caches = "run" if cache_folders.temporary() is None else "temporary"
     return {
-        "user_has_name": user_name.found() is not None,
-        "caches": caches if cache_folders.of_user() is None else "user",
+        "user_has_name": user_name.lookup() is not None,
+        "caches": caches if cache_folders.user_folder() is None else "user",
         "temporary_folder": cache_folders.temporary() is not None,
         "shared_memory_bytes": None if shared is None else shared[0],
         "free_shared_memory_bytes": None if shared is None else shared[1],

@@ -1,4 +1,4 @@
-"""The processors and the memory that a container, or a job of a scheduler, may use of a machine."""
+"""The processors and the memory that a container or a scheduler's job may use."""
 
 import contextlib
 import math
@@ -8,12 +8,12 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OF_PROCESS = Path("/proc/self/cgroup")
-# Version 1 spells no limit as the largest number of whole pages.
+# Version 1 writes the largest number of whole pages for no limit.
 _NO_LIMIT_BYTES = 2**60
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use: by its affinity, and by its share of time.
+    """Return the cores that this process may use, by its affinity and its share of time.
 
     A share of two and a half cores counts as three.
     """
@@ -26,15 +26,15 @@ def num_cores() -> int:
 
 
 def cpu_limit() -> float | None:
-    """Return the processor time a second, in seconds, that is allowed; None without a limit."""
-    found = []
+    """Return the processor time allowed per second, in seconds; None without a limit."""
+    limits = []
     for folder in _folders("cpu"):
         for line in (_read(folder / "cpu.max"), _of_version_1(folder)):
             quota, _, period = line.partition(" ")
             with contextlib.suppress(ValueError):  # "max", or no such file
                 if int(quota) > 0 and int(period) > 0:
-                    found.append(int(quota) / int(period))
-    return min(found, default=None)
+                    limits.append(int(quota) / int(period))
+    return min(limits, default=None)
 
 
 def _of_version_1(folder: Path) -> str:
@@ -42,28 +42,28 @@ def _of_version_1(folder: Path) -> str:
 
 
 def memory_limit_bytes() -> int | None:
-    """Return the memory that is allowed; None without a limit."""
-    found = []
+    """Return the memory allowed in bytes; None without a limit."""
+    limits = []
     for folder in _folders("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(ValueError):
-                found.append(int(_read(folder / name)))
-    return min((limit for limit in found if limit < _NO_LIMIT_BYTES), default=None)
+                limits.append(int(_read(folder / name)))
+    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """This process's groups, from its own up to the root: limits of all count.
+    """Yield this process's groups, from its own up to the root, as the limits of all apply.
 
-    /proc/self/cgroup has a line `number:controllers:path` each, see cgroups(7). In a container the
-    path may be the host's, and the root of what is mounted the container's own.
+    /proc/self/cgroup has lines of the form `number:controllers:path`, see cgroups(7). In a
+    container the path may be the host's, while the mounted root is the container's own group.
     """
     for line in _read(OF_PROCESS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         top = ROOT / controller if controllers else ROOT
-        own = top / path.strip("/")
-        for folder in (own, *own.parents):
+        lowest = top / path.strip("/")
+        for folder in (lowest, *lowest.parents):
             if folder.is_relative_to(top):
                 yield folder
 

@@ -15,10 +15,10 @@ _LAST_PYTHON = {"xla": (3, 13), "xla-cuda12": (3, 13)}
 
 
 def install_command(extra: str) -> str:
-    """A shell command that installs an extra of pyproject.toml for the Python that runs this.
+    """Return a shell command that installs an extra of pyproject.toml for this Python.
 
-    From a clone it installs the clone; else accbench is installed already, and the
-    command installs the packages that the extra adds to it.
+    In a clone the command installs the clone. Elsewhere accbench is installed already, and the
+    command installs the packages that the extra adds.
     """
     if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "prepare.sh").is_file():
         return _pip("-e", f"{_CLONE}[{extra}]")
@@ -31,7 +31,7 @@ def install_command(extra: str) -> str:
 def not_installed(package: str, extra: str) -> str:
     """Return `PACKAGE, which is not installed`, and how to install it or why that is impossible.
 
-    Where that changes torch, which other programs may use, this says so too.
+    The text also says if the installation changes torch, which other programs may use.
     """
     last = _LAST_PYTHON.get(extra)
     if last is not None and sys.version_info[:2] > last:
@@ -70,7 +70,7 @@ def without_paths(text: str) -> str:
 
 def _pip(*arguments: str) -> str:
     pip = [sys.executable, "-m", "pip", "install"]
-    # Not by importlib.util.find_spec: setuptools' finder, asked for pip, takes the process for pip
+    # Not importlib.util.find_spec: setuptools' finder, asked for pip, mistakes the process for pip
     # and then fails to import setuptools.
     if PathFinder.find_spec("pip") is None:  # an environment made by uv
         pip = ["uv", "pip", "install", "--python", sys.executable]
@@ -78,7 +78,7 @@ def _pip(*arguments: str) -> str:
 
 
 def _requirements(package: str, extra: str = "") -> set[str]:
-    """Return what an installed package needs on this machine, with at most one extra."""
+    """Return the requirements of an installed package on this machine, with at most one extra."""
     from packaging.requirements import Requirement
 
     requirements = map(Requirement, metadata.requires(package) or ())

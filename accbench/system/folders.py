@@ -18,7 +18,7 @@ _open_locks: set[int] = set()
 
 
 def create_run_folder(name: str) -> Path:
-    """Create runs/<time>-NAME, with a number appended if another process created that first.
+    """Create runs/<time>-NAME; append a number if another process has created that already.
 
     Raises:
         OSError: it cannot be created.
@@ -27,17 +27,17 @@ def create_run_folder(name: str) -> Path:
     for number in itertools.count(1):
         folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)  # of two that try, one fails
+            folder.mkdir(parents=True)  # of two processes that try, one fails
             return folder
     raise AssertionError
 
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Lock a folder until the block or this process ends, also if it is killed.
+    """Lock a folder until the block or this process ends, also if the process is killed.
 
     Raises:
-        RequestError: another process has the folder.
+        RequestError: another process has locked the folder.
         OSError: it cannot be written.
     """
     _release_in_forks()

@@ -1,4 +1,4 @@
-"""Imports without Python's garbage collector of cycles."""
+"""Imports with Python's cyclic garbage collector paused."""
 
 import contextlib
 import gc
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def pause_gc() -> Iterator[None]:
-    """Pause the collector while large packages are imported, in a process that is ours to its end.
+    """Pause the garbage collector for the block, in which large packages are imported.
 
-    They make some hundred thousand objects that stay, and the collector scans all of them again
-    and again as their number grows: a fifth of the time that torch's import takes, and again
-    whenever it scans everything during training. Afterwards it leaves out all objects that exist
-    by then.
+    The process must be ours to its end, because the collector ignores all objects that exist at the
+    end of the block. Imports create some hundred thousand permanent objects, which the collector
+    would scan again and again as their number grows: a fifth of the time of torch's import, and
+    again in each full collection during training.
     """
-    if not gc.isenabled():  # someone disabled it, or this is nested
+    if not gc.isenabled():  # someone has disabled it, or this call is nested
         yield
         return
     gc.disable()

@@ -59,7 +59,7 @@ def quiet_when_closed(command: Callable[P, int]) -> Callable[P, int]:
                 if sys.stdout is not None:
                     sys.stdout.flush()  # here, or Python complains when it ends
         except BrokenPipeError:
-            if not _reader_has_gone():  # another pipe than the one to the reader
+            if not _reader_has_gone():  # another pipe has broken
                 raise
             discard_output()
             return 128 + signal.SIGPIPE

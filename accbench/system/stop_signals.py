@@ -1,6 +1,6 @@
 """Stop signals such as SIGTERM and Ctrl-C.
 
-The first is a wish to save and end, one more is an order to end at once.
+The first signal is a wish to save and end; a further one is an order to end at once.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-# systemd, `timeout` and Slurm reach a process directly and through its parent: signals
-# closer together than this are one wish.
+# systemd, `timeout` and Slurm signal a process both directly and through its parent: signals closer
+# together than this are one wish.
 SAME_WISH_S = 1.0
-# The kernel may deliver the first of two signals to another thread, and the process learns of it
-# only when that thread runs: hence this wait.
+# The kernel may deliver the first of two signals to another thread, and Python handles it only when
+# that thread runs; this is how long to wait for that.
 _DELIVERY_S = 0.3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -32,7 +32,7 @@ def die_with_parent(parent: int | None) -> None:
     """
     _set_parent_death_signal(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it was killed before that was asked
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent was killed before the setting applied
 
 
 def outlive_parent() -> None:
@@ -77,11 +77,11 @@ def _set_parent_death_signal(number: int) -> None:
 
 
 class StopSignals:
-    """A recorder of the stop signals that come while its block runs; its owner asks and acts.
+    """A recorder of the stop signals that come while its block runs; its owner acts on them.
 
-    A signal that the process ignores, as `nohup` has it ignore a hangup, stays ignored. A hangup
-    after a wish is no order, nor is a Ctrl-C after that: what the wish came from, a terminal or a
-    notebook's cell, has gone. Outside the main thread, where Python delivers no signals, it records
+    Signals that the process ignores, such as a hangup under `nohup`, stay ignored. A hangup after a
+    wish is not an order, nor is a Ctrl-C after that: the terminal or the notebook's cell that the
+    wish came from has gone. Outside the main thread, where Python delivers no signals, it records
     none.
     """
 

@@ -1,11 +1,11 @@
-"""The name of the user, which torch and Triton ask for and a container's user may not have."""
+"""The user's name, which torch and Triton need and a container's user may lack."""
 
 import getpass
 import os
 
 
-def found() -> str | None:
-    """Return the name that `getpass.getuser` gives; None where it fails (`docker -u 12345`)."""
+def lookup() -> str | None:
+    """Return the name that `getpass.getuser` gives; None if it fails (`docker -u 12345`)."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):  # KeyError before Python 3.13
@@ -18,5 +18,5 @@ def stand_in() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that give a worker's process a name; none where it has one."""
-    return {} if found() else dict.fromkeys(("LOGNAME", "USER"), stand_in())
+    """Return the variables that give a worker's process a user name; none if it has one."""
+    return {} if lookup() else dict.fromkeys(("LOGNAME", "USER"), stand_in())

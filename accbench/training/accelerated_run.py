@@ -451,7 +451,7 @@ class Run:
 
     def _end_record(self) -> records.EndRecord:
         end = worker.end_record(self.engine, self.optimizer, self.timer, 0, 0)
-        rank_samples = process_group.gather_values([float(self.timer.num_samples)])
+        rank_samples = process_group.all_gather_values([float(self.timer.num_samples)])
         return replace(
             end,
             num_samples=int(sum(n for (n,) in rank_samples)),

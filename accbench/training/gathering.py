@@ -48,7 +48,7 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
         RequestError: tensors are of different types or shapes on different workers.
     """
 
-    def gather_tensor(tensor: Any) -> torch.Tensor:
+    def all_gather_tensor(tensor: Any) -> torch.Tensor:
         local = torch.atleast_1d(tensor.detach().cpu()).contiguous()
         parts = _all_gather(local) if world_size > 1 else [local]
         if position is None or position.num_samples is None or world_size == 1:
@@ -59,17 +59,17 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
         left = position.num_samples - position.num_before * world_size
         return in_order[: max(0, left)]
 
-    return nested.mapped(nest, gather_tensor, doing="gathered")
+    return nested.mapped(nest, all_gather_tensor, doing="gathered")
 
 
 def _all_gather(local: torch.Tensor) -> list[torch.Tensor]:
-    facts = process_group.gather_names(f"{tuple(local.shape[1:])} of {local.dtype}")
+    facts = process_group.all_gather_strings(f"{tuple(local.shape[1:])} of {local.dtype}")
     if len(set(facts)) > 1:
         raise RequestError(
             f"run.gather: workers have tensors of {', '.join(sorted(set(facts)))}; all but the "
             "first dimension must be the same"
         )
-    lengths = [int(n) for (n,) in process_group.gather_values([float(len(local))])]
+    lengths = [int(n) for (n,) in process_group.all_gather_values([float(len(local))])]
     longest = max(lengths)
     # Gloo supports bytes, but neither complex numbers nor all types of 8 and 16 bits.
     real = torch.view_as_real(local) if local.is_complex() else local

@@ -13,7 +13,7 @@ from torch import nn
 
 from accbench import config
 from accbench.config import TaskConfig
-from accbench.distributed.process_group import Topology, from_rank0, gather_tensor
+from accbench.distributed.process_group import Topology, all_gather_tensor, broadcast_value
 from accbench.engines import Engine
 from accbench.engines.common import model_state, optimizer_state
 from accbench.engines.common.training_state import NotLoadableError
@@ -75,7 +75,7 @@ def rejoin(task: TaskConfig, topology: Topology) -> TaskConfig:
             resume_and_problem = (with_newest_checkpoint(task, log.info).resume, None)
         except RequestError as error:
             resume_and_problem = (None, str(error))
-    resume, problem = from_rank0(resume_and_problem)
+    resume, problem = broadcast_value(resume_and_problem)
     if problem is not None:
         raise RequestError(problem)
     return dataclasses.replace(task, resume=resume)
@@ -119,7 +119,7 @@ class Keeper:
         """
         began = time.perf_counter()
         rng = self.engine.rng_state()
-        by_name = {name: gather_tensor(state) for name, state in rng.items()}
+        by_name = {name: all_gather_tensor(state) for name, state in rng.items()}
         self.engine.gather_state()
         model_state.refuse_unsaved(self.net)
         if self.writer is not None:
@@ -150,7 +150,7 @@ class Keeper:
         if self.topology.rank == 0:
             with contextlib.suppress(RequestError):
                 newest = checkpoints.find("auto", self.engine.task.run_dir, log.warning)
-        path = from_rank0(None if newest is None else str(newest))
+        path = broadcast_value(None if newest is None else str(newest))
         return None if path is None else Path(path)
 
     def finish(self) -> None:

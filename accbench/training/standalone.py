@@ -45,7 +45,7 @@ def start(flags: Mapping[str, Any]) -> Worker:
         die_with_parent(None)
     worker.apply_environment(task, topology)
     if not dist.is_initialized():
-        process_group.start(topology, task.device, task.timeout_s)
+        process_group.init_distributed(topology, task.device, task.timeout_s)
     elif "gloo" not in dist.get_backend_config():
         raise RequestError(
             "the script has made a process group without gloo, which records need: leave "

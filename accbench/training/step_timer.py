@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from accbench.distributed.process_group import gather_values
+from accbench.distributed.process_group import all_gather_values
 from accbench.engines import Batch, CompileStats, Engine
 from accbench.errors import NonFiniteLossError, RecompiledError, remedy_of_overflow
 from accbench.recording.records import WindowRecord, finite_or_none
@@ -156,7 +156,7 @@ class StepTimer:
             float(self.num_samples - self._samples_before),
         ]
         losses, mean_losses, data_waits_s, dispatches_s, peaks, samples = zip(
-            *gather_values(local_values), strict=True
+            *all_gather_values(local_values), strict=True
         )
         world_size = len(losses)
         stats = self.engine.compile_stats()

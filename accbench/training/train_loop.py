@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.distributed.process_group import gather_values
+from accbench.distributed.process_group import all_gather_values
 from accbench.engines import Batch, Engine
 from accbench.engines.loops import LoopEngine
 from accbench.recording.records import EvalRecord, finite_or_none
@@ -88,7 +88,7 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
     # float64 on the host; a rank without samples adds nothing
     local_sums = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
     loss, top1, top5, num_samples = (
-        sum(values) for values in zip(*gather_values(local_sums), strict=True)
+        sum(values) for values in zip(*all_gather_values(local_sums), strict=True)
     )
 
     def mean(total: float) -> float | None:

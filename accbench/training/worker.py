@@ -94,7 +94,7 @@ def _worker(
             task = resolving.resolve(task)
             apply_environment(task, topology)
             if not launched:
-                process_group.start(topology, task.device, task.timeout_s)
+                process_group.init_distributed(topology, task.device, task.timeout_s)
                 task = shared_output_dir(task, topology, stack)
         except RequestError as error:
             return _failed(error, topology, None)
@@ -102,7 +102,7 @@ def _worker(
             console = stack.enter_context(terminal.worker_output(task.run_dir, topology.rank))
             if launched:  # gloo prints a greeting on stdout, which is kept from the terminal
                 with terminal.redirect_descriptors(terminal.log_file(task.run_dir, topology.rank)):
-                    process_group.start(topology, task.device, task.timeout_s)
+                    process_group.init_distributed(topology, task.device, task.timeout_s)
                 task = resume.rejoin(task, topology)
             job(task, topology, started, console)
         except (Exception, KeyboardInterrupt) as error:
@@ -148,13 +148,13 @@ def shared_output_dir(
             task = resume.with_checkpoint(task, lambda line: print(line, flush=True))
         except RequestError as caught:
             error = str(caught)
-    error = process_group.from_rank0(error)
+    error = process_group.broadcast_value(error)
     if error is not None:
         raise RequestError(error)
     return replace(
         task,
-        output_dir=process_group.from_rank0(task.output_dir),
-        resume=process_group.from_rank0(task.resume),
+        output_dir=process_group.broadcast_value(task.output_dir),
+        resume=process_group.broadcast_value(task.resume),
     )
 
 
@@ -211,7 +211,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         logger.tensorboard = _open_tensorboard(task, topology, train_loader, timer.num_steps)
         epochs.run()
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
-    num_bad = int(sum(n for (n,) in process_group.gather_values([bad])))
+    num_bad = int(sum(n for (n,) in process_group.all_gather_values([bad])))
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
     # A user's code is not run once more for this, as it may do anything.
     if topology.rank == 0 and not models.is_user_model(task.model):
@@ -325,7 +325,7 @@ def run_record(
         versions=provenance.versions(),
         commit=provenance.commit(),
         hostname=socket.gethostname(),
-        hosts=process_group.gather_names(socket.gethostname()),
+        hosts=process_group.all_gather_strings(socket.gethostname()),
         compiler=engine.compiler,
         environment=provenance.environment(),
         num_classes=num_classes,

@@ -25,7 +25,7 @@ def main(out: str, flags: list[str]) -> None:
     topology = Topology.from_env()
     task = resolving.resolve(config.parse(flags))
     apply_environment(task, topology)
-    process_group.start(topology, task.device, task.timeout_s)
+    process_group.init_distributed(topology, task.device, task.timeout_s)
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
     engine.strategy.prove()
     name, location = config.data_name(task.data)

@@ -73,10 +73,10 @@ def test_what_others_may_write_is_no_cache(how, places, monkeypatch):
     with pytest.raises(RequestError, match="no folder to keep what is compiled in"):
         cache_folders.folder("jax")
     with pytest.raises(RequestError, match="torchinductor_ada.*set TMPDIR"):
-        cache_folders.of_inductor(places / "run")
+        cache_folders.inductor_environment(places / "run")
     monkeypatch.delenv("LOGNAME")
     monkeypatch.setenv("USER", "ada")  # an image's, which its user need not be
-    assert cache_folders.of_inductor(places / "run") == {"LOGNAME": f"uid{os.getuid()}"}
+    assert cache_folders.inductor_environment(places / "run") == {"LOGNAME": f"uid{os.getuid()}"}
     assert (places / f"tmp/torchinductor_uid{os.getuid()}").stat().st_mode & 0o777 == 0o700
 
 
@@ -84,12 +84,12 @@ def test_a_folder_that_the_user_s_group_may_write_is_taken_from_it(places):
     """Under the umask 002 torch makes it so."""
     (folder := places / "tmp/torchinductor_ada").mkdir()
     folder.chmod(0o775)
-    assert cache_folders.of_inductor(None) == {}
+    assert cache_folders.inductor_environment(None) == {}
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
 def test_programs_are_kept_where_they_may_be_run(places, monkeypatch):
     flags = {"tmp": os.ST_NOEXEC}
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags.get(path.name, 0)))
-    found = cache_folders.of_inductor(places / "run")
+    found = cache_folders.inductor_environment(places / "run")
     assert found["TORCHINDUCTOR_CACHE_DIR"] == str(places / "home/.cache/torchinductor")

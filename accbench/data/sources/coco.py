@@ -46,20 +46,24 @@ class Source(data.Source):
 
         train: str = flag(
             "train2017",
-            "What is trained on: DIR/annotations/instances_TRAIN.json and the images in DIR/TRAIN.",
+            "Training set: DIR/annotations/instances_TRAIN.json and the images in DIR/TRAIN.",
         )
-        val: str = flag("val2017", "What is evaluated, likewise, where there is such a file.")
+        val: str = flag(
+            "val2017", "Validation set, named in the same way, if there is such a file."
+        )
         shape: Literal["aspect", "square"] = flag(
             "aspect",
-            "aspect: 4 to 3 or 3 to 4, of which a batch has one, the shorter side of "
-            "--image_size. square: stretched to --image_size both ways, as SSDs want it.",
+            "aspect: 4 to 3 or 3 to 4, the same in a whole batch, with a shorter side of "
+            "--image_size. square: stretched to --image_size both ways, for SSD models.",
         )
-        augment: Literal["flip", "none"] = flag("flip", "flip: mirrored or not. none: as it is.")
+        augment: Literal["flip", "none"] = flag(
+            "flip", "flip: mirrored at random. none: unchanged."
+        )
         exif: Literal["auto", "turn", "ignore"] = flag(
             "auto",
-            "Photographs with EXIF's orientation. turn: as that says, for boxes drawn on what a "
-            "browser or detectron2 shows. ignore: as stored, as torchvision shows them. auto: "
-            "whichever has the height and width of the annotations; as stored where both have.",
+            "What to do with EXIF's orientation. turn: turn images by it, for boxes drawn on what "
+            "a browser or detectron2 shows. ignore: leave them as stored, as torchvision does. auto: "
+            "whichever matches the height and width in the annotations; as stored if both do.",
         )
 
     @classmethod

@@ -27,9 +27,9 @@ class Source(data.Source):
 
         augment: Literal["crop", "flip", "part", "none"] = flag(
             "crop",
-            "crop: a random part, mirrored or not. flip: the whole image, mirrored or not. "
-            "part: 70 % or more of it, not mirrored, as digits and text want it. none: the "
-            "whole image.",
+            "crop: a random part, mirrored at random. flip: the whole image, mirrored at random. "
+            "part: a random 70 % or more of it, not mirrored, for digits and text. none: the whole "
+            "image.",
         )
 
     @classmethod

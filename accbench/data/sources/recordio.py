@@ -25,13 +25,14 @@ class Source(data.Source):
 
         num_classes: int | None = flag(
             None,
-            "Classes. Unset: the largest label counts, for which all headers are read once.",
+            "Number of classes. Unset: the largest label plus one, for which all headers are read "
+            "once.",
             minimum=1,
         )
         augment: Literal["crop", "flip", "part", "none"] = flag(
             "crop",
-            "crop: a random part, mirrored or not. flip: the whole image, mirrored or not, as "
-            "aligned faces want it. part: 70 % or more of it, not mirrored, as digits want it. "
+            "crop: a random part, mirrored at random. flip: the whole image, mirrored at random, "
+            "for aligned faces. part: a random 70 % or more of it, not mirrored, for digits. "
             "none: the whole image.",
         )
 

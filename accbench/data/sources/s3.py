@@ -24,9 +24,9 @@ class Source(data.Source):
 
         endpoint_url: str | None = flag(
             None,
-            "The server, where it is not Amazon's; AWS_ENDPOINT_URL says the same.",
+            "The server, if it is not Amazon's; AWS_ENDPOINT_URL means the same.",
         )
-        anonymous: bool = flag(False, "Ask without signing.")
+        anonymous: bool = flag(False, "Send requests without signing them.")
         cache_dir: str | None = flag(
             None,
             "The cache's folder. Unset: accbench/s3 in the user's cache folder.",
@@ -34,13 +34,13 @@ class Source(data.Source):
         )
         cache_gib: float = flag(
             50.0,
-            "The most that the cache holds, in GiB; 0 keeps nothing.",
+            "Largest size of the cache, in GiB; 0 stores nothing.",
             minimum=0,
             maximum=1000000000.0,
         )
         listing_max_age_s: float = flag(
             3600.0,
-            "Seconds for which the list of keys is not asked for anew.",
+            "Seconds for which a stored list of keys is used.",
             minimum=0,
         )
         timeout_s: float = flag(
@@ -51,7 +51,7 @@ class Source(data.Source):
         )
         attempts: int = flag(
             5,
-            "Times that a request is tried which times out or is answered with a 5xx status.",
+            "Attempts for a request that times out or gets a 5xx status.",
             minimum=1,
         )
 

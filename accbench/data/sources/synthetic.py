@@ -24,10 +24,10 @@ class Source(data.Source):
 
         num_classes: int | None = flag(
             None,
-            "Classes of the random labels, or the vocabulary. Unset: 1000, or the model's own.",
+            "Classes of the random labels, or size of the vocabulary. Unset: 1000, or the model's.",
             minimum=1,
         )
-        num_batches: int = flag(2, "Different batches a worker; they take turns.", minimum=1)
+        num_batches: int = flag(2, "Different batches per worker; they take turns.", minimum=1)
         steps_per_epoch: int = flag(100, "Steps that count as one epoch.", minimum=1)
 
     @classmethod

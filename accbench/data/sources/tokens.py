@@ -38,14 +38,14 @@ class Source(data.Source):
 
         vocab_size: int | None = flag(
             None,
-            "Tokens that the model knows. Unset: 257 for text; of arrays the highest token "
-            "counts, for which all are read once.",
+            "Size of the vocabulary. Unset: 257 for text; for arrays the highest token plus one, "
+            "for which all tokens are read once.",
             minimum=1,
             maximum=_MAX_TOKENS,
         )
         eval_fraction: float = flag(
             0.1,
-            "Part of the blocks, the last ones, that is held out to evaluate. 0: none.",
+            "Fraction of the blocks, the last ones, that is held out for evaluation. 0: none.",
             minimum=0,
             maximum=1,
         )

@@ -8,7 +8,7 @@ DistributedDataParallel), engine xla's `reduction` and engine jax's device mesh.
 import abc
 from collections.abc import Sequence
 
-from accbench.distributed.process_group import Topology, gather_values
+from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.errors import ReductionError
 
 
@@ -41,7 +41,7 @@ class Strategy(abc.ABC):
         expected = (world_size + 1) / 2  # mean of 1..world_size
         averaged = self.average_probe(float(self.topology.rank + 1))
         wrong = [value for value in averaged if abs(value - expected) > 1e-6]
-        wrong_ranks = [rank for rank, (bad,) in enumerate(gather_values([len(wrong)])) if bad]
+        wrong_ranks = [rank for rank, (bad,) in enumerate(all_gather_values([len(wrong)])) if bad]
         if wrong_ranks:
             raise ReductionError(
                 f"gradients are not averaged over the {world_size} ranks ({self.collectives}): "

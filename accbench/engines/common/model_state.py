@@ -182,10 +182,10 @@ def _takes_extra_state(module: nn.Module) -> bool:
 
 def broadcast_extra(net: nn.Module) -> None:
     """Give all ranks the extra state of rank 0's modules; all ranks call it."""
-    if process_group.is_alone():
+    if process_group.is_single_worker():
         return
     if _with_extra_state(net):
-        load_extra(net, process_group.from_rank0(read_extra(net)))
+        load_extra(net, process_group.broadcast_value(read_extra(net)))
 
 
 def refuse_unsaved(net: nn.Module) -> None:

@@ -41,14 +41,14 @@ class Engine(LoopEngine):
 
         channels_last: bool = flag(
             True,
-            "Keep images and weights NHWC in memory, which convolutions are fastest in. A model "
-            "that joins channels and pixels by `view` has them NCHW all the same. In a script "
-            "memory formats are the script's own.",
+            "Keep images and weights as NHWC in memory, the fastest layout for convolutions. A "
+            "model that joins channels and pixels by `view` still gets NCHW. A script decides "
+            "memory formats itself.",
         )
         find_unused_parameters: bool = flag(
             False,
-            "Of several workers: look in every step for parameters that the loss does not "
-            "depend on. A model that has such needs it, others are slowed down by it.",
+            "With several workers: look in every step for parameters that the loss does not depend "
+            "on. Models that have such parameters need it; others are slower with it.",
         )
 
     @classmethod

@@ -120,13 +120,13 @@ class Engine(ddp.Engine):
         )
         dynamic: Literal["off", "auto", "on"] = flag(
             "off",
-            "Compile for sizes that may change. off: anew for each size. auto: for any size, "
-            "from a second one on. on: from the start.",
+            "Compile for sizes that may change. off: compile again for each size. auto: compile "
+            "for any size once a second size comes. on: compile for any size from the start.",
         )
         cache_dir: str | None = flag(
             None,
             "Folder of the compile cache, with a folder in it for each kind of processor. "
-            "Unset: inductor's own in the temporary folder.",
+            "Unset: inductor's default in the temporary folder.",
             is_path=True,
         )
 
@@ -148,7 +148,7 @@ class Engine(ddp.Engine):
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         run_dir = None if task.output_dir is None else task.run_dir
-        found = cache_folders.of_inductor(run_dir)
+        found = cache_folders.inductor_environment(run_dir)
         options = task.options.get("inductor")
         if options is None or options.cache_dir is None:
             return found

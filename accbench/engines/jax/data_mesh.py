@@ -46,7 +46,7 @@ def init_distributed(topology: Topology, device: str, timeout_s: float) -> None:
     """
     if topology.world_size == 1 or jax.distributed.is_initialized():
         return
-    host = process_group.own_address()
+    host = process_group.local_address()
     if device == "cpu":
         _bind_gloo_to(host)
     with _coordinator_address(topology, host) as address:
@@ -87,7 +87,7 @@ def _coordinator_address(topology: Topology, host: str) -> Iterator[str]:
             listener.bind((host, 0))
             bracketed = f"[{host}]" if ":" in host else host
             address = f"{bracketed}:{listener.getsockname()[1]}"
-        address = process_group.from_rank0(address)
+        address = process_group.broadcast_value(address)
         stack.close()  # just before JAX listens there
         assert isinstance(address, str)
         yield address

@@ -64,59 +64,61 @@ class Engine(engines.Engine):
         )
         torch_kernels: Literal["on", "off"] = flag(
             "on",
-            "On a CPU, have torch's own kernels (oneDNN, MKL) compute convolutions, large "
-            "products of matrices, attention and max-pooling, called from XLA's program, as on "
-            "a GPU it calls cuDNN and cuBLAS.",
+            "On a CPU, let XLA's program call torch's kernels (oneDNN, MKL) for convolutions, "
+            "large matrix products, attention and max-pooling, as on a GPU it calls cuDNN and "
+            "cuBLAS.",
         )
         channels_last: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Carry images as NHWC from one convolution to the next. auto: on a CPU, for XLA "
-            "chooses layouts by itself elsewhere.",
+            "Carry images as NHWC from one convolution to the next. auto: on a CPU; elsewhere XLA "
+            "chooses layouts itself.",
         )
         products_for_1x1: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Compute 1 x 1 convolutions as products of matrices, channels last. auto: on a CPU.",
+            "Compute 1 x 1 convolutions as matrix products, channels last. auto: on a CPU.",
         )
         products_for_patches: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Likewise those whose windows lie side by side, as the patches of a vision "
-            "transformer. auto: on a CPU.",
+            "Compute convolutions whose windows do not overlap as matrix products, for example the "
+            "patches of a vision transformer. auto: on a CPU.",
         )
         products_for_small_images: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Likewise those with up to nine output pixels. auto: on a CPU.",
+            "Compute convolutions with at most nine output pixels as matrix products. auto: on a "
+            "CPU.",
         )
         weights_by_image: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Compute the gradients of convolutions' weights as a product an image, where it has "
-            "128 output pixels and more, channels last. auto: on a CPU.",
+            "Compute the weight gradients of convolutions with 128 or more output pixels as one "
+            "matrix product per image, channels last. auto: on a CPU.",
         )
         pools_by_place: Literal["on", "off"] = flag(
             "on",
-            "Compute the gradients of max-pooling as a sum over the places of a window.",
+            "Compute the gradients of max-pooling as a sum over the positions in a window.",
         )
         lean: Literal["auto", "on", "off"] = flag(
             "auto",
-            "In 16 bits, have BatchNorm with its ReLU, and attention, as functions of "
-            "accbench's own which move fewer bytes, with CUDA's casts. auto: on CUDA.",
+            "In 16 bits, compute BatchNorm with its ReLU, and attention, by accbench's own "
+            "functions that move fewer bytes, with CUDA's casts. auto: on CUDA.",
         )
         evaluation: Literal["auto", "compiled", "eager"] = flag(
             "auto",
             "Evaluate by compiled functions on the device, or by torch on the host. auto: "
-            "compiled, but for a CPU, where torch's operations are as fast and ready.",
+            "compiled, except on a CPU, where torch's operations are as fast and need no "
+            "compilation.",
         )
         flags: str = flag(
             "",
-            "More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win.",
+            "More XLA flags, `name=value` separated by blanks; those in XLA_FLAGS win.",
         )
         shard: bool = flag(
             False,
-            "Part parameters, and what the optimizer keeps of each, between the workers: less "
-            "memory on each, and gradients are reduced and parameters gathered in every step.",
+            "Shard parameters and their optimizer state over the workers: less memory on each, but "
+            "every step reduces gradients and gathers parameters.",
         )
         find_unused_parameters: bool = flag(
             False,
-            "In loops of your own, of several workers: as --ddp.find_unused_parameters.",
+            "In your own loops, with several workers: the same as --ddp.find_unused_parameters.",
         )
 
     @classmethod

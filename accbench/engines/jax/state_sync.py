@@ -135,7 +135,7 @@ class StateSync:
         """Gather an array that may be sharded; all ranks call it."""
         shard = arrays.to_torch(self._mesh.local_data(array))
         axis = self._mesh.shard_axis(array.shape)
-        return shard if axis is None else torch.cat(process_group.gather_tensor(shard), axis)
+        return shard if axis is None else torch.cat(process_group.all_gather_tensor(shard), axis)
 
     def gather(self, key: str) -> list[jax.Array]:
         """Gather the arrays of `state[key]` on the device; all ranks call it."""

@@ -43,7 +43,7 @@ def register(world_size: int) -> None:
         plugins.register_plugin("CUDA", cuda.plugin())
     if world_size > 1:
         # Rank 0 picks a free port; by default torch_xla takes one next to the rendezvous' port.
-        port = process_group.from_rank0(_free_port())
+        port = process_group.broadcast_value(_free_port())
         os.environ.setdefault(cuda.COORDINATOR_PORT_VARIABLE, str(port))
 
 

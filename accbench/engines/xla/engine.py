@@ -83,7 +83,7 @@ class Engine(LoopEngine):
 
         compile_cache: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Keep compiled graphs on disk. auto: on where the platform can load what it saved.",
+            "Keep compiled graphs on disk. auto: on if the platform can load what it saved.",
         )
         cache_dir: str | None = flag(
             None,
@@ -92,28 +92,28 @@ class Engine(LoopEngine):
         )
         bucket_mib: int = flag(
             20,
-            "Gradients averaged in the graph travel in buckets of this size, in MiB: each "
-            "starts as soon as the backward pass has its gradients.",
+            "Size in MiB of the buckets for gradients averaged in the graph: each bucket starts as "
+            "soon as the backward pass has its gradients.",
             minimum=1,
         )
         host_bucket_mib: int = flag(
             64,
-            "Gradients averaged on the host travel in buckets of this size, in MiB.",
+            "Size in MiB of the buckets for gradients averaged on the host.",
             minimum=1,
         )
         replay: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Run recorded steps without tracing them anew. auto: on where that is proven to "
-            "give the same numbers, which is one worker on a CPU.",
+            "Run recorded steps without tracing them again. auto: on where that is proven to give "
+            "the same numbers, which is one worker on a CPU.",
         )
         lean: Literal["auto", "on", "off"] = flag(
             "auto",
-            "Spell BatchNorm, ReLU, max-pooling and AdamW so that a GPU moves few bytes. auto: "
-            "off on a CPU, where that is slower.",
+            "Compute BatchNorm, ReLU, max-pooling and AdamW in a form that moves fewer bytes on a "
+            "GPU. auto: off on a CPU, where that is slower.",
         )
         flags: str = flag(
             "",
-            "More XLA flags, `name=value` with blanks between; those in XLA_FLAGS win.",
+            "More XLA flags, `name=value` separated by blanks; those in XLA_FLAGS win.",
         )
 
     @classmethod

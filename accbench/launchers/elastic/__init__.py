@@ -107,7 +107,7 @@ class Launcher(launchers.Launcher):
 
     def launch(self, task: TaskConfig, worker: list[str]) -> Failure | None:
         endpoint = rendezvous.parse_endpoint(task)
-        shared = cache_folders.temporary_of(task.run_dir)
+        shared = cache_folders.temporary_for_run(task.run_dir)
         with tempfile.TemporaryDirectory(dir=shared) as name, StopSignals() as signals:
             folder = Path(name)
             problem = failures.reserve(watching.error_files(folder, task.nproc_per_node).values())
