@@ -259,12 +259,9 @@ def _heads_first_view(tensor: torch.Tensor) -> torch.Tensor:
 def _attend(read: list[torch.Tensor], write: list[torch.Tensor], options: Any) -> None:
     qkv, mask = read[:3], read[3] if len(read) > 3 else None
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_heads_first_view, qkv),
-        0.0,
-        options["is_causal"],
-        attn_mask=mask,
-        scale=options["scale"],
-    )
+        *map(_heads_first_view, qkv), 0.0, options["is_causal"],
+        attn_mask=mask, scale=options["scale"],
+    )  # fmt: skip
     _heads_first_view(write[0]).copy_(out)
     write[1].copy_(logsumexp)
 
