@@ -146,9 +146,10 @@ def native_batch_norm(
 
     In all other cases a graph has the functional operation.
     """
-    running = (running_mean, running_var)
-    settings = (training, momentum, eps, axis, train)
-    return batch_norm_functional(input, weight, bias, *running, *settings)[:3]
+    results = batch_norm_functional(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, axis, train
+    )
+    return results[:3]
 
 
 @lowering("aten._batch_norm_with_update_functional.default")
