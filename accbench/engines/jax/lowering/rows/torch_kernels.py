@@ -235,7 +235,7 @@ def _max_pool_backward(read: list[torch.Tensor], write: list[torch.Tensor], pool
 
 
 def window_max(x: Any, w: WindowGeometry) -> Any:
-    """Max-pool x (N, H, W, C) -> (N, windows, windows, C)."""
+    """Compute max-pooling of x (N, H, W, C) -> (N, windows, windows, C)."""
     shape = (x.shape[0], w.num(0), w.num(1), x.shape[-1])
     return _max_pool([jax.ShapeDtypeStruct(shape, x.dtype)], x, pool_args=_pool_arguments(w))[0]
 
