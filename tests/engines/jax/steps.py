@@ -1,6 +1,6 @@
-"""Steps of engine jax in one process, beside eager's: python -m tests.engines.jax.steps
+"""Steps of engine jax compared with eager's, in one process: python -m tests.engines.jax.steps
 
-Prints one line of JSON: what was tried -> what came of it, for the tests to look at.
+Prints one line of JSON for the tests: name of a case -> its results.
 """
 
 import json
@@ -59,41 +59,41 @@ class Training:
         return self
 
 
-def away(own: dict, expected: dict, start: dict) -> float:
-    """The furthest tensor's distance, as a part of its way."""
+def distance(ours: dict, expected: dict, start: dict) -> float:
+    """Return the largest distance of a tensor from its expected value, relative to its update."""
     return max(
-        float((own[n].double() - t.double()).norm())
+        float((ours[n].double() - t.double()).norm())
         / (float((t.double() - start[n].double()).norm()) or 1.0)
         for n, t in expected.items()
     )
 
 
-def beside_eager(model: str, *flags: str) -> dict:
-    """How far engine jax is from engine ddp after the steps."""
-    own, eager = (Training(engine, model, *flags).steps() for engine in ("jax", "ddp"))
-    states, starts = (own.state(), eager.state()), (own.start, eager.start)
+def compare_with_eager(model: str, *flags: str) -> dict:
+    """Compare engine jax with engine ddp after the steps."""
+    ours, eager = (Training(engine, model, *flags).steps() for engine in ("jax", "ddp"))
+    states, starts = (ours.state(), eager.state()), (ours.start, eager.start)
 
     def flat(state: Any) -> dict:
         return {f"{n} {key}": t for n, kept in state.optimizer.items() for key, t in kept.items()}
 
     return {
-        "weights": away(states[0].model, states[1].model, starts[1].model),
-        "optimizer": away(flat(states[0]), flat(states[1]), flat(starts[1])),
-        "losses": [own.losses, eager.losses],
+        "weights": distance(states[0].model, states[1].model, starts[1].model),
+        "optimizer": distance(flat(states[0]), flat(states[1]), flat(starts[1])),
+        "losses": [ours.losses, eager.losses],
         "scaler": [state.scaler for state in states],
-        "applied": [t.engine.applied_steps(t.optimizer) for t in (own, eager)],
-        "compiles": own.engine.compile_stats().num_compiles,
-        "moved": away(states[0].model, starts[0].model, starts[0].model),
+        "applied": [t.engine.applied_steps(t.optimizer) for t in (ours, eager)],
+        "compiles": ours.engine.compile_stats().num_compiles,
+        "moved": distance(states[0].model, starts[0].model, starts[0].model),
         "buffers moved": sum(
             float((states[0].model[n] - b).abs().sum())
-            for n, b in starts[0].model.items() if n in dict(own.net.named_buffers())
+            for n, b in starts[0].model.items() if n in dict(ours.net.named_buffers())
         ),
     }  # fmt: skip
 
 
-def beside_float64(model: str, *flags: str) -> dict:
-    """How far both engines are from the same training in float64, by plain SGD."""
-    found = {}
+def compare_with_float64(model: str, *flags: str) -> dict:
+    """Compare both engines with the same training in float64, by plain SGD."""
+    distances = {}
     for engine in ("jax", "ddp"):
         training = Training(engine, model, "--amp_level=O0", "--optimizer=sgd", *flags)
         torch.manual_seed(0)
@@ -106,12 +106,12 @@ def beside_float64(model: str, *flags: str) -> dict:
             training.spec.loss(net, batch).backward()
             plain.step()
         expected = dict([*net.named_parameters(), *net.named_buffers()])
-        found[engine] = away(training.state().model, expected, training.start.model)
-    return found
+        distances[engine] = distance(training.state().model, expected, training.start.model)
+    return distances
 
 
 def resumed() -> dict:
-    """An unbroken training, and one that another engine's object goes on with; with dropout."""
+    """Compare an unbroken training with one that another engine object resumes; with dropout."""
     flags = ("tests.nets:dropping", "--amp_level=O0", "--ema_decay=0.9")
     unbroken = Training("jax", *flags).steps()
     before = Training("jax", *flags).steps(0, 3)
@@ -135,21 +135,21 @@ def resumed() -> dict:
 
 
 def written_from_outside() -> dict:
-    """Torch's tensors read and written between steps, which JAX's arrays are to follow."""
-    own, eager = (
+    """Read and write torch's tensors between steps, which JAX's arrays must follow."""
+    ours, eager = (
         Training(engine, "tests.nets:tiny", "--amp_level=O0") for engine in ("jax", "ddp")
     )
     read = []
-    for training in (own, eager):
+    for training in (ours, eager):
         training.steps(0, 2)
         read.append({n: t.clone() for n, t in training.net.state_dict().items()})
         with torch.no_grad():
             training.net.get_parameter("net.5.bias").fill_(0.25)
         training.steps(2)
-    found = {"read": away(*read, eager.start.model)}
-    found["weights"] = away(own.state().model, eager.state().model, eager.start.model)
+    result = {"read": distance(*read, eager.start.model)}
+    result["weights"] = distance(ours.state().model, eager.state().model, eager.start.model)
     scores = []
-    for training in (own, eager):
+    for training in (ours, eager):
 
         class Loader:
             resident = False
@@ -159,26 +159,26 @@ def written_from_outside() -> dict:
                 return iter(self.batches)
 
         scores.append(evaluate(training.engine, training.model, training.spec, Loader(), 0).loss)
-    return {**found, "scores": scores}
+    return {**result, "scores": scores}
 
 
 TRIED = {
-    "resnet": lambda: beside_float64(
+    "resnet": lambda: compare_with_float64(
         "resnet10", "--image_size=32", "--weight_decay=0", "--momentum=0.9", "--lr=1e-2"
     ),
-    "recipe": lambda: beside_eager(
+    "recipe": lambda: compare_with_eager(
         "tests.nets:tiny", "--amp_level=O0", "--accumulate=2", "--clip_norm=0.1", "--ema_decay=0.9",
         "--decay=matrices", "--weight_decay=0.1",
     ),
-    "sgd": lambda: beside_eager(
+    "sgd": lambda: compare_with_eager(
         "tests.nets:tiny", "--amp_level=O0", "--optimizer=sgd", "--nesterov", "--momentum=0.8",
         "--weight_decay=0.1",
     ),
-    "bfloat16": lambda: beside_eager("tests.nets:tied", "--amp_dtype=bfloat16"),
-    "overflow": lambda: beside_eager("tests.nets:loud", "--amp_dtype=float16"),
-    "keeps": lambda: beside_eager("tests.nets:keeps", "--amp_level=O0"),
-    "skip": lambda: beside_eager("tests.nets:overflowing", "--amp_level=O0", "--on_nan=skip"),
-    "shapes": lambda: beside_eager("tests.nets:Ragged", "--amp_level=O0"),
+    "bfloat16": lambda: compare_with_eager("tests.nets:tied", "--amp_dtype=bfloat16"),
+    "overflow": lambda: compare_with_eager("tests.nets:loud", "--amp_dtype=float16"),
+    "keeps": lambda: compare_with_eager("tests.nets:keeps", "--amp_level=O0"),
+    "skip": lambda: compare_with_eager("tests.nets:overflowing", "--amp_level=O0", "--on_nan=skip"),
+    "shapes": lambda: compare_with_eager("tests.nets:Ragged", "--amp_level=O0"),
     "resumed": resumed,
     "written": written_from_outside,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Engine jax: steps beside eager's and float64's, its state in torch and JAX, two workers."""
+"""Engine jax compared with eager and float64: steps, state in torch and JAX, two workers."""
 
 import json
 

@@ -8,6 +8,7 @@ costs some 50 µs (docs/measured.md), and holds Python's lock.
 
 import contextlib
 import ctypes as C
+import importlib
 import json
 import math
 import threading
@@ -192,13 +193,23 @@ def _views_of(dtype: str, sizes: tuple[int, ...]) -> _ViewFactory:
     return _ViewFactory(dtype, sizes)
 
 
+def _function_of(name: str) -> Function:
+    """Return the decorated function of this name; its module is imported if need be.
+
+    A program from disk may call a function whose module only the process that traced it imported.
+    """
+    if name not in _functions and name.startswith("accbench."):
+        importlib.import_module(name.rpartition(".")[0])
+    return _functions[name]
+
+
 @cache
 def _parse_call(
     what: bytes,
 ) -> tuple[Function, dict[str, Any], list[_ViewFactory], list[_ViewFactory]]:
     name, arguments, *types = json.loads(what)
     read, write = ([_views_of(dtype, tuple(sizes)) for dtype, sizes in group] for group in types)
-    return _functions[name], arguments, read, write
+    return _function_of(name), arguments, read, write
 
 
 def _tensors(buffers: _Buffers, factories: list[_ViewFactory]) -> list[torch.Tensor]:

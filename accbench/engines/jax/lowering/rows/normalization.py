@@ -146,19 +146,10 @@ def native_batch_norm(
 
     In all other cases a graph has the functional operation.
     """
-    norm_args = (
-        input,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        training,
-        momentum,
-        eps,
-        axis,
-        train,
+    results = batch_norm_functional(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, axis, train
     )
-    return batch_norm_functional(*norm_args)[:3]
+    return results[:3]
 
 
 @lowering("aten._batch_norm_with_update_functional.default")

@@ -12,7 +12,7 @@ from accbench.engines.jax.lowering.table import lowering
 
 
 def _pad(self: Any, padding: Sequence[int], mode: str) -> Any:
-    """Pad; `padding` counts from the last axis on, and negative widths cut off."""
+    """Pad by `padding`, which counts from the last axis on; negative widths cut off."""
     rank = len(padding) // 2
     pairs = [(padding[2 * i], padding[2 * i + 1]) for i in reversed(range(rank))]
     if min(padding) < 0:

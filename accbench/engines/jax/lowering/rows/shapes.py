@@ -179,7 +179,7 @@ def unbind(self: Any, dim: int = 0) -> list[Any]:
 
 @lowering("aten.constant_pad_nd.default")
 def constant_pad_nd(self: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    """Pad; `pad` counts from the last axis on, two numbers an axis; negative ones cut off."""
+    """Pad by `pad`, two numbers an axis from the last axis on; negative ones cut off."""
     num_axes = len(pad) // 2
     widths = [(0, 0, 0)] * (self.ndim - num_axes)
     widths += [(pad[2 * i], pad[2 * i + 1], 0) for i in reversed(range(num_axes))]

@@ -235,7 +235,7 @@ def _max_pool_backward(read: list[torch.Tensor], write: list[torch.Tensor], pool
 
 
 def window_max(x: Any, w: WindowGeometry) -> Any:
-    """Max-pool x (N, H, W, C) -> (N, windows, windows, C)."""
+    """Compute max-pooling of x (N, H, W, C) -> (N, windows, windows, C)."""
     shape = (x.shape[0], w.num(0), w.num(1), x.shape[-1])
     return _max_pool([jax.ShapeDtypeStruct(shape, x.dtype)], x, pool_args=_pool_arguments(w))[0]
 
@@ -259,12 +259,9 @@ def _heads_first_view(tensor: torch.Tensor) -> torch.Tensor:
 def _attend(read: list[torch.Tensor], write: list[torch.Tensor], options: Any) -> None:
     qkv, mask = read[:3], read[3] if len(read) > 3 else None
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_heads_first_view, qkv),
-        0.0,
-        options["is_causal"],
-        attn_mask=mask,
-        scale=options["scale"],
-    )
+        *map(_heads_first_view, qkv), 0.0, options["is_causal"],
+        attn_mask=mask, scale=options["scale"],
+    )  # fmt: skip
     _heads_first_view(write[0]).copy_(out)
     write[1].copy_(logsumexp)
 
