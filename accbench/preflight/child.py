@@ -19,7 +19,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     # `python -m` puts the current folder first on sys.path, where a user's file may hide a module
-    # of the same name that torch imports.
+    # of the same name that torch imports. Not in a function: to import that would be too late.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.append(sys.path.pop(0))
     sys.exit(main())

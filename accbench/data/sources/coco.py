@@ -63,7 +63,8 @@ class Source(data.Source):
             "auto",
             "What to do with EXIF's orientation. turn: turn images by it, for boxes drawn on what "
             "a browser or detectron2 shows. ignore: leave them as stored, as torchvision does. "
-            "auto: whichever matches the height and width in the annotations; as stored if both do.",
+            "auto: whichever matches the height and width in the annotations; as stored if both "
+            "do.",
         )
 
     @classmethod

@@ -118,9 +118,7 @@ class Engine(LoopEngine):
 
     @classmethod
     def find_device(cls, requested: str) -> str:
-        if requested != "auto":
-            return requested
-        return devices.detect()
+        return devices.find(requested)
 
     @classmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
