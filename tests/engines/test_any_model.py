@@ -65,7 +65,7 @@ def test_parameters_that_are_views_of_one_memory_are_refused(engine: str) -> Non
 @pytest.mark.parametrize("engine", ENGINES[1:3])
 def test_what_leaves_the_compiler_is_named_with_its_line(engine: str) -> None:
     (line,) = found_by(engine, "masks")["left"]
-    assert "tests/nets.py:" in line
+    assert "tests/nets/" in line
     assert line.endswith(": bright = images[images > 0.5]")
 
 
@@ -73,7 +73,7 @@ def test_what_leaves_the_compiler_is_named_with_its_line(engine: str) -> None:
 def test_what_cannot_be_captured_is_named_with_its_line() -> None:
     raised = found_by("jax", "masks")["raised"]
     assert raised.startswith("RequestError: --engine jax cannot capture the step as one graph at ")
-    assert "tests/nets.py:" in raised
+    assert "tests/nets/" in raised
     assert ": bright = images[images > 0.5]: " in raised
     assert "or use --engine" in raised
 

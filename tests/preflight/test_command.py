@@ -259,7 +259,7 @@ def test_a_step_that_asks_the_host_is_told_with_its_place_in_the_model() -> None
     status, _, err = told("--model=tests.nets:asks_the_host", "--batch_size=8")
     assert status == 2
     assert "a value is needed on the host" in err
-    assert "tests/nets.py:" in err
+    assert "tests/nets/" in err
     assert "if logits.max() > 100" in err
     assert err.count("\n") == 1
 
@@ -268,7 +268,7 @@ def test_a_backward_pass_that_fails_is_told_with_its_place_in_the_model() -> Non
     status, _, err = told("--model=tests.nets:raising", "--batch_size=8")
     assert (status, err.count("\n")) == (2, 1), err
     assert "ValueError: no way back from here" in err
-    assert "tests/nets.py:" in err
+    assert "tests/nets/" in err
 
 
 @pytest.mark.parametrize(

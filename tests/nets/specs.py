@@ -1,0 +1,70 @@
+"""Specs of losses and batches of their own."""
+
+import torch
+from torch import nn
+
+from accbench.models import Spec
+from benchmarks.nets import tied as tied
+
+
+class Autoencoder(Spec):
+    """A model with a loss and batches of its own: vectors that it should give back."""
+
+    name = "tests.nets:Autoencoder"
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))
+
+    def loss(self, model: nn.Module, batch) -> torch.Tensor:
+        vectors, weight = batch["vectors"]["of 8"], batch["weight"]
+        away = (model(vectors) - vectors).float().square().mean(1)
+        return (away * weight).mean()
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        vectors = torch.randn(batch_size, 8, generator=generator)
+        return {"vectors": {"of 8": vectors}, "weight": torch.ones(batch_size)}
+
+
+class Ragged(Autoencoder):
+    """Whose batches are of ever other sizes."""
+
+    name = "tests.nets:Ragged"
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        return super().synthetic_batch(
+            int(torch.randint(1, 64, (), generator=generator)), num_classes, generator
+        )
+
+
+class Mislabelled(Autoencoder):
+    """Vectors and their classes, of which the third batch has one that the model does not have."""
+
+    name = "tests.nets:Mislabelled"
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Linear(8, 3)
+
+    def loss(self, model: nn.Module, batch) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["vectors"]), batch["classes"])
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        self.num_batches = getattr(self, "num_batches", 0) + 1
+        classes = torch.full((batch_size,), 3 if self.num_batches == 3 else 2)
+        return {"vectors": torch.randn(batch_size, 8, generator=generator), "classes": classes}
+
+
+class Recolours(Spec):
+    """Images that it should give back; it has no accuracy."""
+
+    name = "tests.nets:Recolours"
+    takes = "images"
+
+    def build(self, num_classes: int) -> nn.Module:
+        return nn.Conv2d(3, 3, 1)
+
+    def loss(self, model: nn.Module, batch) -> torch.Tensor:
+        images_NCHW = batch[0].to(next(model.parameters()).dtype) / 255
+        return (model(images_NCHW) - images_NCHW).float().square().mean()
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
+        raise NotImplementedError
