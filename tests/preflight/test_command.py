@@ -151,8 +151,8 @@ def test_all_ranks_have_one_program(tmp_path) -> None:
         folder.mkdir()
         done = subprocess.run(
             [sys.executable, "-c",
-             "import sys; from accbench.engines.xla import tracing; "
-             f"sys.exit(tracing.main(sys.argv[1:], rank={rank}))", str(folder), *flags],
+             "import sys; from accbench.preflight.tracing import xla; "
+             f"sys.exit(xla.main(sys.argv[1:], rank={rank}))", str(folder), *flags],
             cwd=ROOT, env={**os.environ, **xla.environment(folder, 2)}, text=True,
             capture_output=True, timeout=HANG_S,
         )  # fmt: skip

@@ -143,8 +143,8 @@ def hook_ids(model: nn.Module) -> list[int]:
     """Return a list that changes when a hook is added to a module or removed."""
     hook_dicts = (vars(module)[name] for module in model.modules() for name in _HOOKS)
     return [
-        value for state_id, hooks_of_kind in enumerate(hook_dicts) if hooks_of_kind
-        for value in (state_id, *map(id, hooks_of_kind.values()))
+        value for index, hooks_of_kind in enumerate(hook_dicts) if hooks_of_kind
+        for value in (index, *map(id, hooks_of_kind.values()))
     ]  # fmt: skip
 
 

@@ -77,9 +77,8 @@ def _keep_counts_on_device(optimizer: Any, send: Send) -> None:
                 _send_counts(optimizer, send)
 
     def restore_settings(optimizer: Any, saved: dict[str, Any]) -> None:
-        for group, original in zip(
-            saved["param_groups"], original_settings, strict=False
-        ):  # more groups may follow
+        # More groups may have been added since.
+        for group, original in zip(saved["param_groups"], original_settings, strict=False):
             group |= original
 
     use_device_counts(optimizer)

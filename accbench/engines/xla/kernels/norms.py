@@ -122,8 +122,8 @@ def _normalise_by(
 ) -> torch.Tensor:  # fmt: skip
     """Normalise by given statistics, as in evaluation.
 
-    Where parameters train all the same, as those of frozen BatchNorms do, torch_xla's gradient
-    of it aborts the process.
+    torch_xla's own kernel aborts the process in its gradient, which is needed where parameters
+    train all the same, as those of frozen BatchNorms may.
     """
     scale_C = torch.rsqrt(var_C + eps)
     if weight_C is not None:
@@ -140,9 +140,8 @@ def _moments(values: torch.Tensor, *dims: int) -> tuple[torch.Tensor, torch.Tens
     near_mean = _near_mean(values, *dims)
     deviations = values - near_mean
     mean_deviation, mean_square = deviations.mean(dims), (deviations * deviations).mean(dims)
-    return (mean_square - mean_deviation * mean_deviation).clamp(
-        min=0
-    ), mean_deviation + near_mean.reshape(-1)
+    variance = (mean_square - mean_deviation * mean_deviation).clamp(min=0)
+    return variance, mean_deviation + near_mean.reshape(-1)
 
 
 class _PreciseBatchNorm(torch.autograd.Function):
@@ -162,9 +161,8 @@ class _PreciseBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         batch, weight_C, mean_C, invstd_C = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled()
-        ):  # for a second derivative, which goes through the statistics, too
+        # For a second derivative, which goes through the statistics, too.
+        if torch.is_grad_enabled():
             arguments = (gradient, batch, weight_C, None, None, mean_C, invstd_C, True, ctx.eps)
             output_mask = ctx.needs_input_grad[:3]
             gradients = torch.ops.aten.native_batch_norm_backward(*arguments, output_mask)
