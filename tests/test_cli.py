@@ -17,7 +17,7 @@ SMALL = (*TINY[1:], "--data=synthetic")
 @pytest.fixture
 def mine(tmp_path) -> Path:
     """A folder with nets."""
-    shutil.copy(ROOT / "tests" / "nets.py", tmp_path / "my_nets.py")
+    shutil.copy(ROOT / "benchmarks" / "nets.py", tmp_path / "my_nets.py")
     return tmp_path
 
 

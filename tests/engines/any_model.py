@@ -12,6 +12,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from accbench import config, models, resolving
 from accbench.config import plugins
@@ -19,7 +20,6 @@ from accbench.distributed.process_group import Topology
 from accbench.engines.common import tied_parameters
 from accbench.training import worker
 from accbench.training.train_loop import train_step
-from tests import nets
 
 NUM_STEPS, LR = 6, 1e-2
 # torch_xla compiles each of them, so only what is special about them is left in.
@@ -90,9 +90,7 @@ def masks_of_dropout() -> float:
     )
     made = engine(task, task.options["xla"], Topology())
     weight = torch.linspace(1, 2, 4096).to(made.device).requires_grad_()
-    out = nets.checkpoint(
-        lambda w: torch.nn.functional.dropout(w * w, 0.5), weight, use_reentrant=False
-    )
+    out = checkpoint(lambda w: torch.nn.functional.dropout(w * w, 0.5), weight, use_reentrant=False)
     out.sum().backward()
     made.end_step()
     dropped_forward = out.detach().cpu() == 0
