@@ -19,7 +19,7 @@ from accbench.errors import RequestError
 _DEATH_TIMEOUT_S = 5.0
 
 
-def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
+def name_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
     """A loader's batches, with an error that says so where a worker process is gone, and why.
 
     torch's own says it too, except where the process dies between announcing a
@@ -107,7 +107,7 @@ class DataLoaderX(DataLoader[Any]):
         with shared_memory.explained():
             on_host = self._get_iterator() if are_taken else super().__iter__()
         batches = BackgroundGenerator(
-            naming_dead_workers(on_host), self.local_rank, self.max_prefetch, device=self.device
+            name_dead_workers(on_host), self.local_rank, self.max_prefetch, device=self.device
         )
         if not are_taken:
             self._persistent = weakref.ref(batches)

@@ -61,9 +61,10 @@ class Source(data.Source):
         )
         exif: Literal["auto", "turn", "ignore"] = flag(
             "auto",
-            "What to do with EXIF's orientation. turn: turn images by it, for boxes drawn on what a "
-            "browser or detectron2 shows. ignore: leave them as stored, as torchvision does. auto: "
-            "whichever matches the height and width in the annotations; as stored if both do.",
+            "What to do with EXIF's orientation. turn: turn images by it, for boxes drawn on what "
+            "a browser or detectron2 shows. ignore: leave them as stored, as torchvision does. "
+            "auto: whichever matches the height and width in the annotations; as stored if both "
+            "do.",
         )
 
     @classmethod
@@ -174,7 +175,7 @@ class CocoImages(data.ReadableSamples):
         height, width = self._sizes[index]
         return {"height": height, "width": width}
 
-    def instead(self, index: int, offset: int) -> int:
+    def replacement(self, index: int, offset: int) -> int:
         """One of the same group, for a batch has one shape."""
         of_one = self._of_group[self.group_ids[index]]
         return of_one[(self._place[index] + offset) % len(of_one)]
