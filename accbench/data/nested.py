@@ -21,8 +21,8 @@ def mapped(
     Args:
         nest: tensors in any nesting.
         change: function of a tensor.
-        by_itself: function of an object with its own `.to(device)`; None to treat such objects as
-            containers.
+        by_itself: function of an object with its own `.to(device)`; None to treat such objects like
+            all others.
         doing: what is done, for the message on an object that it cannot be done to.
 
     Raises:

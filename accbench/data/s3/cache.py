@@ -86,7 +86,7 @@ class BoundedCache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"cannot store objects in {self.folder}: {error.strerror}; going on without a cache",
+                f"cannot store objects in {self.folder}: {error.strerror}; going on without",
                 stacklevel=4,
             )
 
