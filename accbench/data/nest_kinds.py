@@ -215,7 +215,7 @@ def of(nest: Any) -> ContainerKind | None:
 
 
 def moves_itself(nest: Any) -> bool:
-    """Return whether a nest has a `.to(device)` of its own, and no kind that says more.
+    """Return whether a container has its own `.to(device)`, and no kind that takes precedence.
 
     A dataclass or a mapping with a `.to` may store the device beside its tensors.
     """
