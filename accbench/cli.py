@@ -138,7 +138,9 @@ def _mock(argv: Sequence[str], prog: str) -> None:
     from accbench.data import mock_images
 
     flags = config.parse_flags(MockFlags, argv, prog)
-    plan = mock_images.Plan(flags.classes, flags.train_images, flags.val_images, flags.seed)
+    plan = mock_images.MockImagePlan(
+        flags.classes, flags.train_images, flags.val_images, flags.seed
+    )
     mock_images.make(flags.folder, plan)
 
 

@@ -238,7 +238,7 @@ def through_s3(folder: Path, cache: Path) -> Callable[[int], float]:
     dataset.fetch(list(range(len(dataset))))
     print(f"    (S3 into the cache: {len(dataset) / (time.perf_counter() - begun):.0f} images/s)")
     server.stop()
-    return ours(s3.Samples(dataset, decode.RandomView(SIZE)))
+    return ours(s3.S3Samples(dataset, decode.RandomView(SIZE)))
 
 
 def faces(folder: Path, out: Path) -> list[tuple[bytes, int]]:
@@ -265,7 +265,9 @@ def main() -> None:
     add_tiny(parser)
     arguments = parser.parse_args()
     if arguments.tiny:
-        mock_images.make(arguments.folder, mock_images.Plan(num_classes=2, num_train=8, num_val=1))
+        mock_images.make(
+            arguments.folder, mock_images.MockImagePlan(num_classes=2, num_train=8, num_val=1)
+        )
         arguments.rounds = 1
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:

@@ -102,7 +102,7 @@ def main() -> int:
     folder, chance = flags.folder.absolute(), random.Random(flags.seed)
     images, killed = folder / "images", folder / "killed"
     if not images.exists():
-        mock_images.make(images, mock_images.Plan(num_classes=3, num_train=16, num_val=4))
+        mock_images.make(images, mock_images.MockImagePlan(num_classes=3, num_train=16, num_val=4))
     num_steps = int(flags.kills * flags.steps_per_kill) + 20
     began, num_kills, by_way, errors = time.monotonic(), 0, dict.fromkeys(WAYS, 0), []
     num_hit = 0

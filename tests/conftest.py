@@ -121,7 +121,7 @@ def hangups_come() -> Iterator[None]:
 def images(tmp_path_factory) -> Path:
     """A small mock ImageNet: 3 classes, 48 images to train and 12 to validate."""
     folder = tmp_path_factory.mktemp("images") / "mock"
-    mock_images.make(folder, mock_images.Plan(num_classes=3, num_train=16, num_val=4))
+    mock_images.make(folder, mock_images.MockImagePlan(num_classes=3, num_train=16, num_val=4))
     return folder
 
 

@@ -1,8 +1,8 @@
-"""The data contract: where batches come from.
+"""The data contract: a source gives loaders, and a loader gives batches.
 
-`accbench/data/<name>.py` defines `class Source(data.Source)`. A batch is on the host, and of
-tensors in any nesting; of a source that gives images it is (images (N, 3, H, W) uint8,
-labels (N,) int64).
+`accbench/data/sources/<name>.py` defines `class Source(data.Source)`. A batch is on the host, and
+consists of tensors in any nesting; sources of images give (images (N, 3, H, W) uint8, labels (N,)
+int64).
 """
 
 import abc
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_colla
 
 from accbench.config import TaskConfig
 from accbench.data import nested, shared_memory
-from accbench.data.loader import naming_dead_workers
+from accbench.data.loader import name_dead_workers
 from accbench.data.mixing import Mixing
 from accbench.data.samplers import (
     DistributedSampler,
@@ -28,33 +28,33 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 
 Batch = Any
-"""Tensors in nests of any kind; see `accbench.data.nest_kinds`."""
-# (image (H, W, 3) uint8, label, what was wrong with the sample it stands for)
+"""Tensors in containers of any kind; see `accbench.data.nest_kinds`."""
+# (image (H, W, 3) uint8, label, why the sample that this replaces could not be read)
 Sample = tuple[torch.Tensor, Any, str | None]
 PADDING_LABEL = -1
-# More than this is not a few damaged samples but a damaged data set.
+# More unreadable samples in a row mean that the data set is damaged.
 MAX_UNREADABLE_IN_A_ROW = 100
 
 
 class Source(abc.ABC):
-    """A training set and perhaps a validation set. Made in the worker."""
+    """A training set and perhaps a validation set, built in the worker."""
 
     @dataclasses.dataclass(frozen=True)
     class Options:
         """Knobs of this source alone; each becomes the flag `--<source>.<knob>`.
 
-        Class variables `minimum` and `maximum`, knob -> value, say what is refused.
+        Class variables `minimum` and `maximum`, knob -> value, set the allowed range.
         """
 
     num_classes: int
-    """Of the labels, or the size of the vocabulary."""
+    """Number of classes of the labels, or the size of the vocabulary."""
     gives: ClassVar[str | None] = "images"
-    """The kind of batches, to be the same as the model's `takes`; None: whatever that takes."""
+    """The kind of batches, which must equal the model's `takes`; None fits every model."""
 
     @classmethod
     @abc.abstractmethod
     def check(cls, location: str | None) -> None:
-        """A quick look before workers start.
+        """Check quickly that there is data, before workers start.
 
         Raises:
             RequestError: there is no data; the message says what to do.
@@ -62,21 +62,24 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def train_loader(self) -> Any:
-        """Full batches of this rank's shard; see `Loader` for what a loader has.
+        """Return a loader of full batches of this rank's shard; see `Loader` for its interface.
 
-        Its `check` is called with each batch, and `problems` with a line on what was left out.
+        It calls its `check` with each batch, and `problems` with a line on each skipped sample.
         """
 
     def eval_loader(self) -> Any | None:
-        """The rank's part of the validation set, every sample once; None if there is none."""
+        """Return a loader of the rank's part of the validation set; None if there is none.
+
+        Over all ranks it gives every sample once.
+        """
         return None
 
 
-class _InEpoch(Dataset[Any]):
-    """Samples by `epoch * size + index`, augmented by that and the seed alone.
+class _EpochDataset(Dataset[Any]):
+    """A dataset indexed by `epoch * size + index`, augmented by that key and the seed alone.
 
-    So a sample is the same whichever process reads it, and whatever was read before: what a
-    resumed run, or one with another number of ranks or loaders, has to see.
+    A sample is thus the same whichever process reads it, and whatever was read before, as a resumed
+    run or one with another number of ranks or loaders needs.
     """
 
     def __init__(self, dataset: Dataset[Any], chance: Any) -> None:
@@ -93,14 +96,14 @@ class _InEpoch(Dataset[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _KeyedSamples:
-    """A batch's samples, with what tells it from all others."""
+    """A batch's samples, with a key that identifies the batch."""
 
     key: int
     samples: list[Any]
 
 
-class _Keys(Sampler[int]):
-    """What `_InEpoch` takes, of the indices that a sampler gives."""
+class _EpochKeys(Sampler[int]):
+    """The keys of `_EpochDataset` for the indices that a sampler gives."""
 
     def __init__(self, sampler: DistributedSampler, size: int) -> None:
         self.sampler, self.size = sampler, size
@@ -114,19 +117,19 @@ class _Keys(Sampler[int]):
 
 
 def _ignore_ctrl_c(_worker: int) -> None:
-    """Leave it to the process that trains, which finishes its step and still needs batches."""
+    """Ignore Ctrl-C: the training process handles it, and needs batches to finish its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def seed_of_rank(task: TaskConfig, topology: Topology) -> int:
-    """A seed that no other rank has."""
+    """Return a seed that no other rank has."""
     return task.seed * 100_003 + topology.rank
 
 
 class ReadableSamples(Dataset[Sample]):
-    """A dataset that goes on past samples which cannot be read.
+    """A dataset that replaces unreadable samples.
 
-    In place of a bad sample stands the next good one, with a word on the bad.
+    The next readable sample replaces an unreadable one, with a message on the latter.
     """
 
     @abc.abstractmethod
@@ -134,14 +137,14 @@ class ReadableSamples(Dataset[Sample]):
 
     @abc.abstractmethod
     def read(self, index: int) -> tuple[torch.Tensor, Any]:
-        """(image (H, W, 3) uint8, label), the label being of whatever kind `collate` takes.
+        """Read (image (H, W, 3) uint8, label); the label is of the kind that `collate` takes.
 
         Raises:
-            UnreadableSampleError: named with its file or key, and where in it.
+            UnreadableSampleError: the message names the file or key, and the position in it.
         """
 
-    def instead(self, index: int, offset: int) -> int:
-        """The sample that stands for one where the `offset` before could not be read."""
+    def replacement(self, index: int, offset: int) -> int:
+        """Return the index of the replacement if the `offset` samples before could not be read."""
         return (index + offset) % len(self)
 
     def __getitem__(self, index: int) -> Sample:
@@ -149,7 +152,7 @@ class ReadableSamples(Dataset[Sample]):
         tries = min(len(self), MAX_UNREADABLE_IN_A_ROW)
         for offset in range(tries):
             try:
-                image_HWC, label = self.read(self.instead(index, offset))
+                image_HWC, label = self.read(self.replacement(index, offset))
             except UnreadableSampleError as error:
                 problem = problem or str(error)
             else:
@@ -158,22 +161,27 @@ class ReadableSamples(Dataset[Sample]):
 
 
 class Loader:
-    """Batches of a rank's shard from worker processes, on the host.
+    """Batches of a rank's shard on the host, from worker processes.
 
-    Samples that could not be read arrive replaced and described, see `Sample`;
-    here they are counted, and beyond `--max_bad_samples` they are an error.
+    Unreadable samples arrive replaced and described, see `Sample`; the loader counts them, and more
+    than `--max_bad_samples` are an error.
 
     Args:
+        dataset: gives samples by index.
+        task: the task, for batch size, seed and loading processes.
+        topology: this worker's rank.
+        train: whether batches are shuffled, full and resumable.
         chance: the `decode.Chance` that the dataset augments by, if it does.
-        mixing: what mixes training batches, if anything does.
-        collate: called with the samples that a short batch is padded to, or without; what it
-            gives makes (a batch, its problems) of a list of samples, as `Collate` does.
-        group_ids: of every sample of the dataset; a batch is then of one group, and in training
-            that of all ranks.
+        mixing: mixes training batches; None for no mixing.
+        collate: called with the number of samples that a short batch is padded to, or without it;
+            returns a function that builds (a batch, its problems) from a list of samples, as
+            `Collate` does.
+        group_ids: the group of every sample; all samples of a batch are then of one group, in
+            training over all ranks.
     """
 
     resident = False
-    """True where the batches are few and fixed and may stay on the device."""
+    """Whether the batches are few and fixed and may stay on the device."""
 
     def __init__(
         self, dataset: Dataset[Any], task: TaskConfig, topology: Topology, train: bool,
@@ -184,23 +192,23 @@ class Loader:
         assert task.workers is not None
         size = len(dataset)  # type: ignore[arg-type]
         sampler: DistributedSampler | None = None
-        keys: _Keys | None = None
+        keys: _EpochKeys | None = None
         batches: GroupedBatchSampler | None = None
         if train:
             sampler = _sampler(dataset, task, topology, group_ids)
             if len(sampler) < task.batch_size:
-                of_one = " of one group" if group_ids is not None else ""
+                suffix = " of one group" if group_ids is not None else ""
                 raise RequestError(
-                    f"{size} samples make {len(sampler)} a worker, fewer than one batch{of_one}; "
+                    f"{size} samples make {len(sampler)} a worker, fewer than one batch{suffix}; "
                     f"lower --batch_size {task.batch_size} or --nproc_per_node"
                 )
-            dataset, keys = _InEpoch(dataset, chance), _Keys(sampler, size)
+            dataset, keys = _EpochDataset(dataset, chance), _EpochKeys(sampler, size)
         else:  # strided like the sampler's shards, but nothing twice
-            own = range(topology.rank, size, topology.world_size)
-            dataset = Subset(dataset, own)
+            shard = range(topology.rank, size, topology.world_size)
+            dataset = Subset(dataset, shard)
             if group_ids is not None:
-                groups = [group_ids[index] for index in own]
-                in_order: Any = range(len(own))
+                groups = [group_ids[index] for index in shard]
+                in_order: Any = range(len(shard))
                 batches = GroupedBatchSampler(in_order, groups, task.batch_size)
         self.num_bad_samples = 0
         self.problems: Callable[[str], None] = lambda problem: None
@@ -209,19 +217,21 @@ class Loader:
         self._sampler, self._batch_size = sampler, task.batch_size
         self._num_ranks, self._has_room = topology.local_world_size, False
         collate = collate or Collate
-        collated: Any = _CollateInEpoch(collate(), mixing) if train else collate(task.batch_size)
+        collated: Any = _EpochCollate(collate(), mixing) if train else collate(task.batch_size)
         self._dataset, self._keys, self._collate = dataset, keys, collated
         self._loader = DataLoader(
             dataset,
-            batch_size=task.batch_size if batches is None else 1,  # which leaves it to them
+            batch_size=task.batch_size
+            if batches is None
+            else 1,  # which leaves the size to `batches`
             sampler=keys,
             batch_sampler=batches,
             drop_last=train,
             num_workers=task.workers,
             collate_fn=collated,
             pin_memory=task.device == "cuda",
-            # Not fork: the parent has a device and threads by now. Not forkserver: its
-            # children outlive a parent that is killed, for they watch the server alone.
+            # Not fork: the parent already has a device and threads. Not forkserver: its children
+            # outlive a parent that is killed, because they watch only the server.
             multiprocessing_context="spawn" if task.workers else None,
             persistent_workers=train and task.workers > 0,
             worker_init_fn=_ignore_ctrl_c,
@@ -232,27 +242,28 @@ class Loader:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle anew for this epoch; the same on all ranks."""
+        """Shuffle for this epoch, in the same order on all ranks."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
     def preview(self, num_images: int) -> torch.Tensor | None:
-        """The first images of the epoch, as training sees them: (n, 3, H, W) uint8."""
+        """Return the epoch's first images as training gets them: (n, 3, H, W) uint8."""
         assert self._keys is not None, "only a training loader has keys"
         keys = [*islice(self._keys, min(num_images, self._batch_size))]
         batch, _ = self._collate(self._dataset.__getitems__(keys))
         return images_of(batch, num_images)
 
     def state_dict(self, num_batches: int) -> dict[str, Any]:
-        """Where this epoch is after this rank trained on `num_batches` of it here.
+        """Return the position in this epoch after this rank has trained on `num_batches` of it.
 
-        Counted by whoever trains: the loader is ahead. The same on all ranks.
+        The training loop counts batches, as the loader reads ahead. The state is the same on all
+        ranks.
         """
         assert self._sampler is not None, "only a training loader has a state"
         return self._sampler.state_dict(num_batches * self._batch_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, also with another number of ranks, workers or samples a batch.
+        """Resume from a state, also with another number of ranks, workers or samples a batch.
 
         Raises:
             ValueError: the state is of other data, another seed or another order.
@@ -265,24 +276,24 @@ class Loader:
             self._check_shared_memory(self._keys)
         with shared_memory.explained():
             batches = iter(self._loader)
-        for batch, problems in naming_dead_workers(batches):
+        for batch, problems in name_dead_workers(batches):
             for problem in problems:
                 self._count(problem)
             self.check(batch)
             yield batch
 
-    def _check_shared_memory(self, keys: _Keys) -> None:
-        """Look whether the batches of all loading processes fit, by the size of one sample.
+    def _check_shared_memory(self, keys: _EpochKeys) -> None:
+        """Check that the batches of all loading processes fit, by the size of one sample.
 
         Raises:
-            RequestError: they do not, and some day a process would be killed by a bus error.
+            RequestError: they do not, so that a bus error may kill a process at any time.
         """
         if self._loader.num_workers == 0 or self._has_room or shared_memory.is_ample():
             return
-        self._has_room = True  # it is asked once: later the batches themselves are there
+        self._has_room = True  # checked once: later the batches themselves occupy the memory
         try:
             batch, _ = self._collate(self._dataset.__getitems__([*islice(keys, 1)]))
-        except Exception:  # of a sample, which the loading process is to tell of
+        except Exception:  # the loading process reports the sample's error
             return
         num_bytes = shared_memory.bytes_of(batch) * self._batch_size
         problem = shared_memory.problem(num_bytes, self._loader.num_workers, self._num_ranks)
@@ -311,7 +322,7 @@ def _sampler(
 
 
 def images_of(batch: Batch, num_images: int) -> torch.Tensor | None:
-    """The batch's first images (n, 3, H, W) uint8, if it has such."""
+    """Return the batch's first images, (n, 3, H, W) uint8; None if it has none."""
     for tensor in nested.tensors_of(batch):
         if tensor.dtype is torch.uint8 and tensor.dim() == 4:
             return tensor[:num_images]
@@ -320,18 +331,17 @@ def images_of(batch: Batch, num_images: int) -> torch.Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class Collate:
-    """Samples to ((images (N, 3, H, W) uint8, labels (N,)), problems).
+    """Builds ((images (N, 3, H, W) uint8, labels (N,)), problems) from samples.
 
-    The images are NHWC in memory, as decoders write them: torch calls that
-    channels_last, and nothing is copied twice. With `pad_to`, a short batch is
-    filled up with black images of label `PADDING_LABEL`, for a compiler wants
-    one shape.
+    The images are NHWC in memory, as decoders write them: torch calls that channels_last, and
+    nothing is copied twice. With `pad_to`, a short batch is padded with black images of label
+    `PADDING_LABEL`, because compilers need one shape.
     """
 
     pad_to: int = 0
 
     def __call__(self, samples: list[Sample]) -> tuple[Batch, list[str]]:
-        # torch's own, for in a worker process it stacks into memory that is shared already.
+        # torch's function, because in a worker process it stacks straight into shared memory.
         images_NHWC = default_collate([image for image, _, _ in samples])
         labels_N = torch.tensor([label for _, label, _ in samples])
         missing = self.pad_to - len(samples)
@@ -345,17 +355,17 @@ class Collate:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CollateInEpoch:
-    """Likewise, of samples that have a key, and mixed."""
+class _EpochCollate:
+    """Collates samples that have a key, and mixes them."""
 
     collate: Callable[[list[Any]], tuple[Batch, list[str]]]
     mixing: Mixing | None
 
     def __call__(self, batch: _KeyedSamples) -> tuple[Batch, list[str]]:
-        whole, problems = self.collate(batch.samples)
+        collated, problems = self.collate(batch.samples)
         if self.mixing is None:
-            return whole, problems
-        images_NCHW, labels_N = whole
+            return collated, problems
+        images_NCHW, labels_N = collated
         images_NHWC = images_NCHW.permute(0, 2, 3, 1)
         mixed_NHWC, weights_NC = self.mixing(images_NHWC, labels_N, batch.key)
         return (mixed_NHWC.permute(0, 3, 1, 2), weights_NC), problems

@@ -1,5 +1,7 @@
-"""Batches by group, and batches by the iteration instead of the epoch, as maskrcnn-benchmark
-has them. To be imported from `accbench.data.samplers`."""
+"""Batch samplers by group and by iteration, as maskrcnn-benchmark has them.
+
+Import them from `accbench.data.samplers`.
+"""
 
 import bisect
 import contextlib
@@ -17,13 +19,15 @@ from torch.utils.data import BatchSampler, Sampler
 class GroupedBatchSampler(BatchSampler):
     """Batches of samples of one group each, in the order of their first samples.
 
-    As maskrcnn-benchmark's; a group without a sample is no failure. On several
-    ranks the numbers of batches may differ: put an `IterationBasedBatchSampler` around.
+    It works as maskrcnn-benchmark's, except that a group may have no sample. On several ranks the
+    numbers of batches may differ: wrap it in an `IterationBasedBatchSampler`.
     `len` counts the batches of the next pass and changes nothing about their order.
 
     Args:
+        sampler: gives indices of samples.
         group_ids: the group of every sample of the dataset.
-        drop_uneven: leave out batches that are not full; `drop_last` is the same.
+        batch_size: samples of a full batch.
+        drop_uneven: skip batches that are not full; `drop_last` is the same.
     """
 
     def __init__(
@@ -38,12 +42,12 @@ class GroupedBatchSampler(BatchSampler):
         super().__init__(sampler, int(batch_size), bool(drop_uneven))
         self.drop_uneven = drop_uneven
         self.group_ids = torch.as_tensor(group_ids).tolist()
-        # Of the last `len`: (what the order depended on, the number of batches). Counting takes
-        # a whole pass, and loops ask for the length of their loader in every step.
+        # Result of the last `len`: (what the order depended on, the number of batches). Counting
+        # takes a whole pass, and loops ask for the length of their loader in every step.
         self._counted: tuple[Any, int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass it on."""
+        """Pass the epoch on to the sampler."""
         self._counted = None
         _set_epoch(self.sampler, epoch)
 
@@ -65,7 +69,7 @@ class GroupedBatchSampler(BatchSampler):
     def __len__(self) -> int:
         position = _position(self.sampler)
         if self._counted is None or self._counted[0] != position:
-            with _random_numbers_kept():
+            with _preserve_random_state():
                 self._counted = position, len(self._batches(_copy(self.sampler)))
         return self._counted[1]
 
@@ -75,14 +79,14 @@ class GroupedBatchSampler(BatchSampler):
 
 
 def _position(sampler: Any) -> tuple[Any, bytes]:
-    """What the order of the next pass depends on, as far as the sampler tells."""
+    """Return what the order of the next pass depends on, as far as the sampler shows it."""
     generator = getattr(sampler, "generator", None)
     drawn = b"" if generator is None else generator.get_state().numpy().tobytes()
     return getattr(sampler, "next_pass", getattr(sampler, "epoch", None)), drawn
 
 
 def _copy(sampler: Any) -> Any:
-    """A sampler whose passes leave this one as it is; they share the dataset."""
+    """Copy a sampler, so that passes over the copy do not change it; they share the dataset."""
     copied = copy.copy(sampler)
     for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
         if isinstance(value, torch.Generator):
@@ -95,25 +99,24 @@ def _copy(sampler: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """The generators that a sampler without one of its own may draw from go on as before."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+def _preserve_random_state() -> Iterator[None]:
+    """Restore the global random generators after the block."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 class IterationBasedBatchSampler(BatchSampler):
-    """Batches of another batch sampler, over and over, `num_iterations` in all.
+    """Batches of another batch sampler, repeated for `num_iterations` in all.
 
-    `len` is `num_iterations`, as in maskrcnn-benchmark, wherever it begins; `num_left` counts
-    from there. Has the attributes `sampler`, `batch_size` and `drop_last` that the other has.
-    The passes count as epochs. With `start_iter` the batches are those that an
-    uninterrupted run would have had from there; for that the order must depend on
-    the epoch or on a seeded generator alone.
+    `len` is `num_iterations`, as in maskrcnn-benchmark, wherever it begins; `num_left` counts from
+    `start_iter`. It has the attributes `sampler`, `batch_size` and `drop_last` that the other has.
+    Passes count as epochs. With `start_iter` the batches are those that an uninterrupted run would
+    have had from there; for that the order must depend only on the epoch or on a seeded generator.
 
     Raises:
         ValueError: `start_iter`, here or in a state, with a sampler that draws from torch's
@@ -128,7 +131,7 @@ class IterationBasedBatchSampler(BatchSampler):
             if hasattr(batch_sampler, name):
                 setattr(self, name, getattr(batch_sampler, name))
         self._generator = getattr(getattr(batch_sampler, "sampler", None), "generator", None)
-        self._before_all = self._generator.get_state() if self._generator is not None else None
+        self._first_state = self._generator.get_state() if self._generator is not None else None
         self._start_at(start_iter)
 
     def _start_at(self, start_iter: int) -> None:
@@ -161,14 +164,14 @@ class IterationBasedBatchSampler(BatchSampler):
                 raise ValueError("the sampler is empty, so it has no batch to repeat")
 
     def state_dict(self, num_consumed: int) -> dict[str, Any]:
-        """Where it is, after `num_consumed` batches of this sampler."""
+        """Return the position after `num_consumed` batches of this sampler."""
         return {"start_iter": self.start_iter + num_consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, also where batches were drawn since.
+        """Resume from a state, also if batches were drawn since.
 
         Raises:
-            ValueError: the state is none of this class.
+            ValueError: the state is not one of this class.
         """
         start = state.get("start_iter")
         if not isinstance(start, int):
@@ -177,7 +180,7 @@ class IterationBasedBatchSampler(BatchSampler):
             )
         self._start_at(start)
         if self._generator is not None:
-            self._generator.set_state(self._before_all)
+            self._generator.set_state(self._first_state)
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
@@ -201,15 +204,16 @@ def make_batch_data_sampler(
     num_iters: int | None = None,
     start_iter: int = 0,
 ) -> Sampler[list[int]]:
-    """Batches for a dataset, as maskrcnn-benchmark makes them.
+    """Build a batch sampler for a dataset, as maskrcnn-benchmark does.
 
     Args:
-        dataset: with `get_img_info(index)`, which gives "height" and "width", where
-            images are grouped.
+        dataset: if images are grouped, its `get_img_info(index)` gives "height" and "width".
+        sampler: gives indices of samples.
         aspect_grouping: group images by height / width between these bounds; True
             is [1], upright and not.
+        images_per_batch: samples of a batch.
         num_iters: batches in all, over as many passes as that takes; one pass if None.
-        start_iter: batches to leave out, of `num_iters`.
+        start_iter: batches of `num_iters` to skip.
     """
     batches: Sampler[list[int]]
     if aspect_grouping:
@@ -225,7 +229,7 @@ def make_batch_data_sampler(
 def groups_of_aspect_ratio(
     dataset: _WithSizes, aspect_grouping: bool | Sequence[float]
 ) -> list[int]:
-    """The group of each image: how many of the bounds its height / width has reached."""
+    """Return each image's group: the number of bounds that its height / width has reached."""
     bounds = [1.0] if isinstance(aspect_grouping, bool) else sorted(aspect_grouping)
     return [bisect.bisect_right(bounds, ratio) for ratio in _aspect_ratios(dataset)]
 

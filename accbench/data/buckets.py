@@ -1,7 +1,7 @@
-"""Batches of variable length, padded to a few lengths, so that a compiler compiles once for each.
+"""Padding of variable-length batches to a few lengths, each of which compiles once.
 
-The names are those of TorchAcc's asynchronous loader: buckets, the longest length and their
-number, and what to pad with by name.
+The terms are those of TorchAcc's asynchronous loader: buckets, the longest length and their
+number, and padding values by name.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from torch.nn import functional
 class Buckets:
     """Pads the last dimension of the named tensors of a batch to the next of `sizes`.
 
-    A batch is a mapping, or a tuple or list whose places are named "0", "1" and so on. As the
+    A batch is a mapping, or a tuple or list whose elements are named "0", "1" and so on. As the
     `collate_fn` of a DataLoader, `collate` makes such a batch of samples.
     """
 
     sizes: tuple[int, ...]
     pad_values: Mapping[str, float]
-    """Name -> what to pad with, for the tensors that have a length: 0, or an ignored label."""
+    """Name -> padding value of the tensors that have a length: 0, or an ignored label."""
 
     def __post_init__(self) -> None:
         sizes = tuple(sorted(self.sizes))
@@ -32,7 +32,7 @@ class Buckets:
 
     @classmethod
     def even(cls, max_length: int, num_buckets: int, pad_values: Mapping[str, float]) -> "Buckets":
-        """Buckets at equal distances up to `max_length`.
+        """Return buckets at equal distances up to `max_length`.
 
         Raises:
             ValueError: there are more buckets than lengths, or none.
@@ -43,10 +43,10 @@ class Buckets:
         return cls(tuple(sizes), pad_values)
 
     def size_for(self, length: int) -> int:
-        """The smallest bucket that takes it.
+        """Return the smallest bucket that is long enough.
 
         Raises:
-            ValueError: none does.
+            ValueError: no bucket is.
         """
         for size in self.sizes:
             if length <= size:
@@ -54,7 +54,7 @@ class Buckets:
         raise ValueError(f"a length of {length} is more than the largest bucket, {self.sizes[-1]}")
 
     def __call__(self, batch: Any) -> Any:
-        """The batch, its named tensors as long as one bucket.
+        """Pad the named tensors of a batch to the length of one bucket.
 
         Raises:
             ValueError: a named tensor is missing, or is too long.
@@ -63,17 +63,17 @@ class Buckets:
         size = self.size_for(max(parts[name].shape[-1] for name in self.pad_values))
         padded = {
             **parts,
-            **{name: self._padded(parts[name], name, size) for name in self.pad_values},
+            **{name: self._pad(parts[name], name, size) for name in self.pad_values},
         }
         if isinstance(batch, Mapping):
             return padded
         return type(batch)(padded.values())
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Samples as one batch: named tensors padded, all stacked.
+        """Build a batch from samples: named tensors are padded, and all are stacked.
 
         Raises:
-            ValueError: as above.
+            ValueError: a named tensor is missing, or is too long.
         """
         parts = [self._parts(sample) for sample in samples]
         size = self.size_for(
@@ -83,7 +83,7 @@ class Buckets:
         for name in parts[0]:
             tensors = [torch.as_tensor(part[name]) for part in parts]
             if name in self.pad_values:
-                tensors = [self._padded(tensor, name, size) for tensor in tensors]
+                tensors = [self._pad(tensor, name, size) for tensor in tensors]
             stacked[name] = torch.stack(tensors)
         return stacked if isinstance(samples[0], Mapping) else tuple(stacked.values())
 
@@ -98,5 +98,5 @@ class Buckets:
             raise ValueError(f"no {missing[0]!r} in the batch, which has {', '.join(parts)}")
         return parts
 
-    def _padded(self, tensor: torch.Tensor, name: str, size: int) -> torch.Tensor:
+    def _pad(self, tensor: torch.Tensor, name: str, size: int) -> torch.Tensor:
         return functional.pad(tensor, (0, size - tensor.shape[-1]), value=self.pad_values[name])

@@ -1,4 +1,4 @@
-"""COCO's annotation files: images, their boxes and the classes of these, checked one by one.
+"""COCO's annotation files: images, their boxes and the boxes' classes, checked one by one.
 
 The format: https://cocodataset.org/#format-data, "object detection".
 """
@@ -13,16 +13,17 @@ Box = tuple[float, float, float, float]
 
 
 class Annotations:
-    """What is trained on of a COCO file: images in the order of their ids.
+    """The training data in a COCO file: images in the order of their ids.
 
-    Crowds are left out, and boxes less than a pixel wide or high, of which COCO has a few, and
-    images that then have none.
+    It skips crowds, boxes less than a pixel wide or high, of which COCO has a few, and images that
+    then have no box.
 
     Args:
         content: the file's JSON.
 
     Raises:
-        ValueError: it is of another form; the message names the annotation, category or image.
+        ValueError: the content has another form; the message names the annotation, category or
+            image.
     """
 
     def __init__(self, content: Any) -> None:
@@ -32,18 +33,19 @@ class Annotations:
         self.classes = [str(_value(categories[key], "name", f"category {key}", str)) for key in ids]
         self._label_of = {key: label for label, key in enumerate(ids, start=1)}
         self._images = _by_id(parts["images"], "image")
-        of_image: dict[Any, list[tuple[str, Mapping[str, Any]]]] = {}
-        for number, one in enumerate(parts["annotations"], start=1):
-            if not one.get("iscrowd"):
-                name = _name(one, number)
-                of_image.setdefault(self._image_of(one, name), []).append((name, one))
+        by_image: dict[Any, list[tuple[str, Mapping[str, Any]]]] = {}
+        for number, annotation in enumerate(parts["annotations"], start=1):
+            if not annotation.get("iscrowd"):
+                name = _name(annotation, number)
+                key = self._image_of(annotation, name)
+                by_image.setdefault(key, []).append((name, annotation))
         self.names: list[str] = []
         self.sizes: list[tuple[int, int]] = []
         """Height and width of each image, in pixels."""
         self.boxes: list[list[Box]] = []
         self.labels: list[list[int]] = []
-        for key in sorted(of_image):
-            self._add(key, of_image[key])
+        for key in sorted(by_image):
+            self._add(key, by_image[key])
 
     def _image_of(self, annotation: Mapping[str, Any], name: str) -> Any:
         key = _value(annotation, "image_id", name)
@@ -58,22 +60,22 @@ class Annotations:
         )
         if min(height, width) < 1:
             raise ValueError(f"image {key} has {width} x {height} pixels")
-        found = [
-            (box, self._label(one, name))
-            for name, one in annotations
-            if (box := _box(one, name, height, width)) is not None
+        labelled_boxes = [
+            (box, self._label(annotation, name))
+            for name, annotation in annotations
+            if (box := _box(annotation, name, height, width)) is not None
         ]
-        if found:
+        if labelled_boxes:
             self.names.append(_inside(_value(image, "file_name", f"image {key}", str)))
             self.sizes.append((height, width))
-            self.boxes.append([box for box, _ in found])
-            self.labels.append([label for _, label in found])
+            self.boxes.append([box for box, _ in labelled_boxes])
+            self.labels.append([label for _, label in labelled_boxes])
 
     def _label(self, annotation: Mapping[str, Any], name: str) -> int:
         key = _value(annotation, "category_id", name)
         if key not in self._label_of:
-            there = ", ".join(map(str, self._label_of)) or "none"
-            raise ValueError(f"{name} is of category {key!r}, and its categories are {there}")
+            known = ", ".join(map(str, self._label_of)) or "none"
+            raise ValueError(f"{name} is of category {key!r}, and its categories are {known}")
         return self._label_of[key]
 
 
@@ -90,15 +92,15 @@ def _entries(content: Any, name: str) -> list[Mapping[str, Any]]:
 
 
 def _by_id(entries: list[Mapping[str, Any]], kind: str) -> dict[Any, Mapping[str, Any]]:
-    found: dict[Any, Mapping[str, Any]] = {}
+    by_id: dict[Any, Mapping[str, Any]] = {}
     for number, entry in enumerate(entries, start=1):
         key = _value(entry, "id", f"{kind} number {number} of the file")
-        if key in found:
+        if key in by_id:
             raise ValueError(f"two of its {kind.replace('y', 'ie')}s have the id {key!r}")
-        found[key] = entry
-    if len({isinstance(key, str) for key in found}) > 1:
+        by_id[key] = entry
+    if len({isinstance(key, str) for key in by_id}) > 1:
         raise ValueError(f"the ids of its {kind.replace('y', 'ie')}s are numbers and strings")
-    return found
+    return by_id
 
 
 def _name(annotation: Mapping[str, Any], number: int) -> str:
@@ -118,19 +120,19 @@ def _value(entry: Mapping[str, Any], key: str, name: str, *kinds: type) -> Any:
 
 
 def _box(annotation: Mapping[str, Any], name: str, height: int, width: int) -> Box | None:
-    """Return an annotation's box within its image; None where that has no inside.
+    """Return an annotation's box within its image; None if the box has no interior.
 
-    A pixel's fraction becomes none when the image is made smaller.
+    A fraction of a pixel would vanish when the image is made smaller.
     """
-    given = _value(annotation, "bbox", name, list)
-    numbers = [x for x in given if isinstance(x, (int, float)) and math.isfinite(x)]
-    if len(given) != 4 or len(numbers) != 4 or min(numbers[2:]) < 0:
-        raise ValueError(f"{name} has the bbox {given}, not [left, top, width, height]")
+    bbox = _value(annotation, "bbox", name, list)
+    numbers = [x for x in bbox if isinstance(x, (int, float)) and math.isfinite(x)]
+    if len(bbox) != 4 or len(numbers) != 4 or min(numbers[2:]) < 0:
+        raise ValueError(f"{name} has the bbox {bbox}, not [left, top, width, height]")
     left, top, wide, high = map(float, numbers)
     if min(wide, high) < 1:
         return None
     if left >= width or top >= height or left + wide <= 0 or top + high <= 0:
-        raise ValueError(f"{name} has the bbox {given} outside of its {width} x {height} pixels")
+        raise ValueError(f"{name} has the bbox {bbox} outside of its {width} x {height} pixels")
     box = max(0.0, left), max(0.0, top), min(width, left + wide), min(height, top + high)
     return box if box[2] - box[0] >= 1 and box[3] - box[1] >= 1 else None
 

@@ -1,9 +1,9 @@
-"""The formats that images come in: their headers, and all their pixels as RGB.
+"""Image formats: reading their headers, and decoding their pixels as RGB.
 
-JPEG goes through simplejpeg (libjpeg-turbo), the fastest of four that were
-measured (docs/measured.md). What it refuses, and all else, goes through Pillow,
-so that an image looks as torchvision's `ImageFolder` would show it. Refused is
-what both refuse, and an image of which a part is missing.
+simplejpeg (libjpeg-turbo), the fastest of four decoders that were measured (docs/measured.md),
+decodes JPEG. Pillow decodes what simplejpeg refuses and all other formats, so that an image looks
+as torchvision's `ImageFolder` would show it. An image that both refuse, or of which a part is
+missing, is an error.
 """
 
 import io
@@ -16,32 +16,33 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-# An image of more pixels is refused before it is decoded: Pillow's own limit for
-# a decompression bomb.
+# An image of more pixels is refused before it is decoded: this is Pillow's limit for a
+# decompression bomb.
 MAX_PIXELS = 2 * 89_478_485
 
 
-# How libjpeg says that pixels are missing: the file ends, or its end marker comes too early.
+# libjpeg's messages for missing pixels: the file ends, or its end marker comes too early.
 _MISSING = re.compile("[Pp]remature end|found marker 0xd9")
 
 
 class ImageError(ValueError):
-    """These bytes are no image that can be read."""
+    """The bytes are not an image that can be read."""
 
 
 class Header(NamedTuple):
-    """What an image's header says."""
+    """An image's header."""
 
     height: int
     width: int
     colours: str | None
-    """A JPEG file's colour space; None for what only Pillow reads."""
+    """A JPEG file's colour space; None if only Pillow reads the file."""
 
 
 def header_of(encoded: bytes | memoryview) -> Header:
-    """
+    """Read an image's header.
+
     Raises:
-        ImageError: no image, or a decompression bomb.
+        ImageError: the bytes are no image, or a decompression bomb.
     """
     header = _jpeg_header(encoded) if bytes(encoded[:3]) == b"\xff\xd8\xff" else None
     if header is None:
@@ -60,29 +61,30 @@ def _jpeg_header(encoded: bytes | memoryview) -> Header | None:
 
 
 def pixels_of(encoded: bytes | memoryview, header: Header, reduce: int = 1) -> np.ndarray:
-    """(H, W, 3) uint8.
+    """Decode an image to (H, W, 3) uint8.
 
-    16 bit grey is scaled by 1/256, which keeps what its format calls white; Pillow's
-    `convert` and so torchvision clip it. Where no format says what is white, in
-    integers of 32 bits or with a sign and in floating point, values are brightness
-    from 0 to 255, as `convert` takes them. Integers above that are scaled as 16 bit
-    grey, the next smaller range in use. What would still be nonsense, integers
-    above 65535 and floats above 255 or, the likely range then, up to 1, is refused.
+    16-bit grey is scaled by 1/256, which keeps the format's white; Pillow's `convert`, and so
+    torchvision, clip it. Formats that do not define white (integers of 32 bits or with a sign, and
+    floating point) hold brightness from 0 to 255, as `convert` assumes. Integers above that are
+    scaled as 16-bit grey, the next smaller range in use. Values that still make no sense are
+    refused: integers above 65535, and floats above 255 or only up to 1.
 
     Args:
-        reduce: 1, 2, 4 or 8: a JPEG file is decoded at this fraction of its size
-            (rounded up) from the coefficients, which is faster; others are not.
+        encoded: the file's bytes.
+        header: what `header_of` returned for them.
+        reduce: 1, 2, 4 or 8: a JPEG file is decoded at 1/reduce of its size (rounded up) from the
+            coefficients, which is faster; other formats ignore it.
 
     Raises:
-        ImageError: no image, truncated, damaged, or a decompression bomb.
+        ImageError: the bytes are no image, truncated, damaged, or a decompression bomb.
     """
     if header.colours is None:
         return _decode_with_pillow(_opened(encoded))
     pixels_HWC = _decode_with_simplejpeg(encoded, header, reduce)
     if pixels_HWC is None:
         pixels_HWC = _decode_with_simplejpeg(_plain_jpeg(encoded), header, reduce)
-    # Each library makes RGB of CMYK in its own way. That simplejpeg decoded it is still of use:
-    # where a file is cut but has an end marker, Pillow paints what is missing grey.
+    # Libraries convert CMYK to RGB differently. Decoding by simplejpeg first is still useful: where
+    # a file is cut but has an end marker, Pillow would paint the missing part grey.
     if pixels_HWC is None or header.colours in ("CMYK", "YCCK"):
         return _decode_with_pillow(_opened(encoded))
     return pixels_HWC
@@ -91,7 +93,7 @@ def pixels_of(encoded: bytes | memoryview, header: Header, reduce: int = 1) -> n
 def _decode_with_simplejpeg(
     encoded: bytes | memoryview, header: Header, reduce: int
 ) -> np.ndarray | None:
-    """None if it is not what libjpeg expects, but Pillow may read it."""
+    """Decode by libjpeg; return None for files that only Pillow may be able to read."""
     try:
         return simplejpeg.decode_jpeg(
             encoded, "RGB", min_height=-(-header.height // reduce),
@@ -104,10 +106,10 @@ def _decode_with_simplejpeg(
 
 
 def _plain_jpeg(encoded: bytes | memoryview) -> bytes:
-    """The same file without what libjpeg only warns of before the first scan.
+    """Return the file without what libjpeg only warns of before the first scan.
 
-    That is bytes between segments, and revisions of JFIF above 1. libjpeg tells its
-    first warning alone, and a later one may be that pixels are missing.
+    These are bytes between segments, and revisions of JFIF above 1. libjpeg reports only its first
+    warning, and a later one may be that pixels are missing.
     """
     content, plain, at = bytes(encoded), bytearray(b"\xff\xd8"), 2
     while True:
@@ -115,7 +117,7 @@ def _plain_jpeg(encoded: bytes | memoryview) -> bytes:
         if at < 0 or at + 4 > len(content):
             return bytes(plain)
         marker = content[at + 1]
-        if marker in (0x00, 0xFF):  # no marker, or one that begins with more of 0xff
+        if marker in (0x00, 0xFF):  # no marker, or a marker that begins with further 0xff
             at += 1
             continue
         if marker == 0xDA:  # start of scan
@@ -136,7 +138,7 @@ def _refuse_bomb(height: int, width: int) -> None:
         raise ImageError(f"{width} x {height} pixels, more than {MAX_PIXELS}: a decompression bomb")
 
 
-# What Pillow's decoders were seen to raise, or may, for what a damaged file can hold.
+# Exceptions that Pillow's decoders raise, or may raise, for damaged files.
 _PILLOW_ERRORS: Any = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError,
     RuntimeError, struct.error, zlib.error, Image.DecompressionBombError,
@@ -167,7 +169,7 @@ def _decode_with_pillow(image: Image.Image) -> np.ndarray:
 
 
 def _deep_grey(image: Image.Image) -> np.ndarray:
-    """Grey of more than 8 bits; see `pixels_of` for its scale."""
+    """Convert grey of more than 8 bits; see `pixels_of` for its scale."""
     values_HW = np.asarray(image)
     largest = values_HW.max()
     # Pillow keeps PGM of 16 bits, and some releases PNG, in 32.

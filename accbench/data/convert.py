@@ -1,4 +1,4 @@
-"""A folder of images to a RecordIO file: `accbench data convert FOLDER OUT.rec`."""
+"""The command `accbench data convert FOLDER OUT.rec`: a folder of images to a RecordIO file."""
 
 import contextlib
 import os
@@ -12,16 +12,15 @@ from accbench.errors import RequestError
 
 
 def convert(folder: Path, rec_path: Path) -> int:
-    """Write a folder of class folders as rec_path and its .idx; returns the number of images.
+    """Write a folder of class folders as rec_path and its .idx; return the number of images.
 
-    Images are copied as they are, in the order of torchvision's `ImageFolder`,
-    labelled as it labels them; keys count from 0. The class names go to
-    rec_path's .classes.txt, one a line. A file gets its name when it is whole,
-    the .rec last.
+    Images are copied unchanged, in the order and with the labels of torchvision's `ImageFolder`;
+    keys count from 0. The class names go to rec_path's .classes.txt, one per line. A file gets its
+    name when it is complete, the .rec last.
 
     Raises:
-        RequestError: no images, something that is no image, files already there,
-            or a place that cannot be written.
+        RequestError: there are no images, a file is not an image, the output exists already, or it
+            cannot be written.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
@@ -40,10 +39,10 @@ def convert(folder: Path, rec_path: Path) -> int:
     parts = {suffix: _part(rec_path, suffix) for suffix in (".classes.txt", ".idx", ".rec")}
     try:
         rec_path.parent.mkdir(parents=True, exist_ok=True)
-        # As the bytes that the disk has: a name need not be UTF-8.
+        # Written as the bytes on the disk: a name need not be UTF-8.
         parts[".classes.txt"].write_bytes(b"".join(os.fsencode(name) + b"\n" for name in classes))
         _write(samples, parts[".rec"], parts[".idx"])
-        for suffix, part in parts.items():  # the .rec last: it is what others look for
+        for suffix, part in parts.items():  # the .rec last, as readers look for it
             part.rename(rec_path.with_suffix(suffix))
     except OSError as error:
         raise RequestError(f"cannot write {rec_path}: {error.strerror}") from None
@@ -73,6 +72,6 @@ def _write(samples: list[tuple[str, int]], rec_part: Path, idx_part: Path) -> No
                 write_record(rec, image_record([float(label)], key, payload))
             except ValueError as error:
                 raise RequestError(f"{path}: {error}") from None
-        for file in (rec, idx):  # on the disk before it has its name
+        for file in (rec, idx):  # flushed to the disk before it gets its name
             file.flush()
             os.fsync(file.fileno())

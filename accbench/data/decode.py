@@ -1,4 +1,4 @@
-"""Encoded images to the pixels a model sees, decoding no more than those need."""
+"""Decoding of encoded images to the pixels that a model sees, and no more than those."""
 
 import dataclasses
 import math
@@ -27,16 +27,16 @@ class View:
     mirrored: bool = False
 
 
-# (height, width) of an image to the part of it that is wanted
+# Function of an image's (height, width) that returns the wanted part
 Viewer = Callable[[int, int], View]
 
 
 class Chance:
-    """Random numbers of augmentation, apart from those that training draws.
+    """Random numbers of augmentation, separate from those of training.
 
-    After `restart` they follow from `seed` and its key. Before that, in a loader's worker
-    process from the seed that torch gave it, so that no two are alike, and elsewhere from
-    `seed`. A copy in another process begins anew.
+    After `restart` they follow from `seed` and its key. Before that they follow from torch's seed
+    in a loader's worker process, so that no two processes draw the same, and elsewhere from `seed`.
+    A copy in another process starts again.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -44,14 +44,14 @@ class Chance:
         self._random: random.Random | None = None
 
     def __call__(self) -> float:
-        """Uniform in 0..1, 1 excluded."""
+        """Draw a uniform number in 0..1, 1 excluded."""
         if self._random is None:
             worker = get_worker_info()
             self._random = random.Random(self.seed if worker is None else worker.seed)
         return self._random.random()
 
     def restart(self, key: int) -> None:
-        """Begin where `seed` and `key` say, whatever was drawn before, in whatever process."""
+        """Restart from `seed` and `key`, whatever was drawn before, in whatever process."""
         self._random = random.Random(f"{self.seed} {key}")
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
@@ -60,10 +60,10 @@ class Chance:
 
 @dataclasses.dataclass(frozen=True)
 class RandomView:
-    """A random part of 8 % or more of the image, mirrored or not: the usual training crop.
+    """A random part of 8 % or more of the image, mirrored at random: the usual training crop.
 
-    As in Szegedy et al., Going Deeper with Convolutions, 2014: the area is
-    uniform, the ratio of width to height log-uniform between 3/4 and 4/3.
+    As in Szegedy et al., Going Deeper with Convolutions, 2014, the area is uniform, and the ratio
+    of width to height is log-uniform between 3/4 and 4/3.
     """
 
     size: int
@@ -83,7 +83,7 @@ class RandomView:
                 top = int(chance() * (height - part_height + 1))
                 left = int(chance() * (width - part_width + 1))
                 return View(top, left, part_height, part_width, self.size, mirrored)
-        # A very long image: its centre, of the nearest ratio allowed.
+        # A very long image: its centre, with the nearest aspect ratio allowed.
         part_width = min(width, max(1, round(height * 4 / 3)))
         part_height = min(height, max(1, round(width * 4 / 3)))
         top, left = (height - part_height) // 2, (width - part_width) // 2
@@ -103,7 +103,7 @@ class CentreView:
 
 @dataclasses.dataclass(frozen=True)
 class WholeView:
-    """All of the image, mirrored or not where there is `chance`: for images cut to size."""
+    """All of the image, mirrored at random if there is `chance`: for images cut to size."""
 
     size: int
     chance: Chance | None = None
@@ -114,7 +114,7 @@ class WholeView:
 
 
 def train_viewer(augment: str, size: int, chance: Chance) -> Viewer:
-    """What sources call crop, flip, part and none, see their options."""
+    """Return the viewer of a source's option `augment`: crop, flip, part or none."""
     if augment == "crop":
         return RandomView(size, chance)
     if augment == "part":
@@ -123,29 +123,29 @@ def train_viewer(augment: str, size: int, chance: Chance) -> Viewer:
 
 
 def size_of(encoded: bytes | memoryview) -> tuple[int, int]:
-    """(height, width) in pixels, from the header alone.
+    """Return an image's (height, width) in pixels, from its header alone.
 
     Raises:
-        ImageError: no image, or a decompression bomb.
+        ImageError: the bytes are no image, or a decompression bomb.
     """
     header = header_of(encoded)
     return header.height, header.width
 
 
 def decode_rgb(encoded: bytes | memoryview) -> np.ndarray:
-    """(H, W, 3) uint8 of any image: grey, CMYK, palette, alpha and 16 bit too.
+    """Decode any image to (H, W, 3) uint8: grey, CMYK, palette, alpha and 16 bit too.
 
     Raises:
-        ImageError: no image, truncated, damaged, or a decompression bomb.
+        ImageError: the bytes are no image, truncated, damaged, or a decompression bomb.
     """
     return pixels_of(encoded, header_of(encoded))
 
 
 def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
-    """The wanted part as (size, size, 3) uint8.
+    """Decode the part that a viewer chooses, as (size, size, 3) uint8.
 
     Raises:
-        ImageError: as `decode_rgb`.
+        ImageError: the bytes are no image, truncated, damaged, or a decompression bomb.
     """
     header = header_of(encoded)
     view = viewer(header.height, header.width)
@@ -153,7 +153,7 @@ def decode_view(encoded: bytes | memoryview, viewer: Viewer) -> torch.Tensor:
         pixels_HWC = torch.from_numpy(pixels_of(encoded, header))
         part_HWC = pixels_HWC[view.top : view.top + view.size, view.left : view.left + view.size]
     else:
-        part_HWC = _scaled(encoded, view, header)
+        part_HWC = _decode_scaled(encoded, view, header)
     return part_HWC.flip(1) if view.mirrored else part_HWC
 
 
@@ -161,21 +161,25 @@ def decode_within(
     encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False,
     turn: int = orientation.UPRIGHT,
 ) -> tuple[torch.Tensor, tuple[int, int]]:  # fmt: skip
-    """All of an image within (height, width, 3) uint8, and the height and width that it has there.
+    """Decode an image into (height, width, 3) uint8; return it with its height and width there.
 
-    As large as fits, at the top and left, black below or beside it.
+    The image is as large as fits, at the top and left; the rest is black.
 
     Args:
-        turn: EXIF's orientation, by which the image is turned first, and then mirrored.
+        encoded: the file's bytes.
+        height: height of the result in pixels.
+        width: width of the result in pixels.
+        mirrored: whether to mirror the image after turning it.
+        turn: EXIF's orientation, by which the image is turned.
 
     Raises:
-        ImageError: as `decode_rgb`.
+        ImageError: the bytes are no image, truncated, damaged, or a decompression bomb.
     """
     header = header_of(encoded)
-    whole_height, whole_width = orientation.turned_size(header.height, header.width, turn)
-    scale = min(height / whole_height, width / whole_width)
-    inner_height = min(height, max(1, round(whole_height * scale)))
-    inner_width = min(width, max(1, round(whole_width * scale)))
+    full_height, full_width = orientation.turned_size(header.height, header.width, turn)
+    scale = min(height / full_height, width / full_width)
+    inner_height = min(height, max(1, round(full_height * scale)))
+    inner_width = min(width, max(1, round(full_width * scale)))
     part_HWC = decode_stretched(encoded, inner_height, inner_width, mirrored, turn)
     out_HWC = part_HWC.new_zeros(height, width, 3)
     out_HWC[:inner_height, :inner_width] = part_HWC
@@ -186,26 +190,30 @@ def decode_stretched(
     encoded: bytes | memoryview, height: int, width: int, mirrored: bool = False,
     turn: int = orientation.UPRIGHT,
 ) -> torch.Tensor:  # fmt: skip
-    """All of an image as (height, width, 3) uint8, whatever its own ratio.
+    """Decode all of an image as (height, width, 3) uint8, whatever its aspect ratio.
 
     Args:
-        turn: EXIF's orientation, by which the image is turned first, and then mirrored.
+        encoded: the file's bytes.
+        height: height of the result in pixels.
+        width: width of the result in pixels.
+        mirrored: whether to mirror the image after turning it.
+        turn: EXIF's orientation, by which the image is turned.
 
     Raises:
-        ImageError: as `decode_rgb`.
+        ImageError: the bytes are no image, truncated, damaged, or a decompression bomb.
     """
     header = header_of(encoded)
-    whole = View(0, 0, header.height, header.width, min(height, width))
-    stored_size = orientation.turned_size(height, width, turn)  # a transposition undoes itself
-    out_HWC = orientation.turned(_scaled(encoded, whole, header, stored_size), turn)
+    view = View(0, 0, header.height, header.width, min(height, width))
+    stored_size = orientation.turned_size(height, width, turn)  # a transposition is its own inverse
+    out_HWC = orientation.turned(_decode_scaled(encoded, view, header, stored_size), turn)
     return out_HWC.flip(1) if mirrored else out_HWC
 
 
-def _scaled(
+def _decode_scaled(
     encoded: bytes | memoryview, view: View, header: Header, size: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """The part as (height, width, 3) of `size`, or else square."""
-    # Full resolution is decoded only where the part needs it.
+    """Decode a part of an image and scale it to `size` (height, width), or else to a square."""
+    # Decode at full resolution only if the part needs it.
     spare = min(view.height, view.width) // view.size
     reduce = 1 << min(3, spare.bit_length() - 1) if spare else 1
     pixels_HWC = torch.from_numpy(pixels_of(encoded, header, reduce))
@@ -213,9 +221,9 @@ def _scaled(
     top, left = int(view.top * down), int(view.left * right)
     bottom = max(top + 1, round((view.top + view.height) * down))
     end = max(left + 1, round((view.left + view.width) * right))
-    # torch's resize of bytes that lie NHWC: four times as fast as Pillow's, as good. The
-    # new dimension comes first, or its stride would hide from torch that they lie so, and
-    # the result would have to be transposed.
+    # torch's resize of NHWC bytes is four times as fast as Pillow's, and as good. The new dimension
+    # is added first: otherwise its stride would hide the layout from torch, and the result would
+    # have to be transposed.
     part_1CHW = pixels_HWC[top:bottom, left:end].unsqueeze(0).permute(0, 3, 1, 2)
     scaled = functional.interpolate(
         part_1CHW, size=size or (view.size, view.size), mode="bilinear", antialias=True

@@ -1,8 +1,9 @@
-"""scikit-learn's digits as files: `accbench data digits DIR`. Real scans, no download.
+"""The command `accbench data digits DIR`: scikit-learn's digits as files.
 
-1,797 digits of 8 x 8 pixels in 17 greys, from the UCI "Optical Recognition of Handwritten
-Digits" test set (Alpaydin and Kaynak, 1998), which scikit-learn's package contains. Every fifth
-of each digit is held out, by a seeded shuffle, the same everywhere.
+They are real scans that need no download: 1,797 digits of 8 x 8 pixels in 17 greys, from the UCI
+"Optical Recognition of Handwritten Digits" test set (Alpaydin and Kaynak, 1998), which
+scikit-learn's package contains. One fifth of each digit is held out, by a seeded shuffle that is
+the same everywhere.
 """
 
 import random
@@ -20,9 +21,9 @@ _SEED = 0
 
 
 def make(folder: Path) -> int:
-    """Write DIR/train and DIR/val, one folder a digit, and DIR/train.rec and DIR/val.rec.
+    """Write DIR/train, DIR/val, DIR/train.rec and DIR/val.rec; return the number of images.
 
-    Returns the number of images; what is there already is left as it is.
+    There is one folder for each digit. Digits that exist already are left unchanged.
 
     Raises:
         RequestError: scikit-learn is missing, the folder holds something else, or cannot be
@@ -43,10 +44,10 @@ def make(folder: Path) -> int:
     part = folder.with_name(f".{folder.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
-        of_digit: dict[int, list[int]] = {}
+        by_digit: dict[int, list[int]] = {}
         for index, label in enumerate(digits.target.tolist()):
-            of_digit.setdefault(label, []).append(index)
-        for label, indices in sorted(of_digit.items()):
+            by_digit.setdefault(label, []).append(index)
+        for label, indices in sorted(by_digit.items()):
             random.Random(_SEED).shuffle(indices)
             num_held_out = len(indices) // 5
             for number, index in enumerate(indices):

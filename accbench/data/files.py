@@ -1,4 +1,4 @@
-"""Image files on disk."""
+"""Reading of image files on disk."""
 
 import errno
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def read(path: str | Path) -> bytes:
-    """All of a file.
+    """Read all of a regular file.
 
     Raises:
-        OSError: it cannot be read, or is a pipe, a device or a folder, whatever its name.
+        OSError: it cannot be read, or is a pipe, a device or a folder.
     """
     with open(path, "rb", opener=_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -19,5 +19,5 @@ def read(path: str | Path) -> bytes:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe would wait until someone writes to it, which may be never.
+    # Opening a pipe would wait, perhaps forever, until someone writes to it.
     return os.open(path, flags | os.O_NONBLOCK)

@@ -14,16 +14,16 @@ from accbench.data.batch_samplers import IterationBasedBatchSampler
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.errors import RequestError
 
-# How long a worker process whose connection broke may take to be gone. Its files are
-# closed first, then the system says that it died.
+# How long a worker process whose connection broke may take to end. The system closes its files
+# first, and then reports its death.
 _DEATH_TIMEOUT_S = 5.0
 
 
-def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
-    """A loader's batches, with an error that says so where a worker process is gone, and why.
+def name_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield a loader's batches, with a clear error if a worker process has died.
 
-    torch's own says it too, except where the process dies between announcing a
-    batch and handing over its memory. A data set's own error stays what it is.
+    torch reports dead workers too, except where the process dies between announcing a batch and
+    handing over its memory. A data set's own error stays unchanged.
     """
     workers = getattr(batches, "_workers", [])
     while True:
@@ -33,11 +33,11 @@ def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
             return
         except RuntimeError as error:
             if shared_memory.is_full(error) or _has_died_of_memory(workers):
-                raise RequestError(shared_memory.wanting()) from error
+                raise RequestError(shared_memory.shortage_message()) from error
             raise
         except (EOFError, ConnectionError) as error:
-            # Raised before the system said that the process died, our error would be
-            # followed in the main thread by torch's, which may come while ours is printed.
+            # Raised before the system reports the process's death, this error would be followed in
+            # the main thread by torch's, which may come while this one is printed.
             dead = None if _is_from_inside_a_worker(error) else _worker_that_died(workers)
             if dead is None:
                 raise
@@ -51,12 +51,12 @@ def naming_dead_workers(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _is_from_inside_a_worker(error: BaseException) -> bool:
-    # torch.utils.data raises it anew here, with the traceback from there as its text.
+    # torch.utils.data raises it again here, with the worker's traceback as its text.
     return str(error).startswith("Caught ")
 
 
 def _has_died_of_memory(workers: list[Any]) -> bool:
-    # What writes to shared memory that is not there gets this signal.
+    # A process that writes to missing shared memory gets this signal.
     return any(worker.exitcode == -signal.SIGBUS for worker in workers)
 
 
@@ -75,11 +75,10 @@ class DataLoaderX(DataLoader[Any]):
 
     Args:
         local_rank: number of the CUDA device, where there is one.
-        device: where batches go: `cuda:local_rank` if CUDA is there, else the CPU,
-            or for example `torch_xla.device()`.
-        max_prefetch: batches ahead of the loop at most.
-        dataloader_arguments: as for `DataLoader`; on CUDA `pin_memory` is on
-            unless it says otherwise.
+        device: where batches go, for example `torch_xla.device()`; None for `cuda:local_rank` if
+            there is CUDA, else the CPU.
+        max_prefetch: the most batches fetched ahead of the loop.
+        dataloader_arguments: as for `DataLoader`; on CUDA `pin_memory` is on by default.
     """
 
     def __init__(
@@ -95,26 +94,26 @@ class DataLoaderX(DataLoader[Any]):
         self.local_rank, self.device = local_rank, torch.device(device)
         self.max_prefetch = max_prefetch
         self._passes = _Passes()
-        # Of the pass that has the persistent worker processes.
+        # The pass that uses the persistent worker processes.
         self._persistent: weakref.ref[BackgroundGenerator] | None = None
         dataloader_arguments.setdefault("pin_memory", self.device.type == "cuda")
         super().__init__(**dataloader_arguments)
 
     def __iter__(self) -> Any:
         earlier = self._persistent() if self._persistent is not None else None
-        # torch would take the worker processes from a loop that still goes on.
+        # Otherwise torch would take the worker processes from a loop that is still running.
         are_taken = self.persistent_workers and earlier is not None and earlier.is_fetching
         with shared_memory.explained():
             on_host = self._get_iterator() if are_taken else super().__iter__()
         batches = BackgroundGenerator(
-            naming_dead_workers(on_host), self.local_rank, self.max_prefetch, device=self.device
+            name_dead_workers(on_host), self.local_rank, self.max_prefetch, device=self.device
         )
         if not are_taken:
             self._persistent = weakref.ref(batches)
-        return _Counted(batches, self._passes)
+        return _CountedBatches(batches, self._passes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass it to the sampler, or the batch sampler, that has it.
+        """Pass the epoch to the sampler, or the batch sampler, that takes it.
 
         An `IterationBasedBatchSampler` counts its epochs itself.
         """
@@ -123,14 +122,14 @@ class DataLoaderX(DataLoader[Any]):
         for sampler in self._samplers():
             if hasattr(sampler, "set_epoch"):
                 if getattr(sampler, "epoch", None) != epoch:
-                    self._passes.forget()  # what they gave was of the epoch before
+                    self._passes.forget()  # their batches were of the epoch before
                 sampler.set_epoch(epoch)
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state as of the batches that the loop got, not those fetched ahead.
+        """Return the sampler's state for the batches that the loop got, not those read ahead.
 
-        Of several loops at once the one that began last counts.
+        Of several loops at once, the one that began last counts.
 
         Raises:
             TypeError: the sampler has no state.
@@ -140,7 +139,7 @@ class DataLoaderX(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there when iterated next.
+        """Resume from a state at the next iteration.
 
         Raises:
             TypeError: the sampler has no state.
@@ -153,7 +152,7 @@ class DataLoaderX(DataLoader[Any]):
         return [self.batch_sampler, self.sampler, getattr(self.batch_sampler, "sampler", None)]
 
     def _resumable(self) -> tuple[Any, int]:
-        """(sampler, how many of its items make a batch)"""
+        """Return the sampler with a state, and how many of its items make a batch."""
         batches: Any = self.batch_sampler
         if hasattr(batches, "state_dict"):
             return batches, 1
@@ -161,7 +160,7 @@ class DataLoaderX(DataLoader[Any]):
             sampler, unit = self.sampler, 1
         elif getattr(type(batches), "__iter__", None) is BatchSampler.__iter__:
             sampler, unit = batches.sampler, batches.batch_size
-        else:  # who knows which samples have come by now
+        else:  # it is unknown which samples have come by now
             sampler, unit = batches, 1
         if hasattr(sampler, "state_dict"):
             return sampler, unit
@@ -177,39 +176,39 @@ class _Pass:
 
 
 class _Passes:
-    """What each loop over a loader got."""
+    """Counts the batches that each loop over a loader got."""
 
     def __init__(self) -> None:
-        self._going_on: list[_Pass] = []
-        self._last = _Pass()  # of those that ended
+        self._running: list[_Pass] = []
+        self._last = _Pass()  # the pass that ended last
 
     @property
     def num_delivered(self) -> int:
-        """Batches of the loop that began last; of the one that ended last where none goes on."""
-        return (self._going_on[-1] if self._going_on else self._last).num_delivered
+        """Batches of the running loop that began last, or else of the loop that ended last."""
+        return (self._running[-1] if self._running else self._last).num_delivered
 
     def begin(self) -> _Pass:
-        self._going_on.append(_Pass())
-        return self._going_on[-1]
+        self._running.append(_Pass())
+        return self._running[-1]
 
     def end(self, ended: _Pass) -> None:
-        if ended in self._going_on:
-            self._going_on.remove(ended)
+        if ended in self._running:
+            self._running.remove(ended)
             self._last = ended
 
     def forget(self) -> None:
-        for one in (*self._going_on, self._last):
-            one.num_delivered = 0
+        for each_pass in (*self._running, self._last):
+            each_pass.num_delivered = 0
 
 
-class _Counted:
-    """Counts what the loop gets. Holds the only strong reference to the thread's owner."""
+class _CountedBatches:
+    """Counts the batches of one loop; holds the only strong reference to the thread's owner."""
 
     def __init__(self, batches: BackgroundGenerator, passes: _Passes) -> None:
         self._batches, self._pass = batches, passes.begin()
         self._end = weakref.finalize(self, passes.end, self._pass)
 
-    def __iter__(self) -> "_Counted":
+    def __iter__(self) -> "_CountedBatches":
         return self
 
     def __next__(self) -> Any:

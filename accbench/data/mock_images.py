@@ -1,7 +1,7 @@
 """A mock ImageNet: real JPEG files whose class shows in colours, shapes and texture.
 
-Sizes, quality and kinds are spread as in ImageNet: most photographs 500 x 375,
-a quarter upright, a few per cent grey, around 100 kB each.
+Sizes, quality and kinds are distributed as in ImageNet: most images are 500 x 375, a quarter is
+upright, a few per cent are grey, and each has around 100 kB.
 """
 
 import dataclasses
@@ -21,39 +21,39 @@ from accbench.system import cgroups
 
 DEFAULT_FOLDER = "data/mock_imagenet"
 _MANIFEST = "mock.json"
-_VERSION = 1  # of the pictures; another number makes them anew
+_VERSION = 1  # of the pictures; another number replaces existing ones
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How much to make."""
+class MockImagePlan:
+    """The size of the mock data set."""
 
     num_classes: int = 10
     num_train: int = 64
-    """Training images a class."""
+    """Training images per class."""
     num_val: int = 16
-    """Validation images a class."""
+    """Validation images per class."""
     seed: int = 0
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `make` finished here."""
+    """Return whether `make` finished here."""
     return bool(_manifest(folder).get("complete"))
 
 
 def _manifest(folder: Path) -> dict[str, object]:
     try:
-        found = json.loads((folder / _MANIFEST).read_text())
+        manifest = json.loads((folder / _MANIFEST).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
-def make(folder: Path, plan: Plan) -> None:
-    """Make the files of `plan` in `folder`; what is there of the same plan is kept.
+def make(folder: Path, plan: MockImagePlan) -> None:
+    """Make the files of `plan` in `folder`; existing files of the same plan are kept.
 
-    Files of another plan that this function made are removed first. A file gets
-    its name when it is whole, so an interrupted call is taken up where it stopped.
+    Files of another plan that this function made are removed first. A file gets its name when it is
+    complete, so that a further call continues an interrupted one.
 
     Raises:
         RequestError: a number below 1; a folder that holds something else or
@@ -62,15 +62,15 @@ def make(folder: Path, plan: Plan) -> None:
     if min(plan.num_classes, plan.num_train, plan.num_val) < 1:
         raise RequestError("--classes, --train_images and --val_images must be at least 1")
     wanted = {"version": _VERSION, **dataclasses.asdict(plan)}
-    found = _manifest(folder)
-    if found == {**wanted, "complete": True}:
+    manifest = _manifest(folder)
+    if manifest == {**wanted, "complete": True}:
         return
     try:
-        if folder.exists() and not found and any(folder.iterdir()):
+        if folder.exists() and not manifest and any(folder.iterdir()):
             raise RequestError(
                 f"{folder} holds something else than mock images; name another folder"
             )
-        if found and {**found, "complete": None} != {**wanted, "complete": None}:
+        if manifest and {**manifest, "complete": None} != {**wanted, "complete": None}:
             for split in ("train", "val"):
                 shutil.rmtree(folder / split, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,11 +85,11 @@ def _write_manifest(folder: Path, content: dict[str, object]) -> None:
     (folder / _MANIFEST).write_text(json.dumps(content) + "\n")
 
 
-def _make_missing(folder: Path, plan: Plan) -> None:
+def _make_missing(folder: Path, plan: MockImagePlan) -> None:
     files = [(path, seed, label) for path, seed, label in _files(folder, plan) if not path.exists()]
     for parent in {path.parent for path, _, _ in files}:
         parent.mkdir(parents=True, exist_ok=True)
-    # Threads do: drawing and encoding leave Python's lock most of the time.
+    # Threads suffice: drawing and encoding release Python's lock most of the time.
     with ThreadPoolExecutor(cgroups.num_cores()) as pool:
         done = pool.map(_write_picture, *zip(*files, strict=True)) if files else ()
         try:
@@ -100,7 +100,7 @@ def _make_missing(folder: Path, plan: Plan) -> None:
             raise
 
 
-def _files(folder: Path, plan: Plan) -> Iterator[tuple[Path, tuple[int, ...], int]]:
+def _files(folder: Path, plan: MockImagePlan) -> Iterator[tuple[Path, tuple[int, ...], int]]:
     for split_number, (split, count) in enumerate(
         (("train", plan.num_train), ("val", plan.num_val))
     ):
@@ -121,12 +121,12 @@ def _write_picture(path: Path, seed: tuple[int, ...], label: int) -> None:
 
 
 def picture(random: np.random.Generator, label: int) -> Image.Image:
-    """A picture of class `label`: its hues, its shape, its stripes; the rest is chance."""
+    """Draw a picture of class `label`: its hues, shape and stripes; the rest is random."""
     width, height = _size(random)
-    of_class = np.random.default_rng(label)  # the look of a class is the same in every data set
-    background_RGB, shape_RGB = of_class.integers(40, 216, (2, 3))
-    num_corners = int(of_class.integers(3, 9))
-    angle, period_px = of_class.uniform(0, np.pi), of_class.uniform(8, 40)
+    class_random = np.random.default_rng(label)  # a class looks the same in every data set
+    background_RGB, shape_RGB = class_random.integers(40, 216, (2, 3))
+    num_corners = int(class_random.integers(3, 9))
+    angle, period_px = class_random.uniform(0, np.pi), class_random.uniform(8, 40)
 
     y_H1, x_1W = np.mgrid[0:height, 0:1][0], np.mgrid[0:1, 0:width][1]
     phase = 2 * np.pi * random.uniform()
@@ -148,7 +148,7 @@ def picture(random: np.random.Generator, label: int) -> Image.Image:
 
 
 def _size(random: np.random.Generator) -> tuple[int, int]:
-    """(width, height) in pixels."""
+    """Draw a picture's (width, height) in pixels."""
     kind = random.uniform()
     if kind < 0.55:
         size = (500, 375)

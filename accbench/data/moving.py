@@ -1,4 +1,4 @@
-"""Batches to a device: tensors in nests of every kind, and objects with a `.to` of their own."""
+"""Moving batches to a device: tensors in containers of every kind, and objects with a `.to`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,8 @@ SendAll = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 _DOING = "moved to the device"
 
 
-class _Sending(TorchFunctionMode):
-    """Has `tensor.to(device)` and its like done by `send`, where an object moves its tensors."""
+class _SendMode(TorchFunctionMode):
+    """A mode in which `tensor.to(device)` calls `send`, for objects that move their own tensors."""
 
     def __init__(self, device: torch.device, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -33,13 +33,15 @@ class _Sending(TorchFunctionMode):
 
 
 def moved(batch: Any, device: torch.device, send: SendAll | None = None) -> Any:
-    """Return the batch with all its tensors on the device, each nest of its own type.
+    """Return the batch with all its tensors on the device, each container of its own type.
 
-    An object with a `.to` of its own, such as a batch of graphs, moves itself by that.
+    An object with its own `.to`, such as a batch of graphs, moves itself by that.
 
     Args:
-        send: gives tensors on the device in place of those on the host, all of a batch at once;
-            `tensor.to(device)` if None.
+        batch: tensors in any nesting, on the host.
+        device: where they go.
+        send: moves a list of tensors to the device, all of a batch at once; None for
+            `tensor.to(device)`.
 
     Raises:
         RequestError: the batch has an object of another kind that holds tensors.
@@ -50,9 +52,9 @@ def moved(batch: Any, device: torch.device, send: SendAll | None = None) -> Any:
 
     send = send or to_device
 
-    def by_itself(thing: Any) -> Any:
-        with _Sending(device, lambda tensor: send([tensor])[0]):
-            return _moved_by_itself(thing, device)
+    def move_itself(thing: Any) -> Any:
+        with _SendMode(device, lambda tensor: send([tensor])[0]):
+            return _moved_itself(thing, device)
 
     on_host: list[torch.Tensor] = []
 
@@ -62,15 +64,15 @@ def moved(batch: Any, device: torch.device, send: SendAll | None = None) -> Any:
 
     nested.mapped(batch, note, lambda thing: thing, _DOING)
     sent = iter(send(on_host) if on_host else [])
-    return nested.mapped(batch, lambda _: next(sent), by_itself, _DOING)
+    return nested.mapped(batch, lambda _: next(sent), move_itself, _DOING)
 
 
-def _moved_by_itself(thing: Any, device: torch.device) -> Any:
+def _moved_itself(thing: Any, device: torch.device) -> Any:
     holds_tensors = next(nest_kinds.held(thing), None) is not None
     try:
         result = thing.to(device)
     except Exception:
         if holds_tensors:
             raise
-        return thing  # its `to` is about something else
-    return thing if result is None else result  # of one that moves in place
+        return thing  # its `to` means something else
+    return thing if result is None else result  # None: it moved in place

@@ -1,8 +1,8 @@
-"""The register of nests: every kind of container that a batch or a model's outputs may be.
+"""The register of containers that a batch or a model's outputs may consist of.
 
-Each kind says which parts a nest has and how one of its own type is rebuilt from others, so that
-moving, casting, cutting and tracing know the same kinds. Types that are registered with torch's
-pytree (`torch.utils._pytree.register_pytree_node`) are known by that.
+Each kind defines the parts of a container and how to rebuild one of the same type from other parts,
+so that moving, casting, splitting and tracing support the same kinds. Types registered with torch's
+pytree (`torch.utils._pytree.register_pytree_node`) are supported through that.
 """
 
 import copy
@@ -22,35 +22,35 @@ from torch.utils import _pytree
 from accbench.errors import RequestError
 
 Parts = list[tuple[str, Any]]
-"""(what is written behind the nest's name to reach a part, the part)"""
+"""(what is appended to the container's name to reach a part, the part)"""
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of container."""
+class ContainerKind:
+    """A kind of container: how to recognize, take apart and rebuild it."""
 
     accepts: Callable[[Any], bool]
     parts: Callable[[Any], Parts]
     rebuilt: Callable[[Any, list[Any]], Any]
-    """A nest of the first's own type and attributes, with other parts in the order of `parts`."""
+    """Rebuild a container of the same type and attributes from parts in the order of `parts`."""
 
 
-# What of a packed sequence lies on the device; its sizes are read on the host.
+# The parts of a packed sequence that are on the device; its sizes are read on the host.
 _OF_PACKED = ("data", "sorted_indices", "unsorted_indices")
-# Objects that are what their attributes are: by name, for nothing is imported to look.
+# Classes whose objects consist of their attributes; by name, so that nothing is imported.
 _OF_ATTRIBUTES = {
     "torch.distributions.distribution.Distribution",
     "torch.distributions.transforms.Transform",
     "transformers.cache_utils.Cache",
     "transformers.cache_utils.CacheLayerMixin",
 }
-# Of these nobody asks whether they hold tensors.
+# Types that are never searched for tensors.
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type, np.ndarray, np.generic, torch.dtype,
     torch.device, torch.Size, nn.Module, ModuleType,
 )  # fmt: skip
 _LEAVES = (torch.Tensor, *_PLAIN)
-# How far below an object's attributes its tensors are looked for.
+# How deep an object's attributes are searched for tensors.
 _DEPTH = 5
 
 
@@ -75,7 +75,7 @@ def _sequence_parts(nest: Sequence[Any]) -> Parts:
 
 
 def _tuple(nest: Any, parts: list[Any]) -> Any:
-    if hasattr(nest, "n_sequence_fields"):  # torch.return_types, which tuple's own would crash
+    if hasattr(nest, "n_sequence_fields"):  # torch.return_types: tuple.__new__ would crash
         return type(nest)(parts)
     return _with_attributes_of(nest, tuple.__new__(type(nest), parts))
 
@@ -105,7 +105,7 @@ def _mapping_parts(nest: Mapping[Any, Any]) -> Parts:
 
 
 def _mutable_mapping(nest: Any, parts: list[Any]) -> Any:
-    same = _own_copy(nest)
+    same = _copy_mapping(nest)
     for key, part in zip([*nest], parts, strict=True):  # transformers' outputs have no update()
         same[key] = part
     return same
@@ -129,8 +129,8 @@ def _with_missing_attributes(nest: Any, same: Any) -> Any:
     return same
 
 
-def _own_copy(nest: Any) -> Any:
-    """Copy a mapping; of one that keeps its items in an attribute, that as well."""
+def _copy_mapping(nest: Any) -> Any:
+    """Copy a mapping, and the attribute that holds its items if it has one."""
     same = copy.copy(nest)
     if isinstance(nest, dict) or hasattr(type(nest), "__copy__"):
         return same
@@ -155,7 +155,7 @@ def _is_of_attributes(nest: Any) -> bool:
 
 def _attribute_names(nest: Any) -> list[str]:
     declared = [field.name for field in dataclasses.fields(nest)] if _is_dataclass(nest) else []
-    declared += [one.name for one in getattr(type(nest), "__attrs_attrs__", ())]
+    declared += [attribute.name for attribute in getattr(type(nest), "__attrs_attrs__", ())]
     names = dict.fromkeys([*declared, *getattr(nest, "__dict__", {})])
     return [name for name in names if hasattr(nest, name)]
 
@@ -169,10 +169,10 @@ def _of_attributes(nest: Any, parts: list[Any]) -> Any:
     before = [tensor for name in names for _, tensor in held(getattr(nest, name))]
     after = [tensor for part in parts for _, tensor in held(part)]
     if not _is_dataclass(nest) and [*map(id, before)] == [*map(id, after)]:
-        return nest  # the very object, which may be more than its attributes
+        return nest  # the same object, which may have state beyond its attributes
     same = copy.copy(nest)
     for name, part in zip(names, parts, strict=True):
-        object.__setattr__(same, name, part)  # frozen ones, too
+        object.__setattr__(same, name, part)  # works for frozen ones, too
     return same
 
 
@@ -193,31 +193,31 @@ def _is_registered(nest: Any) -> bool:
 
 
 KINDS = (
-    Kind(lambda n: isinstance(n, PackedSequence), _packed_parts, _packed),
-    Kind(lambda n: isinstance(n, tuple) and hasattr(n, "_fields"), _named_parts, _named),
-    Kind(lambda n: isinstance(n, tuple), _sequence_parts, _tuple),
-    Kind(lambda n: isinstance(n, (list, UserList)), _sequence_parts, _list),
-    Kind(lambda n: isinstance(n, deque), _sequence_parts, _deque),
-    Kind(_is_registered, _registered_parts, _registered),
-    Kind(lambda n: isinstance(n, MutableMapping), _mapping_parts, _mutable_mapping),
-    Kind(lambda n: isinstance(n, Mapping), _mapping_parts, _mapping),
-    Kind(_is_dataclass, _attribute_parts, _of_attributes),
-    Kind(_is_of_attributes, _attribute_parts, _of_attributes),
+    ContainerKind(lambda n: isinstance(n, PackedSequence), _packed_parts, _packed),
+    ContainerKind(lambda n: isinstance(n, tuple) and hasattr(n, "_fields"), _named_parts, _named),
+    ContainerKind(lambda n: isinstance(n, tuple), _sequence_parts, _tuple),
+    ContainerKind(lambda n: isinstance(n, (list, UserList)), _sequence_parts, _list),
+    ContainerKind(lambda n: isinstance(n, deque), _sequence_parts, _deque),
+    ContainerKind(_is_registered, _registered_parts, _registered),
+    ContainerKind(lambda n: isinstance(n, MutableMapping), _mapping_parts, _mutable_mapping),
+    ContainerKind(lambda n: isinstance(n, Mapping), _mapping_parts, _mapping),
+    ContainerKind(_is_dataclass, _attribute_parts, _of_attributes),
+    ContainerKind(_is_of_attributes, _attribute_parts, _of_attributes),
 )
-"""In the order in which they are asked."""
+"""In the order in which they are tried."""
 
 
-def of(nest: Any) -> Kind | None:
-    """Return the nest's kind; None of a tensor, and of what is no container that is known."""
+def of(nest: Any) -> ContainerKind | None:
+    """Return the container's kind; None for a tensor, and for what is not a known container."""
     if isinstance(nest, _LEAVES):
         return None
     return next((kind for kind in KINDS if kind.accepts(nest)), None)
 
 
 def moves_itself(nest: Any) -> bool:
-    """Return whether a nest has a `.to(device)` of its own, and no kind that says more.
+    """Return whether a container has its own `.to(device)`, and no kind that takes precedence.
 
-    A dataclass or a mapping with one may keep the device beside its tensors.
+    A dataclass or a mapping with a `.to` may store the device beside its tensors.
     """
     if isinstance(nest, _LEAVES) or not callable(getattr(nest, "to", None)):
         return False
@@ -226,7 +226,7 @@ def moves_itself(nest: Any) -> bool:
 
 
 def held(thing: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, torch.Tensor]]:
-    """Find the tensors that an object of no known kind holds: (place below `name`, tensor)."""
+    """Yield the tensors in an object of no known kind, as (path below `name`, tensor)."""
     if isinstance(thing, torch.Tensor):
         yield name, thing
         return
@@ -234,8 +234,8 @@ def held(thing: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str,
         return
     kind = of(thing)
     parts = kind.parts(thing) if kind is not None else _attributes(thing)
-    for place, part in parts:
-        yield from held(part, f"{name}{place}", depth - 1)
+    for path, part in parts:
+        yield from held(part, f"{name}{path}", depth - 1)
 
 
 def _attributes(thing: Any) -> Parts:
@@ -243,8 +243,8 @@ def _attributes(thing: Any) -> Parts:
         name for base in type(thing).__mro__ for name in _names(getattr(base, "__slots__", ()))
     ]
     names = dict.fromkeys([*getattr(thing, "__dict__", {}), *slots])
-    found = ((name, getattr(thing, name, None)) for name in names if not name.startswith("__"))
-    return [(f".{name}", value) for name, value in found]
+    public = (name for name in names if not name.startswith("__"))
+    return [(f".{name}", getattr(thing, name, None)) for name in public]
 
 
 def _names(slots: Any) -> Sequence[str]:
@@ -255,11 +255,12 @@ def refuse_holder(thing: Any, doing: str) -> None:
     """Raise RequestError if an object of no known kind holds tensors.
 
     Args:
-        doing: what would be left out, as in "moved to the device".
+        thing: the object.
+        doing: what cannot be done to its tensors, as in "moved to the device".
     """
-    found = next(held(thing), None)
-    if found is not None:
-        raise _refused(thing, f"{doing}: it holds a tensor at {found[0]}")
+    first = next(held(thing), None)
+    if first is not None:
+        raise _refused(thing, f"{doing}: it holds a tensor at {first[0]}")
 
 
 def _refused(thing: Any, what: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""Batches and outputs as nests: tensors in containers of any kind in `nest_kinds`, in any depth."""
+"""Batches and outputs as nested containers of tensors, of the kinds in `nest_kinds`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +14,15 @@ def mapped(
     nest: Any, change: Callable[[torch.Tensor], Any],
     by_itself: Callable[[Any], Any] | None = None, doing: str = "rebuilt with other tensors",
 ) -> Any:  # fmt: skip
-    """Return the same nest with `change(tensor)` in each tensor's place; what is no tensor stays.
+    """Apply `change` to each tensor in a nest, and return a nest of the same structure.
+
+    What is not a tensor stays unchanged.
 
     Args:
-        by_itself: changes an object that has a `.to(device)` of its own, whole.
+        nest: tensors in any nesting.
+        change: function of a tensor.
+        by_itself: function of an object with its own `.to(device)`; None to treat such objects like
+            all others.
         doing: what is done, for the message on an object that it cannot be done to.
 
     Raises:
@@ -36,16 +41,16 @@ def mapped(
 
 
 def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Give tensors with their places, as `batch['labels']` or `batch[1]`, in the order of `mapped`.
+    """Yield tensors with their paths, such as `batch['labels']`, in the order of `mapped`.
 
-    Tensors that an object of no known kind holds are among them.
+    They include tensors that objects of no known kind hold.
     """
     kind = nest_kinds.of(nest)
     if kind is None:
         yield from nest_kinds.held(nest, name)
         return
-    for place, part in kind.parts(nest):
-        yield from named_tensors(part, f"{name}{place}")
+    for path, part in kind.parts(nest):
+        yield from named_tensors(part, f"{name}{path}")
 
 
 def tensors_of(nest: Any) -> list[torch.Tensor]:
@@ -56,8 +61,8 @@ def tensors_of(nest: Any) -> list[torch.Tensor]:
 def num_rows(nest: Any) -> int:
     """Return how many samples a batch has: the length of its first tensor that has one.
 
-    Of a packed sequence that is how many are in it; an object may say it itself, as batches of
-    graphs do (`num_graphs`, `batch_size`). 1 where nothing has a length.
+    For a packed sequence it is the number of sequences. An object may state it, as batches of
+    graphs do (`num_graphs`, `batch_size`). It is 1 if nothing has a length.
     """
     return next(_rows(nest), 1)
 
@@ -73,26 +78,26 @@ def _rows(nest: Any) -> Iterator[int]:
     kind = nest_kinds.of(nest)
     if kind is None or nest_kinds.moves_itself(nest):
         for name in ("num_graphs", "batch_size"):
-            told = getattr(nest, name, None)
-            if isinstance(told, int):
-                yield told
+            size = getattr(nest, name, None)
+            if isinstance(size, int):
+                yield size
     parts = nest_kinds.held(nest) if kind is None else kind.parts(nest)
     for _, part in parts:
         yield from _rows(part)
 
 
 def with_tensors(nest: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the same nest with these in the places of `tensors_of`."""
+    """Return the same nest with `tensors` in the order of `tensors_of`."""
     others = iter(tensors)
     return mapped(nest, lambda _: next(others))
 
 
 def chunks(nest: Any, num_parts: int) -> list[Any]:
-    """Cut the nest along the first dimension of its tensors into equal parts.
+    """Split the nest along the first dimension of its tensors into equal parts.
 
     Raises:
-        ValueError: a tensor cannot be cut so.
-        RequestError: the nest cannot, such as a packed sequence.
+        ValueError: a tensor cannot be split so.
+        RequestError: the nest has a packed sequence, which cannot be split.
     """
     if num_parts == 1:
         return [nest]
@@ -102,14 +107,14 @@ def chunks(nest: Any, num_parts: int) -> list[Any]:
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} cannot be cut into {num_parts} equal parts"
             )
-    cut = [tensor.chunk(num_parts) for tensor in tensors_of(nest)]
-    return [with_tensors(nest, [parts[i] for parts in cut]) for i in range(num_parts)]
+    split = [tensor.chunk(num_parts) for tensor in tensors_of(nest)]
+    return [with_tensors(nest, [parts[i] for parts in split]) for i in range(num_parts)]
 
 
 def _refuse_packed(nest: Any) -> None:
     if isinstance(nest, PackedSequence):
         raise RequestError(
-            "--accumulate cannot cut a packed sequence, whose rows are steps of time; give padded "
+            "--accumulate cannot split a packed sequence, whose rows are time steps; give padded "
             "sequences, or leave it out"
         )
     kind = nest_kinds.of(nest)
@@ -118,17 +123,17 @@ def _refuse_packed(nest: Any) -> None:
 
 
 def signature(nest: Any) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-    """What a compiler sees of a batch: each tensor's place, shape and type."""
+    """Return what a compiler sees of a batch: each tensor's path, shape and type."""
     return tuple((name, tuple(t.shape), t.dtype) for name, t in named_tensors(nest))
 
 
 def described(nest: Any) -> Any:
-    """The nest for JSON: `shape` and `dtype` (such as torch.uint8) in place of each tensor."""
+    """Describe the nest for JSON: `shape` and `dtype` (torch.uint8) in place of each tensor."""
     return mapped(nest, lambda t: {"shape": list(t.shape), "dtype": str(t.dtype)})
 
 
 def empty(description: Any) -> Any:
-    """A nest of new tensors from what JSON has made of `described`; its lists become tuples."""
+    """Create a nest of new tensors from the JSON of `described`; its lists become tuples."""
     if isinstance(description, Mapping) and description.keys() == {"shape", "dtype"}:
         dtype = getattr(torch, description["dtype"].removeprefix("torch."))
         return torch.empty(description["shape"], dtype=dtype)

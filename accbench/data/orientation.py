@@ -1,7 +1,7 @@
-"""EXIF's orientation: how a photograph is to be turned for what its camera saw upright.
+"""EXIF's orientation: how to turn a photograph so that it is upright.
 
-The numbers: CIPA DC-008 (Exif 2.32), tag 274. Data sources that classify show pictures as they are
-stored, as torchvision's `ImageFolder` does.
+The numbers are those of CIPA DC-008 (Exif 2.32), tag 274. Data sources for classification use
+images as they are stored, as torchvision's `ImageFolder` does.
 """
 
 import io
@@ -14,24 +14,24 @@ _FIRST_TRANSPOSED = 5
 
 
 def of(encoded: bytes | memoryview) -> int:
-    """Return the orientation, 1 to 8, that is left to the caller; 1 where the file tells none."""
+    """Read the orientation, 1 to 8, that the caller has to apply; 1 if the file has none."""
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             if image.format == "TIFF":
-                image.load()  # by which Pillow turns it, and forgets the number
-            found = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
-    except Exception:  # of a file that is damaged, which its decoder is to tell of
+                image.load()  # Pillow then turns it, and drops the number
+            value = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
+    except Exception:  # a damaged file, which the decoder reports
         return UPRIGHT
-    return found if found in range(1, 9) else UPRIGHT
+    return value if value in range(1, 9) else UPRIGHT
 
 
 def turned_size(height: int, width: int, orientation: int) -> tuple[int, int]:
-    """Return the height and width of an image that is turned so."""
+    """Return the height and width of an image after it is turned."""
     return (width, height) if orientation >= _FIRST_TRANSPOSED else (height, width)
 
 
 def turned(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Return the pixels as the orientation wants them shown."""
+    """Turn pixels as the orientation says."""
     if orientation >= _FIRST_TRANSPOSED:
         pixels_HWC = pixels_HWC.transpose(0, 1)
     flipped = _FLIPPED[orientation]

@@ -1,4 +1,4 @@
-"""Batches fetched, and moved to the device, while the step before them computes."""
+"""Prefetching: fetch batches, and move them to the device, while the step before computes."""
 
 import contextlib
 import dataclasses
@@ -12,29 +12,27 @@ import torch
 
 from accbench.data import moving, nested, shared_memory
 
-# Batches that an engine keeps ready: one to copy while another waits is enough to
-# hide the copy, and each costs memory of the device.
+# Batches that an engine keeps ready: copying one while another waits is enough to hide the copy,
+# and each takes device memory.
 ON_DEVICE = 2
 
-# How long closing waits for a thread that is stuck in its generator. It ends by
-# itself as soon as the generator gives something.
+# How long closing waits for a thread that is stuck in its generator. The thread ends as soon as the
+# generator yields an item.
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class BackgroundGenerator:
-    """The items of a generator, fetched ahead in a thread.
+    """An iterator over a generator's items, which a thread fetches ahead.
 
-    An exception in the thread reaches the consumer. `close`, the end of a `with`
-    block, or letting go of the object ends the thread and frees what it held.
+    An exception in the thread reaches the consumer. `close`, the end of a `with` block, or deleting
+    the object ends the thread and frees what it held.
 
     Args:
-        generator: any iterable; the thread alone iterates it.
-        local_rank: number of the CUDA device that `device` and `to_device` mean
-            where they leave that open.
-        max_prefetch: items that exist ahead of the consumer at most, the one in
-            the making included.
-        device: move items there: tensors in nests of any kind. On CUDA in a stream
-            of its own. None leaves them where they are.
+        generator: any iterable; only the thread iterates it.
+        local_rank: number of the CUDA device if `device` has none.
+        max_prefetch: the most items ahead of the consumer, including the one being fetched.
+        device: where the tensors of items go, on CUDA in a separate stream. None leaves them where
+            they are.
         to_device: moves one item, instead of `move`.
     """
 
@@ -57,8 +55,8 @@ class BackgroundGenerator:
         on_cuda = device is not None and device.type == "cuda"
         self._shared = _Shared(max_prefetch)
         self._consumer_device = device if on_cuda else None
-        transfer = _OnOwnStream(to_device, device) if device is not None and on_cuda else to_device
-        # The thread knows nothing of this object, which can thus be collected.
+        transfer = _StreamCopier(to_device, device) if device is not None and on_cuda else to_device
+        # The thread has no reference to this object, which can thus be garbage-collected.
         self._thread = threading.Thread(
             target=_work,
             args=(self._shared, generator, transfer, self._consumer_device),
@@ -74,7 +72,8 @@ class BackgroundGenerator:
     def __next__(self) -> Any:
         if self._shared.stopped.is_set():
             raise StopIteration
-        with shared_memory.explained():  # torch says in the main thread that a process is gone
+        # torch raises in the main thread that a process has died.
+        with shared_memory.explained():
             item, error = self._shared.ready.get()
         self._shared.free.release()
         if error is not None:
@@ -82,14 +81,15 @@ class BackgroundGenerator:
             try:
                 raise error
             finally:
-                del error  # or it and this frame, with all that called it, would hold each other
+                # Otherwise the error and this frame, with its callers, would be a reference cycle.
+                del error
         if self._consumer_device is not None:
-            item = _on_consumers_stream(item, self._consumer_device)
+            item = _wait_on_consumer_stream(item, self._consumer_device)
         return item
 
     @property
     def is_fetching(self) -> bool:
-        """Whether the thread still iterates the generator."""
+        """Whether the thread is still iterating over the generator."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class BackgroundGenerator:
 
 
 class _Shared:
-    """What the thread and its consumer both hold."""
+    """The state that the thread and its consumer share."""
 
     def __init__(self, max_prefetch: int) -> None:
         self.ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
@@ -120,12 +120,12 @@ def _work(
 ) -> None:
     try:
         if cuda_device is not None:
-            # A thread begins on device 0, where pinning would take memory for every rank.
+            # A new thread uses device 0, where pinning would take memory for every rank.
             torch.cuda.set_device(cuda_device)
         iterator = iter(generator)
         del generator
         while True:
-            shared.free.acquire()  # before fetching: what is being made counts too
+            shared.free.acquire()  # before fetching: the item being fetched counts too
             if shared.stopped.is_set():
                 break
             try:
@@ -137,7 +137,7 @@ def _work(
             del item
         if hasattr(iterator, "close"):
             iterator.close()
-    except BaseException as error:  # handed over whole; the consumer raises it
+    except BaseException as error:  # the consumer raises it
         shared.ready.put((None, error))
 
 
@@ -149,7 +149,7 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
             shared.ready.get_nowait()
-    # For a consumer in another thread that waits still.
+    # For a consumer in another thread that is still waiting.
     shared.ready.put((None, StopIteration()))
 
 
@@ -166,8 +166,8 @@ class _Mover:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OnOwnStream:
-    """Copies on a stream of its own; gives (what was copied, the event of its end)."""
+class _StreamCopier:
+    """Copies on its own CUDA stream; returns (the copy, the event of its end)."""
 
     to_device: Callable[[Any], Any]
     device: torch.device
@@ -181,13 +181,13 @@ class _OnOwnStream:
             return self.to_device(item), self.stream.record_event()
 
 
-def _on_consumers_stream(copied: tuple[Any, Any], device: torch.device) -> Any:
+def _wait_on_consumer_stream(copied: tuple[Any, Any], device: torch.device) -> Any:
     item, event = copied
     consumer = torch.cuda.current_stream(device)
     consumer.wait_event(event)
     for tensor in nested.tensors_of(item):
         if tensor.is_cuda:
-            # Or the allocator would reuse the memory while the consumer still reads it.
+            # Otherwise the allocator would reuse the memory while the consumer still reads it.
             tensor.record_stream(consumer)
     return item
 

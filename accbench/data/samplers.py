@@ -1,8 +1,8 @@
-"""Which samples a rank reads, in which order; torch's own samplers where torch has them.
+"""Samplers: the samples that a rank reads, and their order; torch's own where it has them.
 
-A sampler with `state_dict` can go on inside an epoch: also with another number
-of ranks or worker processes, each sample still comes once an epoch. Loaders read
-ahead of training, so whoever saves says how many samples each rank has trained on.
+A sampler with `state_dict` can resume inside an epoch: also with another number of ranks or worker
+processes, each sample still comes once per epoch. Loaders read ahead of training, so the caller of
+`state_dict` says how many samples each rank has trained on.
 """
 
 import copy
@@ -46,11 +46,11 @@ __all__ = [
 _CHUNK = 65_536
 
 
-class _Sharded(Sampler[int]):
-    """A rank's part of an order that all ranks know, with what resuming needs.
+class _ShardedSampler(Sampler[int]):
+    """A rank's shard of an order that all ranks know, with the state for resuming.
 
-    A state holds stages, one a number of ranks that the epoch was read with:
-    [ranks, samples that each of them has read].
+    A state holds stages, one for each number of ranks that has read a part of the epoch: [ranks,
+    samples that each of them has read].
     """
 
     def __init__(
@@ -66,44 +66,44 @@ class _Sharded(Sampler[int]):
         self.epoch = 0
         self._earlier: list[list[int]] = []  # stages with other numbers of ranks
         self._start = 0  # samples of the current stage that this rank has read
-        self._given_out = 0
+        self._num_yielded = 0
 
     def _order(self) -> torch.Tensor:
-        """All samples of this epoch, (n,) int64."""
+        """Return all samples of this epoch in order, (n,) int64."""
         raise NotImplementedError
 
     def _num_total(self) -> int:
         raise NotImplementedError
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a state to fit."""
+        """Return the values that must be equal for a state to fit."""
         return {"num_total": self._num_total(), "seed": self.seed, "contiguous": self.contiguous}
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order, the same on all ranks; a state loaded for another epoch is dropped."""
+        """Set the epoch, which changes the order; drop a state loaded for another epoch."""
         if epoch != self.epoch:
             self.epoch, self._earlier, self._start = epoch, [], 0
-        self._given_out = self._start
+        self._num_yielded = self._start
 
     def state_dict(self, num_consumed: int | None = None) -> dict[str, Any]:
-        """Where this epoch is; the same on every rank.
+        """Return the position in this epoch; it is the same on every rank.
 
         Args:
-            num_consumed: samples of this rank, of this epoch and since the last
-                `load_state_dict`, that need not come again. None: all that were
-                given out, which a loader with worker processes is ahead of.
+            num_consumed: samples of this rank in this epoch, since the last `load_state_dict`, that
+                need not come again. None for all that the sampler has yielded, which includes those
+                that a loader's worker processes have read ahead.
         """
-        done = self._given_out if num_consumed is None else self._start + num_consumed
+        done = self._num_yielded if num_consumed is None else self._start + num_consumed
         stages = [*self._earlier, [self.num_replicas, done]]
         return {"epoch": self.epoch, "stages": stages, **self._identity()}
 
     @property
     def next_pass(self) -> dict[str, Any]:
-        """What the order of the next pass depends on: where it begins."""
+        """What the order of the next pass depends on: its start."""
         return self.state_dict(0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, also with another number of ranks.
+        """Resume from a state, also with another number of ranks.
 
         Raises:
             ValueError: the state is of other data or of another order.
@@ -119,7 +119,7 @@ class _Sharded(Sampler[int]):
         self._earlier, self._start = stages, 0
         if stages and stages[-1][0] == self.num_replicas:
             self._start = self._earlier.pop()[1]
-        self._given_out = self._start
+        self._num_yielded = self._start
 
     def __len__(self) -> int:
         remaining = self._num_total()
@@ -127,8 +127,8 @@ class _Sharded(Sampler[int]):
             remaining -= self._num_read(remaining, ranks, done)
         return max(0, self._num_samples(remaining, self.num_replicas) - self._start)
 
-    def _left(self, order: torch.Tensor) -> torch.Tensor:
-        """What earlier stages have not read, (n,) int64."""
+    def _unread_samples(self, order: torch.Tensor) -> torch.Tensor:
+        """Return the samples that earlier stages have not read, (n,) int64."""
         left = order
         for ranks, done in self._earlier:
             left = left[self._unread(len(left), ranks, done)]
@@ -136,12 +136,12 @@ class _Sharded(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = self._order()
-        own = self._shard(self._left(order), order)
-        self._given_out = self._start
-        for begin in range(self._start, len(own), _CHUNK):
-            # Not all as a list: ten million integers are 400 MB.
-            for index in own[begin : min(begin + _CHUNK, len(own))].tolist():
-                self._given_out += 1
+        shard = self._shard(self._unread_samples(order), order)
+        self._num_yielded = self._start
+        for begin in range(self._start, len(shard), _CHUNK):
+            # In chunks: a list of ten million integers takes 400 MB.
+            for index in shard[begin : min(begin + _CHUNK, len(shard))].tolist():
+                self._num_yielded += 1
                 yield index
 
     def _num_samples(self, total: int, ranks: int) -> int:
@@ -151,15 +151,15 @@ class _Sharded(Sampler[int]):
         num_samples = self._num_samples(len(left), self.num_replicas)
         missing = num_samples * self.num_replicas - len(left)
         if missing > 0:
-            # As torch pads: from the start of the epoch's order, over again where
-            # there are fewer samples than ranks.
+            # As torch pads: from the start of the epoch's order, repeated if there are fewer
+            # samples than ranks.
             left = torch.cat([left, order.repeat(-(-missing // len(order)))[:missing]])
         if self.contiguous:
             return left[self.rank * num_samples : (self.rank + 1) * num_samples]
         return left[: num_samples * self.num_replicas][self.rank :: self.num_replicas]
 
     def _unread(self, total: int, ranks: int, done: int) -> torch.Tensor:
-        """(total,) bool: what `ranks` ranks that read `done` samples each have left."""
+        """Return what `ranks` ranks that read `done` samples each have left, (total,) bool."""
         positions = torch.arange(total)
         if not self.contiguous:
             return positions >= ranks * done
@@ -191,17 +191,19 @@ def _check_position(state: dict[str, Any]) -> None:
             )
 
 
-class DistributedSampler(_Sharded):
-    """torch's `DistributedSampler`, sample for sample, that can resume inside an epoch.
+class DistributedSampler(_ShardedSampler):
+    """A sampler equal to torch's `DistributedSampler` that can also resume inside an epoch.
 
     Args:
-        num_replicas: ranks; those of the process group, or 1, if None.
-        rank: this one's number.
-        shuffle: a new order every epoch, from `seed` and the epoch.
-        drop_last: leave out what does not fill all ranks, instead of padding by
-            the first samples of the epoch.
-        contiguous: each rank reads one stretch of the order, as in
-            maskrcnn-benchmark, instead of every `num_replicas`th sample.
+        dataset: the data set, or anything with a length.
+        num_replicas: number of ranks; None for that of the process group, or 1.
+        rank: this rank.
+        shuffle: whether each epoch has a new order, from `seed` and the epoch.
+        seed: seed of the order.
+        drop_last: drop the samples that do not fill all ranks, instead of padding with the first
+            samples of the epoch.
+        contiguous: each rank reads one contiguous part of the order, as in maskrcnn-benchmark,
+            instead of every `num_replicas`th sample.
     """
 
     def __init__(
@@ -231,15 +233,20 @@ class DistributedSampler(_Sharded):
 
 
 class GroupedDistributedSampler(DistributedSampler):
-    """Such that a batch is of one group, and in each step that of all ranks.
+    """A distributed sampler whose batches are of one group, the same on all ranks in a step.
 
-    Ranks that see the same shapes do not wait for each other, and there are as many batches for
-    each. maskrcnn-benchmark groups the samples of a rank, which gives neither.
-    What fills no batch of all ranks is left out of the epoch, each time other samples.
+    Ranks with the same shapes do not wait for each other, and all have as many batches.
+    maskrcnn-benchmark groups each rank's samples, which ensures neither. Samples that do not fill a
+    batch of all ranks are left out of the epoch, different ones in each epoch.
 
     Args:
+        dataset: the data set, or anything with a length.
         group_ids: the group of every sample of the dataset.
-        batch_size: samples of a rank's batch. A state goes on with the same one alone.
+        batch_size: samples of a rank's batch. A state fits only the same batch size.
+        num_replicas: number of ranks; None for that of the process group, or 1.
+        rank: this rank.
+        shuffle: whether each epoch has a new order.
+        seed: seed of the order.
     """
 
     def __init__(
@@ -262,14 +269,14 @@ class GroupedDistributedSampler(DistributedSampler):
         grouped = {"batch_size": self.batch_size, "groups": self._groups_id}
         return {**super()._identity(), **grouped}
 
-    def _left(self, order: torch.Tensor) -> torch.Tensor:
+    def _unread_samples(self, order: torch.Tensor) -> torch.Tensor:
         left = order
         for ranks, done in self._earlier:
             left = self._in_batches(left, ranks)[ranks * done :]
         return self._in_batches(left, self.num_replicas)
 
     def _in_batches(self, left: torch.Tensor, ranks: int) -> torch.Tensor:
-        """Batches of all ranks, one behind the other, in the order of their first samples."""
+        """Return the samples in batches of all ranks, in the order of their first samples."""
         batches = GroupedBatchSampler(
             left.tolist(),  # type: ignore[arg-type]
             self.group_ids, self.batch_size * ranks, drop_uneven=True,
@@ -278,20 +285,25 @@ class GroupedDistributedSampler(DistributedSampler):
 
     def __len__(self) -> int:
         if self._earlier:
-            whole = len(self._left(self._order())) // self.num_replicas
-        else:  # the same in whatever order
-            of_all = self.batch_size * self.num_replicas
-            whole = sum(size // of_all for size in self._group_sizes) * self.batch_size
-        return max(0, whole - self._start)
+            total = len(self._unread_samples(self._order())) // self.num_replicas
+        else:  # it does not depend on the order
+            global_batch = self.batch_size * self.num_replicas
+            total = sum(size // global_batch for size in self._group_sizes) * self.batch_size
+        return max(0, total - self._start)
 
 
-class DistributedWeightedRandomSampler(_Sharded):
-    """Draws by weight, like torch's `WeightedRandomSampler`, shared out over ranks.
+class DistributedWeightedRandomSampler(_ShardedSampler):
+    """A distributed `WeightedRandomSampler`: draws by weight that are sharded over ranks.
 
     Args:
-        weights: of each sample, not negative; they need not sum to one.
-        num_samples: drawn an epoch, over all ranks.
-        replacement: False draws no sample twice.
+        weights: weight of each sample, not negative; they need not sum to one.
+        num_samples: samples drawn per epoch, over all ranks.
+        replacement: whether a sample may be drawn twice.
+        num_replicas: number of ranks; None for that of the process group, or 1.
+        rank: this rank.
+        seed: seed of the draws.
+        drop_last: drop the samples that do not fill all ranks.
+        contiguous: each rank reads one contiguous part of the draws.
 
     Raises:
         ValueError: a weight is negative or not finite, all are 0, or there are
@@ -328,7 +340,7 @@ class DistributedWeightedRandomSampler(_Sharded):
 
     def _order(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        if self.replacement:  # not torch.multinomial, which ends at 2^24 weights
+        if self.replacement:  # not torch.multinomial, which takes at most 2^24 weights
             ends = self.weights.cumsum(0)
             drawn = torch.rand(self.num_samples, generator=generator, dtype=torch.float64)
             last = int(self.weights.nonzero()[-1])
@@ -346,14 +358,18 @@ def make_data_sampler(
     num_replicas: int | None = None,
     rank: int | None = None,
 ) -> Sampler[int]:
-    """The sampler for a dataset: distributed, random (seeded), or sequential.
+    """Build the sampler for a dataset: distributed, random (seeded), or sequential.
 
     Args:
-        num_replicas: ranks, where distributed; those of the process group if None.
-        rank: this one's number; that in the process group if None.
+        dataset: the data set.
+        shuffle: whether the order is random.
+        distributed: whether ranks share the samples.
+        seed: seed of the order.
+        num_replicas: number of ranks if distributed; None for that of the process group.
+        rank: this rank; None for that in the process group.
 
     Raises:
-        ValueError: distributed, without a process group to ask for what is None.
+        ValueError: distributed, with None for a value and without a process group.
     """
     if distributed:
         in_group = dist.is_available() and dist.is_initialized()

@@ -1,4 +1,4 @@
-"""/dev/shm, in which loading processes hand over batches: containers have little of it, or none."""
+"""/dev/shm, through which loading processes hand over batches; containers have little or none."""
 
 import contextlib
 import multiprocessing.synchronize
@@ -14,12 +14,12 @@ from accbench.errors import RequestError
 
 FOLDER = Path("/dev/shm")
 MORE = "docker --shm-size 8g, in Kubernetes an emptyDir of medium Memory there"
-# Batches that a loading process makes ahead (torch's default), and that training still holds: the
-# one of the step, those that an engine keeps ready, and one on its way.
+# Batches that a loading process prepares ahead (torch's default), and batches that training still
+# holds: that of the step, those that an engine keeps ready, and one being copied.
 _AHEAD, _HELD = 2, 4
 _AMPLE_BYTES = 8 * 2**30
 _SMALL_BYTES = 2**30
-# torch's words on shared memory that is full: before it is written, and from a process that did.
+# torch's messages on full shared memory: before writing, and from a process that has written.
 _FULL = re.compile(
     r"unable to (?:allocate|write|resize).*shared memory.*(?:No space|Read-only|Permission)"
     r"|Bus error.*shared memory|killed by signal: Bus error",
@@ -28,55 +28,55 @@ _FULL = re.compile(
 
 
 def sizes() -> tuple[int, int] | None:
-    """Return the size and the free part in bytes; None where there is no shared memory."""
+    """Return the size and the free part in bytes; None if there is no shared memory."""
     try:
-        found = shutil.disk_usage(FOLDER)
+        usage = shutil.disk_usage(FOLDER)
     except OSError:
         return None
-    return found.total, found.free
+    return usage.total, usage.free
 
 
 def is_ample() -> bool:
-    """Return whether there is so much that nobody need count."""
-    found = sizes()
-    return found is not None and found[1] >= _AMPLE_BYTES
+    """Return whether there is enough shared memory for any number of batches."""
+    size_and_free = sizes()
+    return size_and_free is not None and size_and_free[1] >= _AMPLE_BYTES
 
 
-def what_is_there() -> str:
-    """Return in words how much shared memory there is."""
-    found = sizes()
-    if found is None:
+def describe_now() -> str:
+    """Describe in words how much shared memory there is."""
+    size_and_free = sizes()
+    if size_and_free is None:
         return f"there is no {FOLDER}"
-    size, free = found
+    size, free = size_and_free
     return f"{FOLDER} has {_in_words(size)}, {_in_words(free)} of it free"
 
 
 def described(size: int | None, free: int | None) -> str:
-    """Return the sizes in words, with what to do where they are small."""
+    """Describe the sizes in words, with what to do if they are small."""
     if size is None or free is None:
         return f"none: use --workers 0, or give the container some ({MORE})"
-    told = f"{_in_words(size)}, {_in_words(free)} free"
+    text = f"{_in_words(size)}, {_in_words(free)} free"
     small = f"; large batches need more ({MORE}) or --workers 0" if free < _SMALL_BYTES else ""
-    return f"{told}{small}"
+    return f"{text}{small}"
 
 
 def problem(batch_bytes: int, num_processes: int, num_ranks: int) -> str | None:
-    """Return what is wrong with so many loading processes a rank; None if there is room.
+    """Describe what is wrong with this many loading processes; return None if there is room.
 
     Args:
-        batch_bytes: of one batch.
-        num_processes: of a rank's loader.
-        num_ranks: on this machine.
+        batch_bytes: bytes of one batch.
+        num_processes: loading processes of each rank.
+        num_ranks: ranks on this machine.
     """
-    found = sizes()
-    room = 0 if found is None else found[1] // max(1, batch_bytes * num_ranks)
+    size_and_free = sizes()
+    room = 0 if size_and_free is None else size_and_free[1] // max(1, batch_bytes * num_ranks)
     if not num_processes or room >= _AHEAD * num_processes + _HELD:
         return None
     fitting = max(0, (room - _HELD) // _AHEAD)
     return (
         f"{num_processes * num_ranks} loading processes may hold "
         f"{_in_words((_AHEAD * num_processes + _HELD) * num_ranks * batch_bytes)} of batches in "
-        f"shared memory, and {what_is_there()}: use --workers {fitting}, or give the container "
+        f"shared memory, and {describe_now()}: use --workers {fitting}, or give the container "
         f"more ({MORE})"
     )
 
@@ -88,35 +88,35 @@ def bytes_of(batch: Any) -> int:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Say in one line where a block fails for want of shared memory.
+    """Replace errors for lack of shared memory in the block by one line.
 
     Raises:
-        RequestError: in the place of what torch and Python raise then.
+        RequestError: replaces what torch and Python raise.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if _is_locks_own(error) or is_full(error):
-            raise RequestError(wanting()) from error
+        if _is_lock_error(error) or is_full(error):
+            raise RequestError(shortage_message()) from error
         raise
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether torch says that there is too little shared memory."""
+    """Return whether torch reports too little shared memory."""
     return _FULL.search(str(error)) is not None
 
 
-def wanting() -> str:
-    """Return the line for loading processes that have too little shared memory."""
+def shortage_message() -> str:
+    """Return the message for loading processes that have too little shared memory."""
     return (
-        f"the loading processes hand batches over in shared memory, and {what_is_there()}: use "
+        f"the loading processes hand batches over in shared memory, and {describe_now()}: use "
         f"--workers 0 (num_workers=0 of a DataLoader of your own), or give the container more "
         f"({MORE})"
     )
 
 
-def _is_locks_own(error: BaseException) -> bool:
-    """Return whether multiprocessing could not make a lock, which lies in shared memory."""
+def _is_lock_error(error: BaseException) -> bool:
+    """Return whether multiprocessing could not create a lock, which needs shared memory."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     return isinstance(error, OSError) and any(
         frame.filename == multiprocessing.synchronize.__file__ for frame in last

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data import SequentialSampler as InOrder
 
 from accbench.data import shared_memory
-from accbench.data.loader import naming_dead_workers
+from accbench.data.loader import name_dead_workers
 from accbench.data.samplers import DistributedSampler
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch
@@ -73,7 +73,7 @@ class AcceleratedLoader:
         engine = self._passes.engine
         if getattr(self.loader, "num_workers", 0):
             with shared_memory.explained():
-                on_host = naming_dead_workers(self._on_host())
+                on_host = name_dead_workers(self._on_host())
             with closing(engine.stream(on_host)) as batches:  # type: ignore[type-var]
                 yield from batches
         else:

@@ -70,7 +70,7 @@ class StepProfile:
         try:
             self.folder.mkdir(exist_ok=True)
             self._profiler.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:  # the disk is full for one; training goes on
+        except (OSError, RuntimeError) as error:  # for example a full disk; training goes on
             log.warning(f"the profile could not be written to {path}: {error}")
             return
         log.info(f"profiled {num_done} steps: {path}, to be opened in ui.perfetto.dev")

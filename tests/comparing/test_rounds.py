@@ -245,7 +245,7 @@ def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
         (["--engines=ddp"], "two or more"),
         (["--engines=ddp,dpd"], "unknown engine 'dpd'; there are: ddp, inductor"),
         (["--engines=ddp,ddp:channels=1"], "ddp.channels"),
-        (["--engines=ddp,ddp:channels_last"], "no option=value"),
+        (["--engines=ddp,ddp:channels_last"], "not of the form option=value"),
         (["--engines=ddp,ddp:channels_last={"], "--ddp.channels_last is either on or off, not '{'"),
         (["--synthetic.num_batches=0"], "--synthetic.num_batches must be at least 1"),
         (["--engines=ddp,xla", "--baseline=eager"], "none of the rows: ddp, xla"),

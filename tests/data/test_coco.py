@@ -306,12 +306,12 @@ def test_annotations_with_one_id_are_each_what_they_are(tmp_path):
         (lambda c: c["images"][3].update(id=100), "two of its images have the id 100"),
         (lambda c: c["categories"][1].update(id=7), "two of its categories have the id 7"),
         (lambda c: c["categories"][1].pop("name"), "category 3 has no 'name'"),
-        (lambda c: c.pop("categories"), "no file of COCO's: no 'categories'"),
+        (lambda c: c.pop("categories"), "not a file of COCO's form: no 'categories'"),
         (lambda c: c["annotations"][0].update(category_id=5), "annotation 0 is of category 5"),
         (lambda c: c["annotations"][0].update(image_id=5), "annotation 0 is of image 5"),
         (lambda c: c.update(annotations=[]), "has no image with a box"),
         (lambda c: c["images"][0].update(file_name="../../secret"), "is not inside the folder"),
-        (lambda c: c.update(images=3), "no file of COCO's"),
+        (lambda c: c.update(images=3), "not a file of COCO's form"),
         (lambda c: c["images"][0].update(width=0), "image 100 has 0 x "),
     ],
 )
@@ -324,7 +324,7 @@ def test_files_of_another_form_are_refused_in_a_line(coco, change, said):
         source(coco)
     assert "\n" not in str(error.value)
     path.write_text("{")
-    with pytest.raises(RequestError, match="no file of COCO's"):
+    with pytest.raises(RequestError, match="not a file of COCO's form"):
         source(coco)
     path.unlink()
     with pytest.raises(RequestError, match=r"cannot read .*instances_train2017\.json: No such"):

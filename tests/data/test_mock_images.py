@@ -11,7 +11,7 @@ from accbench.data import mock_images
 from accbench.errors import RequestError
 from tests.conftest import ROOT, processes_of, run, wait_until
 
-SMALL = mock_images.Plan(num_classes=2, num_train=3, num_val=1)
+SMALL = mock_images.MockImagePlan(num_classes=2, num_train=3, num_val=1)
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -20,7 +20,7 @@ def contents(folder) -> dict[str, bytes]:
 
 def test_same_seed_same_files(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        plan = mock_images.Plan(2, 3, 1, seed)
+        plan = mock_images.MockImagePlan(2, 3, 1, seed)
         mock_images.make(tmp_path / name, plan)
     a, b, c = (contents(tmp_path / name) for name in "abc")
     assert a == b
@@ -64,7 +64,7 @@ def test_interrupted_making_is_taken_up(tmp_path):
 
 def test_another_plan_starts_clean(tmp_path):
     mock_images.make(tmp_path, SMALL)
-    mock_images.make(tmp_path, mock_images.Plan(num_classes=1, num_train=2, num_val=1))
+    mock_images.make(tmp_path, mock_images.MockImagePlan(num_classes=1, num_train=2, num_val=1))
     assert len(list(tmp_path.rglob("*.jpg"))) == 3
 
 

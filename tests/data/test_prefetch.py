@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accbench.data.loader import DataLoaderX, naming_dead_workers
+from accbench.data.loader import DataLoaderX, name_dead_workers
 from accbench.data.nested import tensors_of
 from accbench.data.prefetch import BackgroundGenerator, move
 from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
@@ -449,7 +449,7 @@ def test_worker_that_hands_over_no_more_is_waited_for_until_it_is_gone():
     dying = multiprocessing.Process(target=time.sleep, args=(0.5,))
     dying.start()
     with pytest.raises(RuntimeError, match=rf"\(process {dying.pid}\) exited with 0 while it"):
-        next(naming_dead_workers(_LosesItsWorker(dying)))
+        next(name_dead_workers(_LosesItsWorker(dying)))
     assert not dying.is_alive()
 
 

@@ -57,7 +57,7 @@ def plain_loop(images: Path) -> dict:
 def results(tmp_path_factory):
     """Engine -> what each rank saved; and under "plain" the loop above."""
     images = tmp_path_factory.mktemp("images") / "mock"
-    mock_images.make(images, mock_images.Plan(num_classes=3, num_train=28, num_val=1))
+    mock_images.make(images, mock_images.MockImagePlan(num_classes=3, num_train=28, num_val=1))
     found = {}
     for engine in ("ddp", "xla"):
         out = tmp_path_factory.mktemp(engine)

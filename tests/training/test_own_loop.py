@@ -96,7 +96,7 @@ def test_steps_of_wrapped_optimizers_and_samples_of_two_loaders_are_counted(engi
     assert "without gradients of run.backward" in twice["error"]
     assert "no optimizer of the model's parameters has stepped" in never["error"]
     if engine == "xla":  # which has put other parameters in their places
-        assert "build it behind accelerate" in before["error"]
+        assert "build it after accelerate" in before["error"]
     else:
         assert (before["steps"], before["far"]) == (6, 0 if engine == "ddp" else before["far"])
 

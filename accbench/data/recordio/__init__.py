@@ -1,4 +1,4 @@
-"""MXNet's RecordIO files: the data source, its data sets, and reading and writing records."""
+"""MXNet's RecordIO files: data sets, and reading and writing records."""
 
 from accbench.data.recordio.dataset import RecordIODataset, Samples
 from accbench.data.recordio.faces import MXFaceDataset

@@ -1,4 +1,4 @@
-"""Images in MXNet's RecordIO files as a data set of PyTorch's."""
+"""Images in MXNet's RecordIO files as a PyTorch data set."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,24 +15,23 @@ from accbench.data.recordio.file import ImageRecord, RecordFile, parse_image_rec
 from accbench.data.recordio.index import Index, index_of
 from accbench.errors import RequestError, UnreadableSampleError
 
-# float32, in which labels are kept, counts no further.
+# Labels are float32, which represents integers only up to this.
 _MAX_CLASSES = 1 << 24
 
 
 class RecordIODataset(Dataset[tuple[Any, int]]):
-    """Images and labels of a .rec file; opened anew in every process it is sent to.
+    """Images and labels of a .rec file, reopened in every process that gets the data set.
 
     Args:
         path: the file, or a folder that holds train.rec.
-        transform: called with each image as a PIL image in RGB, like the
-            transforms of torchvision's `ImageFolder`. Without one a sample is a
-            (3, H, W) uint8 tensor.
+        transform: called with each image as a PIL image in RGB, like the transforms of
+            torchvision's `ImageFolder`. Without one a sample is a (3, H, W) uint8 tensor.
 
-    Items are (image, label), the first label of several. Reading one raises
-    `UnreadableSampleError`, named with file and offset, if it is damaged.
+    Items are (image, label), with the first label of several. Reading a damaged item raises
+    `UnreadableSampleError`, whose message names file and offset.
 
     Raises:
-        RequestError: no such file, an empty one, or an index that does not fit.
+        RequestError: the file is missing or empty, or its index does not fit.
     """
 
     def __init__(
@@ -48,14 +47,14 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         self._first, self._num_images = self._image_range(self._index)
 
     def _image_range(self, index: Index) -> tuple[int, int]:
-        """(position in the index of the first image, number of images)."""
+        """Return the position in the index of the first image, and the number of images."""
         at_zero = index.position(0)
         if at_zero is None:
             return 0, len(index)
         try:
             header = self._parsed(index.offset(at_zero))
         except UnreadableSampleError:
-            return 0, len(index)  # one sample; named when it is read
+            return 0, len(index)  # a damaged sample, reported when it is read
         if header.flag == 0 or len(header.payload):
             return 0, len(index)
         # insightface's convention: the images' keys are 1 to label - 1, and what
@@ -79,7 +78,7 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         return self.transform(Image.fromarray(pixels_HWC)), label
 
     def _pixels_and_label(self, index: int) -> tuple[np.ndarray, int]:
-        """((H, W, 3) uint8 in RGB, the first label)."""
+        """Return an image's pixels, (H, W, 3) uint8 in RGB, and its first label."""
         record = self.record(index)
         try:
             return decode.decode_rgb(record.payload), self.label_of(index, record)
@@ -87,10 +86,10 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
             raise self._unreadable(index, error) from None
 
     def record(self, index: int) -> ImageRecord:
-        """The header and the encoded bytes, which are a view into the file.
+        """Return an image's header and encoded bytes, which are a view into the file.
 
         Raises:
-            UnreadableSampleError: there is no whole record.
+            UnreadableSampleError: there is no complete record.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"{index} of {len(self)} images")
@@ -107,20 +106,20 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
             raise UnreadableSampleError(f"{self.path}, offset {offset}: {error}") from None
 
     def label_of(self, index: int, record: ImageRecord) -> int:
-        """The first label as a class number.
+        """Return a record's first label as a class number.
 
         Raises:
-            UnreadableSampleError: it is none.
+            UnreadableSampleError: the label is not a class number.
         """
         if not (0 <= record.label < _MAX_CLASSES and record.label == int(record.label)):
-            raise self._unreadable(index, f"the label {record.label} is no class")
+            raise self._unreadable(index, f"the label {record.label} is not a class number")
         return int(record.label)
 
     def _unreadable(self, index: int, problem: object) -> UnreadableSampleError:
         return UnreadableSampleError(f"{self.path}, offset {self._offset(index)}: {problem}")
 
     def view(self, index: int, viewer: decode.Viewer) -> tuple[torch.Tensor, int]:
-        """(part of the image (size, size, 3) uint8, label), decoding no more than it needs.
+        """Decode the wanted part of an image, (size, size, 3) uint8; return it and its label.
 
         Raises:
             UnreadableSampleError: the record or the image is damaged.
@@ -133,7 +132,7 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         return part_HWC, self.label_of(index, record)
 
     def get_img_info(self, index: int) -> dict[str, int]:
-        """The image's height and width, from its header."""
+        """Return the image's height and width, from its header."""
         record = self.record(index)
         try:
             height, width = decode.size_of(record.payload)
@@ -142,13 +141,13 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         return {"height": height, "width": width}
 
     def count_classes(self) -> int:
-        """The largest label and one; reads every record's header."""
+        """Return the largest label plus one; reads every record's header."""
         largest = -1
         words = np.frombuffer(self._file.view()[: self._file.num_bytes // 4 * 4], "<u4")
         positions = slice(self._first, self._first + self._num_images)
         offsets = self._index.offsets[positions]
         for begin in range(0, len(offsets), 1024):
-            # In words: 2 of the frame; flag, label, 4 of ids; then labels, if flag counts any.
+            # In words: 2 for the frame; flag, label, 4 for ids; then labels, if flag counts any.
             at = offsets[begin : begin + 1024] // 4
             at = at[at + 9 <= len(words)]
             several = words[at + 2] > 0
@@ -159,12 +158,12 @@ class RecordIODataset(Dataset[tuple[Any, int]]):
         return largest + 1
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
 class Samples(data.ReadableSamples):
-    """A `RecordIODataset` as accbench's loader wants it."""
+    """A `RecordIODataset` with the interface that accbench's loader needs."""
 
     def __init__(self, dataset: RecordIODataset, viewer: decode.Viewer, num_classes: int) -> None:
         self.dataset, self.viewer, self.num_classes = dataset, viewer, num_classes

@@ -15,22 +15,22 @@ from accbench.data.recordio.index import Index
 class MXFaceDataset(RecordIODataset):
     """insightface's training set: faces mirrored at random, scaled to -1..1.
 
-    Items are (what `transform` gives, label as a () int64 tensor). `transform` gets an image as
-    (H, W, 3) uint8 in RGB and gives (3, H, W) float32; another may be set, such as insightface's
-    own with `ToPILImage`, and None gives the images as they are.
+    Items are (the output of `transform`, label as a () int64 tensor). `transform` takes an image as
+    (H, W, 3) uint8 in RGB and returns (3, H, W) float32; another may be set, such as insightface's
+    own with `ToPILImage`, and None leaves images unchanged.
 
     Attributes:
-        imgidx: keys of the images, (num_images,) int64; part of them make a smaller data set.
+        imgidx: keys of the images, (num_images,) int64; a subset makes a smaller data set.
         imgrec: the records by key, with `read_idx` and `keys` of mxnet's `MXIndexedRecordIO`.
-        header0: the two labels of record 0: one more than the last key of an image, and than
-            the last key of all. Only there if record 0 is such a header.
+        header0: the two labels of record 0: the last key of an image plus one, and the last key of
+            all plus one. It exists only if record 0 is such a header.
 
     Args:
         root_dir: holds train.rec and train.idx.
-        local_rank: taken for the shape of the original; nothing here needs a device.
+        local_rank: accepted as the original's argument; not used.
 
     Raises:
-        RequestError: no such file, an empty one, or an index that does not fit.
+        RequestError: the file is missing or empty, or its index does not fit.
     """
 
     def __init__(self, root_dir: str | Path, local_rank: int = 0) -> None:
@@ -60,7 +60,7 @@ class MXFaceDataset(RecordIODataset):
 
 
 def mirrored_and_scaled(pixels_HWC: np.ndarray) -> torch.Tensor:
-    """(H, W, 3) uint8 to (3, H, W) float32 in -1..1, mirrored or not by torch's generator."""
+    """Convert (H, W, 3) uint8 to (3, H, W) float32 in -1..1, mirrored by torch's generator."""
     image_CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1)
     if torch.rand(()).item() < 0.5:
         image_CHW = image_CHW.flip(2)
@@ -68,21 +68,21 @@ def mirrored_and_scaled(pixels_HWC: np.ndarray) -> torch.Tensor:
 
 
 class Records:
-    """The records of a file by key, as mxnet's `MXIndexedRecordIO` gives them."""
+    """The records of a file by key, with methods of mxnet's `MXIndexedRecordIO`."""
 
     def __init__(self, file: RecordFile, index: Index) -> None:
         self._file, self._index = file, index
 
     @property
     def keys(self) -> list[int]:
-        """All of them, ascending."""
+        """All keys, ascending."""
         return [int(key) for key in self._index.keys]
 
     def offset(self, key: int) -> int:
-        """Where in the file a record begins.
+        """Return the offset in the file at which a record begins.
 
         Raises:
-            KeyError: there is none of this key.
+            KeyError: there is no record with this key.
         """
         position = self._index.position(key)
         if position is None:
@@ -90,10 +90,10 @@ class Records:
         return self._index.offset(position)
 
     def read_idx(self, key: int) -> bytes:
-        """A record, header and all, as mxnet's `recordio.unpack` takes it.
+        """Return a record with its header, as mxnet's `recordio.unpack` takes it.
 
         Raises:
-            KeyError: there is none of this key.
-            UnreadableSampleError: it is damaged.
+            KeyError: there is no record with this key.
+            UnreadableSampleError: the record is damaged.
         """
         return bytes(self._file.read(self.offset(key)))

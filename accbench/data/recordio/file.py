@@ -1,10 +1,10 @@
 """MXNet's RecordIO files: records framed by a magic number, with an image header inside.
 
-The format, as dmlc-core's recordio.h and mxnet's recordio.py define it: a part
-is two little-endian uint32, the magic number and a word with a flag in its
-upper 3 bits and the length in its lower 29, then that many bytes, padded to a
-multiple of 4. A record is one part (flag 0), or was cut wherever its bytes held
-the magic number at a multiple of 4 (flags 1, 2 ..., 3), which the reader puts back.
+dmlc-core's recordio.h and mxnet's recordio.py define the format: a part is two little-endian
+uint32, the magic number and a word with a flag in its upper 3 bits and the length in its lower 29,
+then that many bytes, padded to a multiple of 4. A record is one part (flag 0), or was split
+wherever its bytes had the magic number at a multiple of 4 (flags 1, 2 ..., 3), which the reader
+inserts again.
 """
 
 import mmap
@@ -23,12 +23,12 @@ _FRAME = struct.Struct("<4sI")
 _HEADER = struct.Struct("<IfQQ")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3
 _LENGTH_MASK = (1 << 29) - 1
-# mxnet refuses to write a longer record, so one read can be no longer.
+# mxnet refuses to write longer records, so that no record read can be longer.
 MAX_RECORD_BYTES = _LENGTH_MASK
 
 
 class DamagedRecordError(ValueError):
-    """The bytes at an offset are no record."""
+    """The bytes at an offset are not a record."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(f"offset {offset}: {reason}")
@@ -38,7 +38,7 @@ class ImageRecord(NamedTuple):
     """An image record: mxnet's header and what follows it."""
 
     label: float
-    """The first, where there are several."""
+    """The first label if there are several."""
     labels: np.ndarray
     """(num_labels,) float32."""
     flag: int
@@ -47,10 +47,10 @@ class ImageRecord(NamedTuple):
 
 
 def record_at(data: memoryview, offset: int) -> tuple[bytes | memoryview, int]:
-    """The record at `offset` and the offset behind it; a view of `data` unless it is in parts.
+    """Return the record at `offset`, and the offset after it.
 
     Raises:
-        DamagedRecordError: there is no whole record.
+        DamagedRecordError: there is no complete record.
     """
     first, flag, position = _part(data, offset)
     if flag == _WHOLE:
@@ -71,7 +71,7 @@ def record_at(data: memoryview, offset: int) -> tuple[bytes | memoryview, int]:
 
 
 def _part(data: memoryview, offset: int) -> tuple[memoryview, int, int]:
-    """(bytes, flag, offset behind it) of one part."""
+    """Return one part's bytes and flag, and the offset after it."""
     if offset < 0 or offset + _FRAME.size > len(data):
         raise DamagedRecordError(offset, f"the file ends at {len(data)}")
     magic, word = _FRAME.unpack_from(data, offset)
@@ -88,10 +88,10 @@ def _part(data: memoryview, offset: int) -> tuple[memoryview, int, int]:
 
 
 def offsets(data: memoryview) -> Iterator[int]:
-    """Where records begin, found by going from each to the next.
+    """Yield the offsets of all records, going from each to the next.
 
     Raises:
-        DamagedRecordError: something else than a record was met.
+        DamagedRecordError: the bytes at an offset are not a record.
     """
     position = 0
     while position < len(data):
@@ -107,7 +107,9 @@ def offsets(data: memoryview) -> Iterator[int]:
 
 
 def parse_image_record(record: bytes | memoryview) -> ImageRecord:
-    """mxnet's `unpack`. A flag above 0 counts labels that follow the header.
+    """Parse an image record, as mxnet's `unpack` does.
+
+    A flag above 0 counts labels that follow the header.
 
     Raises:
         ValueError: the record is too short for its header.
@@ -123,15 +125,18 @@ def parse_image_record(record: bytes | memoryview) -> ImageRecord:
 
 
 def image_record(labels: list[float], id_: int, payload: bytes) -> bytes:
-    """mxnet's `pack`: one label goes into the header, several behind it."""
+    """Build an image record, as mxnet's `pack` does.
+
+    One label is stored in the header, several after it.
+    """
     if len(labels) == 1:
         return _HEADER.pack(0, labels[0], id_, 0) + payload
-    behind = np.asarray(labels, "<f4").tobytes()
-    return _HEADER.pack(len(labels), 0.0, id_, 0) + behind + payload
+    label_bytes = np.asarray(labels, "<f4").tobytes()
+    return _HEADER.pack(len(labels), 0.0, id_, 0) + label_bytes + payload
 
 
 def write_record(file: BinaryIO, record: bytes) -> None:
-    """Append one record, in parts where it holds the magic number.
+    """Append one record, in parts if it contains the magic number.
 
     Raises:
         ValueError: it is longer than the format allows.
@@ -139,11 +144,11 @@ def write_record(file: BinaryIO, record: bytes) -> None:
     if len(record) > MAX_RECORD_BYTES:
         raise ValueError(f"{len(record)} bytes; a record holds at most {MAX_RECORD_BYTES}")
     cuts = []
-    found = record.find(MAGIC)
-    while found >= 0:
-        if found % 4 == 0:
-            cuts.append(found)
-        found = record.find(MAGIC, found + (4 if found % 4 == 0 else 1))
+    position = record.find(MAGIC)
+    while position >= 0:
+        if position % 4 == 0:
+            cuts.append(position)
+        position = record.find(MAGIC, position + (4 if position % 4 == 0 else 1))
     begins = [0, *(cut + len(MAGIC) for cut in cuts)]
     ends = [*cuts, len(record)]
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
@@ -156,7 +161,7 @@ def write_record(file: BinaryIO, record: bytes) -> None:
 
 
 class RecordFile:
-    """A .rec file, memory-mapped: shared by processes, opened anew where it is unpickled.
+    """A memory-mapped .rec file, shared by processes, and reopened where it is unpickled.
 
     Raises:
         RequestError: it cannot be opened or is empty.
@@ -175,11 +180,11 @@ class RecordFile:
         self._view = memoryview(self._map)
 
     def view(self) -> memoryview:
-        """All of the file.
+        """Return all of the file.
 
         Raises:
-            UnreadableSampleError: the file shrank since it was opened; to touch
-                what is gone would kill the process.
+            UnreadableSampleError: the file has shrunk since it was opened; reading the missing part
+                would kill the process.
         """
         if self._map is None:
             raise ValueError(f"{self.path} is closed")
@@ -190,10 +195,10 @@ class RecordFile:
         return self._view
 
     def read(self, offset: int) -> bytes | memoryview:
-        """The record at `offset`; a view into the file where it is in one part.
+        """Return the record at `offset`; a view into the file if it is in one part.
 
         Raises:
-            UnreadableSampleError: named with the file and the offset.
+            UnreadableSampleError: the record is damaged; the message names file and offset.
         """
         view = self.view()
         try:
@@ -201,12 +206,12 @@ class RecordFile:
         except DamagedRecordError as error:
             raise UnreadableSampleError(f"{self.path}, {error}") from None
         if len(record) > mmap.PAGESIZE:
-            # One read from a cold disk for all of it, instead of one a few pages.
+            # One read from the disk for all of it, instead of one for every few pages.
             self._advise(mmap.MADV_WILLNEED, offset, following)
         return record
 
     def forget(self) -> None:
-        """Give the memory of what was read back; the kernel's cache keeps it."""
+        """Release the memory of what was read; the kernel's cache keeps it."""
         self._advise(mmap.MADV_DONTNEED, 0, self.num_bytes)
 
     def _advise(self, advice: int, begin: int, end: int) -> None:
@@ -215,7 +220,7 @@ class RecordFile:
         self._map.madvise(advice, begin, end - begin)
 
     def close(self) -> None:
-        """Let go of the file; views that were handed out keep it mapped until they go."""
+        """Close the file; existing views keep it mapped until they are deleted."""
         if self._map is None:
             return
         mapped, self._map = self._map, None
@@ -223,7 +228,7 @@ class RecordFile:
             self._view.release()
             mapped.close()
         except BufferError:
-            return  # a view is out still
+            return  # a view still exists
 
     def __enter__(self) -> "RecordFile":
         return self

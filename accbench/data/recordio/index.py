@@ -1,8 +1,7 @@
-"""Where the records of a .rec file are: from its .idx file, or by scanning.
+"""The offsets of the records in a .rec file: from its .idx file, or by scanning.
 
-A large index is kept as a binary file in the user's cache folder, and memory-mapped
-from there: tens of millions of records cost a process next to nothing, and all
-processes of a machine share them.
+A large index is stored as a binary file in the user's cache folder and memory-mapped: tens of
+millions of records then cost a process almost nothing, and all processes of a machine share them.
 """
 
 import bisect
@@ -21,12 +20,12 @@ from accbench.errors import RequestError
 from accbench.system import cache_folders
 
 _CHUNK_BYTES = 1 << 22
-# A shorter index is read anew each time, in a few hundredths of a second.
+# A shorter index is read each time, in a few hundredths of a second.
 CACHED_FROM = 200_000
 
 
 class Index:
-    """Keys and offsets of records, by key. Pickled by its file's name where it has one."""
+    """Keys and offsets of records, ordered by key; pickled by its file's name if it has one."""
 
     def __init__(self, table: np.ndarray, path: Path | None = None) -> None:
         self._table, self._path = table, path  # (num_records, 2) int64: key, offset
@@ -35,14 +34,15 @@ class Index:
         return len(self._table)
 
     def position(self, key: int) -> int | None:
-        """Where in the index a key is; None if it is not there."""
+        """Return the position of a key in the index; None if it is missing."""
         # Not numpy's search, which would copy the column out of the mapped file.
-        every = range(len(self))
-        found = bisect.bisect_left(every, key, key=lambda at: int(self._table[at, 0]))
-        return found if found < len(self) and self._table[found, 0] == key else None
+        positions = range(len(self))
+        position = bisect.bisect_left(positions, key, key=lambda at: int(self._table[at, 0]))
+        has_key = position < len(self) and self._table[position, 0] == key
+        return position if has_key else None
 
     def offset(self, position: int) -> int:
-        """Where in the file the `position`th record begins."""
+        """Return the offset in the file of the `position`th record."""
         return int(self._table[position, 1])
 
     @property
@@ -64,10 +64,11 @@ def _mapped(path: Path) -> Index:
 
 
 def index_of(file: RecordFile, idx_path: Path | None = None) -> Index:
-    """The index of a .rec file.
+    """Return the index of a .rec file.
 
     Args:
-        idx_path: `FILE.idx` beside the file, if None. Where there is none, the
+        file: the .rec file.
+        idx_path: its .idx file; None for `FILE.idx` beside it. If there is no such file, the .rec
             file is scanned.
 
     Raises:
@@ -79,7 +80,7 @@ def index_of(file: RecordFile, idx_path: Path | None = None) -> Index:
     if cached.exists():
         try:
             return _mapped(cached)
-        except (OSError, ValueError):  # cut short: made anew below
+        except (OSError, ValueError):  # truncated: rebuilt below
             cached.unlink(missing_ok=True)
 
     def rows() -> Iterator[np.ndarray]:
@@ -90,8 +91,8 @@ def index_of(file: RecordFile, idx_path: Path | None = None) -> Index:
     try:
         return _collect(rows(), cached)
     except _UnsortedError:
-        return _sorted(np.concatenate(list(_read(idx_path))), file, idx_path)
-    except OSError:  # no place for a file
+        return _sort(np.concatenate(list(_read(idx_path))), file, idx_path)
+    except OSError:  # the cache file cannot be written
         return _collect(rows(), None)
 
 
@@ -102,7 +103,7 @@ class _UnsortedError(Exception):
 def _checked(
     tables: Iterator[np.ndarray], file: RecordFile, idx_path: Path
 ) -> Iterator[np.ndarray]:
-    """Pass rows of key and offset through; that they fit the file is known at their end."""
+    """Pass rows of key and offset through, and check at their end that they fit the file."""
     first, last, key = 1 << 62, 0, -1
     for table in tables:
         first, last = min(first, int(table[:, 1].min())), max(last, int(table[:, 1].max()))
@@ -114,7 +115,7 @@ def _checked(
 
 
 def _read(path: Path) -> Iterator[np.ndarray]:
-    """(num_lines, 2) int64 by chunks of the text `key TAB offset NEWLINE`."""
+    """Yield chunks, (num_lines, 2) int64, of the text `key TAB offset NEWLINE`."""
     num_lines, rest = 0, b""
     with path.open("rb") as file:
         while True:
@@ -135,7 +136,7 @@ def _read(path: Path) -> Iterator[np.ndarray]:
 def _numbers(lines: bytes, path: Path, lines_before: int) -> np.ndarray:
     num_lines = lines.count(b"\n") + 1
     strange = lines.translate(None, b"0123456789\t\r\n")
-    # fromstring reads 30 million numbers a second, but takes any white space for one.
+    # fromstring reads 30 million numbers a second, but accepts any white space as a separator.
     if not strange and lines.count(b"\t") == num_lines and b"\t\n" not in lines:
         numbers = np.fromstring(lines, np.int64, sep=" ")
         if len(numbers) == 2 * num_lines and lines[:1] != b"\t" and b"\n\t" not in lines:
@@ -151,8 +152,8 @@ def _numbers(lines: bytes, path: Path, lines_before: int) -> np.ndarray:
     raise RequestError(f"{path}, from line {lines_before + 1}: these are not lines of numbers")
 
 
-def _sorted(table: np.ndarray, file: RecordFile, path: Path) -> Index:
-    """By key, in memory: writers of large files leave them in order."""
+def _sort(table: np.ndarray, file: RecordFile, path: Path) -> Index:
+    """Sort the rows by key in memory; writers of large files write them in order."""
     _check_fit(int(table[:, 1].min()), int(table[:, 1].max()), file, path)
     table = table[np.argsort(table[:, 0], kind="stable")]
     equal = np.diff(table[:, 0]) == 0
@@ -162,10 +163,13 @@ def _sorted(table: np.ndarray, file: RecordFile, path: Path) -> Index:
 
 
 def _check_fit(first: int, last: int, file: RecordFile, idx_path: Path) -> None:
-    """
+    """Check that an index fits its file.
+
     Args:
         first: the smallest offset in the index.
-        last: the largest.
+        last: the largest offset in the index.
+        file: the .rec file.
+        idx_path: the .idx file, for messages.
     """
     if last >= file.num_bytes:
         raise RequestError(
@@ -179,7 +183,7 @@ def _check_fit(first: int, last: int, file: RecordFile, idx_path: Path) -> None:
         try:
             _, end = recordio_file.record_at(file.view(), last)
         except DamagedRecordError:
-            return  # one sample; named when it is read
+            return  # a damaged sample, reported when it is read
         if end != file.num_bytes:
             problem = f"its last record ends at {end} and the file at {file.num_bytes}"
     if problem is not None:
@@ -190,10 +194,10 @@ def _check_fit(first: int, last: int, file: RecordFile, idx_path: Path) -> None:
 
 
 def _scan(file: RecordFile) -> Iterator[np.ndarray]:
-    found, begin = recordio_file.offsets(file.view()), 0
+    record_offsets, begin = recordio_file.offsets(file.view()), 0
     while True:
         try:
-            chunk = np.fromiter(itertools.islice(found, CACHED_FROM), np.int64)
+            chunk = np.fromiter(itertools.islice(record_offsets, CACHED_FROM), np.int64)
         except DamagedRecordError as error:
             raise RequestError(
                 f"{file.path} has no .idx file and cannot be indexed: {error}; bring its .idx "
@@ -207,7 +211,7 @@ def _scan(file: RecordFile) -> Iterator[np.ndarray]:
 
 
 def _collect(tables: Iterator[np.ndarray], cached: Path | None) -> Index:
-    """Rows of key and offset in memory; from `CACHED_FROM` on in a file under its final name.
+    """Collect rows of key and offset: in memory, or from `CACHED_FROM` on in the cache file.
 
     The file is written as the rows come, so that a process never holds them all.
     """
@@ -215,30 +219,30 @@ def _collect(tables: Iterator[np.ndarray], cached: Path | None) -> Index:
     for table in tables:
         rows.append(table)
         if cached is not None and sum(map(len, rows)) >= CACHED_FROM:
-            return _keep(rows, tables, cached)
+            return _write_cache(rows, tables, cached)
     return Index(np.concatenate(rows))
 
 
 def _cache_file(file: RecordFile, idx_path: Path) -> Path:
-    # Another state of either file is another name.
+    # The name changes with the state of either file.
     states = [_state(path) for path in (file.path, idx_path) if path.exists()]
-    of_path = hashlib.sha256(os.fsencode(file.path.resolve())).hexdigest()[:24]
-    of_state = hashlib.sha256(repr((str(idx_path), states)).encode()).hexdigest()[:24]
-    return cache_folders.folder("recordio") / f"{of_path}-{of_state}.i8"
+    path_hash = hashlib.sha256(os.fsencode(file.path.resolve())).hexdigest()[:24]
+    state_hash = hashlib.sha256(repr((str(idx_path), states)).encode()).hexdigest()[:24]
+    return cache_folders.folder("recordio") / f"{path_hash}-{state_hash}.i8"
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Changes when the file's content does.
+    """Return values that change when the file's content does.
 
-    Copies that keep times (`cp -p`, `rsync -t`) have the size and the time of another content, so
-    also who the file is, and when anything of it was last changed.
+    Copies that keep times (`cp -p`, `rsync -t`) may have the size and the time of the file that
+    they replace, so the values include the inode and the time of the last change of status.
     """
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _keep(rows: list[np.ndarray], more: Iterator[np.ndarray], path: Path) -> Index:
-    """Write the index under its name when it is whole."""
+def _write_cache(rows: list[np.ndarray], more: Iterator[np.ndarray], path: Path) -> Index:
+    """Write the index atomically into the cache, and map it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
         part = Path(file.name)

@@ -1,4 +1,4 @@
-"""Images in S3 buckets: the data source and its data set."""
+"""Images in S3 buckets as a data set."""
 
 from accbench.data.s3.dataset import S3ImageFolder, bucket_and_prefix
 

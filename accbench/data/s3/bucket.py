@@ -1,4 +1,4 @@
-"""A bucket through s3fs: listing it, and reading objects, with the right retries."""
+"""Access to a bucket through s3fs: listing it and reading objects, with retries."""
 
 import asyncio
 import hashlib
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class S3Error(Exception):
-    """A request that failed for good."""
+    """A request that failed permanently."""
 
 
 class Bucket:
-    """Requests to one bucket. Connects anew in each process it is sent to."""
+    """Requests to one bucket; each process that gets the object connects for itself."""
 
     def __init__(
         self, name: str, endpoint_url: str | None, anonymous: bool, timeout_s: float, attempts: int
@@ -40,7 +40,8 @@ class Bucket:
 
     @staticmethod
     def check_installed() -> None:
-        """
+        """Check that s3fs is installed.
+
         Raises:
             RequestError: s3fs is missing.
         """
@@ -50,16 +51,16 @@ class Bucket:
 
     @property
     def identity(self) -> str:
-        """The bucket among all servers' buckets."""
+        """The bucket's name with its server."""
         endpoint = self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL") or "aws"
         return f"{endpoint}/{self.name}"
 
     def read(self, key: str, size: int) -> bytes:
-        """An object's bytes.
+        """Return an object's bytes.
 
         Raises:
-            UnreadableSampleError: named with bucket and key; 4xx at once, 5xx and
-                timeouts after all attempts.
+            UnreadableSampleError: the request failed, for 4xx at once, for 5xx and timeouts after
+                all attempts; the message names bucket and key.
         """
         url = f"s3://{self.name}/{key}"
         try:
@@ -69,12 +70,12 @@ class Bucket:
         if len(content) != size:
             raise UnreadableSampleError(
                 f"{url}: the body ends at {len(content)} of {size} bytes; if the object was "
-                "replaced, list the bucket anew with --s3.listing_max_age_s 0"
+                "replaced, list the bucket again with --s3.listing_max_age_s 0"
             )
         return content
 
     def _get(self, key: str) -> bytes:
-        # Not s3fs's `cat_file`, which asks for the object's size first.
+        # Not s3fs's `cat_file`, which requests the object's size first.
         from fsspec.asyn import sync
 
         files = self._connection()
@@ -88,7 +89,7 @@ class Bucket:
         return content
 
     def listing(self, prefix: str, folder: Path, max_age_s: float) -> Listing:
-        """The images below a prefix, asked for page by page, or from the cache in `folder`.
+        """Return the images below a prefix, from the cache in `folder` or else from the server.
 
         Raises:
             RequestError: the bucket cannot be listed.
@@ -98,7 +99,7 @@ class Bucket:
         try:
             if time.time() - (path / "folders.json").stat().st_mtime < max_age_s:
                 return Listing.load(path)
-        except (OSError, ValueError):  # none, or not whole: made anew
+        except (OSError, ValueError):  # missing or incomplete: requested below
             pass
         try:
             listing = listing_of(self._objects(prefix))
@@ -126,7 +127,7 @@ class Bucket:
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _connection(self) -> Any:
-        """s3fs, made in the process that uses it: connections do not survive a fork."""
+        """Return s3fs, created in the process that uses it: connections do not survive a fork."""
         if self._files is None or self._pid != os.getpid():
             import s3fs
 
@@ -136,7 +137,7 @@ class Bucket:
                 config_kwargs={
                     "connect_timeout": self.timeout_s,
                     "read_timeout": self.timeout_s,
-                    "retries": {"total_max_attempts": 1},  # ours are below
+                    "retries": {"total_max_attempts": 1},  # `_with_retries` retries
                 },
                 skip_instance_cache=True,
                 use_listings_cache=False,
@@ -146,7 +147,7 @@ class Bucket:
         return self._files
 
     def _with_retries(self, request: Callable[[], T]) -> T:
-        """Try again, later and later, on a 5xx status or a timeout, and on nothing else."""
+        """Repeat a request, with growing pauses, on a 5xx status or a timeout and nothing else."""
         import aiohttp
         import botocore.exceptions
 
@@ -156,12 +157,12 @@ class Bucket:
             except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError,
                     aiohttp.ClientError) as error:  # fmt: skip
                 # asyncio's and aiohttp's timeouts are OSErrors too.
-                if not _is_passing(error):
+                if not _is_temporary(error):
                     raise S3Error(_reason(error)) from None
                 reason = _reason(error)
             if attempt + 1 < self.attempts:
-                longest = min(_MAX_BACKOFF_S, _BACKOFF_S * 2**attempt)
-                time.sleep(longest * random.uniform(0.5, 1.0))
+                max_pause_s = min(_MAX_BACKOFF_S, _BACKOFF_S * 2**attempt)
+                time.sleep(max_pause_s * random.uniform(0.5, 1.0))
         raise S3Error(f"{reason} ({self.attempts} attempts)")
 
 
@@ -181,8 +182,8 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-def _is_passing(error: BaseException) -> bool:
-    import botocore.exceptions as of_boto
+def _is_temporary(error: BaseException) -> bool:
+    import botocore.exceptions as boto_errors
 
     status = _status(error)
     if status is not None:
@@ -190,8 +191,8 @@ def _is_passing(error: BaseException) -> bool:
     timeouts = (
         TimeoutError,
         asyncio.TimeoutError,
-        of_boto.ReadTimeoutError,
-        of_boto.ConnectTimeoutError,
+        boto_errors.ReadTimeoutError,
+        boto_errors.ConnectTimeoutError,
     )
     return any(isinstance(cause, timeouts) for cause in _causes(error))
 

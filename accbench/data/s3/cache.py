@@ -1,4 +1,4 @@
-"""A bounded folder of fetched objects, which several processes may use at once."""
+"""A cache folder of limited size for fetched objects, which several processes may share."""
 
 import contextlib
 import errno
@@ -12,35 +12,36 @@ from pathlib import Path
 
 from accbench.system import cache_folders
 
-# A part file of this age belongs to a process that was killed.
+# A part file older than this belongs to a process that was killed.
 _STALE_S = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def default_folder() -> Path:
-    """accbench/s3 in the user's cache folder."""
+    """Return accbench/s3 in the user's cache folder."""
     return cache_folders.folder("s3")
 
 
 class BoundedCache:
-    """Contents by name, the least recently used leaving first.
+    """Contents by name; the least recently used are deleted first.
 
-    A content's file is named by a hash, so no name leads outside the folder, and
-    gets that name when it is whole. A full or read-only disk is no error: what
-    cannot be kept is not.
+    A content's file is named by a hash, so that no name leads outside the folder, and gets that
+    name when it is complete. A full or read-only disk is not an error: contents are then not
+    stored.
 
     Args:
-        max_bytes: the most that lies in the folder; each process may go beyond it
-            by a 64th between two looks at what the others wrote.
+        folder: the cache's folder.
+        max_bytes: the folder's maximum size; each process may exceed it by a 64th between two scans
+            of the folder.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder.absolute(), max_bytes
-        self._written_since_look = max_bytes  # so that the first write looks
+        self._written_since_scan = max_bytes  # so that the first write scans the folder
         self._warned = False
 
     def get(self, name: str, size: int) -> bytes | None:
-        """The content, or None: not there, or not of this size."""
+        """Return the content; None if it is missing or has another size."""
         path = self._path(name)
         try:
             content = path.read_bytes()
@@ -49,15 +50,15 @@ class BoundedCache:
         if len(content) != size:
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now
+            os.utime(path)  # marks it as used now
         return content
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep the content, if there is room for it."""
+        """Store the content, if there is room for it."""
         if len(content) > self.max_bytes:
             return
-        self._written_since_look += len(content)
-        if self._written_since_look > self.max_bytes // 64:
+        self._written_since_scan += len(content)
+        if self._written_since_scan > self.max_bytes // 64:
             self._make_room(len(content))
         path = self._path(name)
         part = None
@@ -73,7 +74,8 @@ class BoundedCache:
             if part is not None:
                 part.unlink(missing_ok=True)
             if error.errno in _FULL:
-                self._written_since_look = self.max_bytes  # others may fill the disk: look again
+                # Others may have filled the disk: scan again.
+                self._written_since_scan = self.max_bytes
             self._warn(error)
 
     def _path(self, name: str) -> Path:
@@ -84,12 +86,12 @@ class BoundedCache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"cannot keep objects in {self.folder}: {error.strerror}; going on without",
+                f"cannot store objects in {self.folder}: {error.strerror}; going on without",
                 stacklevel=4,
             )
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the least recently used until nine tenths, and what comes, are free."""
+        """Delete the least recently used contents until nine tenths suffice for what is stored."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "lock").open("w") as lock:
@@ -97,21 +99,21 @@ class BoundedCache:
                 self._evict(num_bytes)
         except OSError as error:
             self._warn(error)
-        self._written_since_look = 0
+        self._written_since_scan = 0
 
     def _evict(self, num_bytes: int) -> None:
-        found = []
+        files = []
         for path in (self.folder / "objects").glob("*/*"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 if path.suffix != ".part":
-                    found.append((status.st_mtime_ns, status.st_size, path))
+                    files.append((status.st_mtime_ns, status.st_size, path))
                 elif time.time() - status.st_mtime > _STALE_S:
                     path.unlink(missing_ok=True)
-        total = sum(size for _, size, _ in found)
+        total = sum(size for _, size, _ in files)
         if total + num_bytes <= self.max_bytes:
             return
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(files):
             path.unlink(missing_ok=True)
             total -= size
             if total + num_bytes <= self.max_bytes * 9 // 10:

@@ -1,4 +1,4 @@
-"""Images in an S3 bucket, through a cache on this machine, as a data set of PyTorch's."""
+"""Images in an S3 bucket, through a local cache, as a PyTorch data set."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +17,15 @@ from accbench.data.s3.bucket import Bucket
 from accbench.data.s3.cache import BoundedCache, default_folder
 from accbench.errors import RequestError, UnreadableSampleError
 
-# Requests under way at once in each process: a request waits, it does not compute.
+# Concurrent requests of each process: a request waits rather than computes.
 _NUM_CONNECTIONS = 16
 
 
 def bucket_and_prefix(url: str | None) -> tuple[str, str]:
-    """The parts of s3://bucket/prefix; the prefix ends in / unless it is empty.
+    """Split s3://bucket/prefix; the prefix ends in / unless it is empty.
 
     Raises:
-        RequestError: it is no such URL.
+        RequestError: the URL is not of that form.
     """
     parts = urlsplit(url or "")
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
@@ -35,31 +35,31 @@ def bucket_and_prefix(url: str | None) -> tuple[str, str]:
 
 
 class S3ImageFolder(Dataset[tuple[Any, int]]):
-    """Images of a bucket; the class of one is the first folder below the prefix.
+    """Images of a bucket; an image's class is the first folder below the prefix.
 
-    What has no folder there is left out, as torchvision's `ImageFolder` does.
+    Images directly below the prefix are left out, as torchvision's `ImageFolder` does.
 
-    Items are (image, label), fetched once and kept in a bounded cache that
-    processes of a machine share. Reading one raises `UnreadableSampleError`, named
-    with bucket and key.
+    Items are (image, label), fetched once and stored in a bounded cache that the processes of a
+    machine share. Reading an unreadable item raises `UnreadableSampleError`, whose message names
+    bucket and key.
 
     Args:
-        bucket: its name.
-        prefix: keys begin with it.
-        transform: called with each image as a PIL image in RGB. Without one a
-            sample is a (3, H, W) uint8 tensor.
-        endpoint_url: the server; Amazon's, or AWS_ENDPOINT_URL's, if None.
-        anonymous: ask without signing.
-        cache_dir: None for accbench/s3 in the user's cache folder.
-        cache_bytes: the most that the cache holds; 0 keeps nothing.
-        listing_max_age_s: for so long the list of keys is not asked for anew.
+        bucket: the bucket's name.
+        prefix: the prefix of all keys.
+        transform: called with each image as a PIL image in RGB. Without one a sample is a (3, H, W)
+            uint8 tensor.
+        endpoint_url: the server; None for AWS_ENDPOINT_URL's or else Amazon's.
+        anonymous: send requests without signing them.
+        cache_dir: the cache's folder; None for accbench/s3 in the user's cache folder.
+        cache_bytes: the cache's maximum size; 0 stores nothing.
+        listing_max_age_s: seconds for which a stored list of keys is used.
         timeout_s: seconds without a byte after which a request counts as failed.
-        attempts: times that a request is tried which times out or is answered 5xx.
-        allow_empty: a class folder without an image is a class, not an error.
+        attempts: attempts for a request that times out or gets a 5xx status.
+        allow_empty: whether a class folder without an image is a class instead of an error.
 
     Raises:
-        RequestError: s3fs is not installed, the bucket cannot be listed, or there
-            is no image in a folder below the prefix, or none in one of the folders.
+        RequestError: s3fs is not installed, the bucket cannot be listed, there is no image in a
+            folder below the prefix, or one of the folders has no image.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
             )
 
     def class_folders(self, name: str = "") -> list[str]:
-        """The folders right below the prefix, or below its folder `name`, sorted."""
+        """Return the folders directly below the prefix, or below its folder `name`, sorted."""
         return self._listing.class_folders(f"{self.prefix}{name}/" if name else self.prefix)
 
     def below(self, name: str = "") -> "S3ImageFolder":
-        """The same with a prefix that goes on with `name`/, and no class without an image.
+        """Return the data set with the prefix extended by `name`/, every class with an image.
 
         Raises:
-            RequestError: there is such a class, or no image.
+            RequestError: a class has no image, or there is no image at all.
         """
         part = object.__new__(S3ImageFolder)
         part.__dict__.update(self.__dict__)
@@ -121,28 +121,28 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         return len(self._chosen)
 
     def key(self, index: int) -> str:
-        """The key of an image."""
+        """Return the key of an image."""
         return self._listing.key(int(self._chosen[index]))
 
     def encoded(self, index: int) -> bytes:
-        """An image's bytes, from the cache or else from the bucket.
+        """Return an image's bytes, from the cache or else from the bucket.
 
         Raises:
-            UnreadableSampleError: named with bucket and key.
+            UnreadableSampleError: it cannot be read; the message names bucket and key.
         """
         number = int(self._chosen[index])
         key, size = self._listing.key(number), int(self._listing.sizes[number])
         name = f"{self._bucket.identity}/{key}#{self._listing.tags[number]:x}"
-        found = self._cache.get(name, size)
-        if found is None:
-            found = self._bucket.read(key, size)
-            self._cache.put(name, found)
-        return found
+        content = self._cache.get(name, size)
+        if content is None:
+            content = self._bucket.read(key, size)
+            self._cache.put(name, content)
+        return content
 
     def fetch(self, indices: list[int]) -> None:
-        """Bring those that the cache lacks into it, several at a time.
+        """Fetch the images that the cache lacks, several at a time.
 
-        What fails is told when the sample is read.
+        A failure is raised later, when the sample is read.
         """
         if self._cache.max_bytes:
             with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
@@ -152,10 +152,10 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         try:
             self.encoded(index)
         except UnreadableSampleError:
-            return  # whoever reads the sample is told
+            return  # raised again when the sample is read
 
     def where(self, index: int) -> str:
-        """The image's URL."""
+        """Return the image's URL."""
         return f"s3://{self._bucket.name}/{self.key(index)}"
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
@@ -169,11 +169,11 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         return self.transform(Image.fromarray(pixels_HWC)), label
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, int]]:
-        self.fetch(indices)  # torch's loader asks for a batch at once
+        self.fetch(indices)  # torch's loader requests a whole batch
         return [self[index] for index in indices]
 
     def get_img_info(self, index: int) -> dict[str, int]:
-        """The image's height and width, from its header."""
+        """Return the image's height and width, from its header."""
         encoded = self.encoded(index)
         try:
             height, width = decode.size_of(encoded)
@@ -182,12 +182,12 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         return {"height": height, "width": width}
 
     def label(self, index: int) -> int:
-        """An image's class number."""
+        """Return an image's class number."""
         return int(self._labels[index])
 
 
-class Samples(data.ReadableSamples):
-    """An `S3ImageFolder` as accbench's loader wants it."""
+class S3Samples(data.ReadableSamples):
+    """An `S3ImageFolder` with the interface that accbench's loader needs."""
 
     def __init__(self, dataset: S3ImageFolder, viewer: decode.Viewer) -> None:
         self.dataset, self.viewer = dataset, viewer

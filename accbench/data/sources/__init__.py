@@ -1,1 +1,1 @@
-"""Data sources, a module each: `class Source`, see `accbench.data`."""
+"""Data sources, one module each, with a `class Source`; see `accbench.data`."""

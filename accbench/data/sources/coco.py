@@ -1,4 +1,4 @@
-"""`--data coco:DIR`: images and boxes as COCO keeps them, in batches of upright or of other images.
+"""`--data coco:DIR`: COCO's images and boxes, in batches of upright or of other images.
 
 DIR/annotations/instances_train2017.json and DIR/train2017/, and the same of val2017. The format:
 https://cocodataset.org/#format-data, "object detection".
@@ -24,7 +24,7 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError, UnreadableSampleError
 
 _UPRIGHT = 1
-# What torchvision's detectors fill images up to.
+# torchvision's detectors pad images to a multiple of this.
 _MULTIPLE = 32
 _BACKGROUND = 0
 
@@ -32,10 +32,10 @@ _BACKGROUND = 0
 class Source(data.Source):
     """Images whose shorter side is `--image_size`, in two shapes, and padded boxes.
 
-    A batch is (images (N, 3, H, W) uint8, {"boxes": (N, M, 4) float32, "labels": (N, M) int64}),
-    as `accbench.models.tasks.detection` has it. M is the same in all, so that a compiler meets two
-    shapes, that of upright images and that of others. Classes are numbered from 1 in the order of
-    COCO's category ids; 0 is the background.
+    A batch is (images (N, 3, H, W) uint8, {"boxes": (N, M, 4) float32, "labels": (N, M) int64}), as
+    in `accbench.models.tasks.detection`. M is the same in all, so that a compiler sees two shapes,
+    that of upright images and that of others. Classes are numbered from 1 in the order of COCO's
+    category ids; 0 is the background.
     """
 
     gives: ClassVar = "images with boxes"
@@ -109,7 +109,7 @@ class Source(data.Source):
     def _loader(self, images: "CocoImages", train: bool) -> data.Loader:
         return data.Loader(
             images, self.task, self.topology, train, chance=self.chance,
-            collate=partial(_Collate, images.most_objects), group_ids=images.group_ids,
+            collate=partial(_BoxCollate, images.most_objects), group_ids=images.group_ids,
         )  # fmt: skip
 
 
@@ -118,17 +118,18 @@ def _annotations(folder: Path, split: str) -> Path:
 
 
 class CocoImages(data.ReadableSamples):
-    """Images with at least one box. Crowds count for nothing, as in torchvision's references.
+    """Images with at least one box; crowds are skipped, as in torchvision's references.
 
     Args:
-        folder: of the images.
+        folder: folder of the images.
         annotations: COCO's JSON file.
-        image_size: pixels of the shorter side of a batch.
-        chance: what mirrors images, if anything does.
-        exif: as the source's option.
+        image_size: shorter side of a batch in pixels.
+        square: whether images are stretched to a square.
+        chance: mirrors images; None for no mirroring.
+        exif: the source's option `exif`.
 
     Raises:
-        RequestError: there is no such file, or it is none of COCO's.
+        RequestError: there is no such file, or it is not of COCO's form.
     """
 
     def __init__(
@@ -137,51 +138,53 @@ class CocoImages(data.ReadableSamples):
     ) -> None:  # fmt: skip
         self.folder, self.square, self.chance, self.exif = folder, square, chance, exif
         try:
-            found = Annotations(json.loads(files.read(annotations)))
+            parsed = Annotations(json.loads(files.read(annotations)))
         except OSError as error:
             raise RequestError(
                 f"--data: cannot read {annotations}: {error.strerror or error}"
             ) from None
         except (ValueError, RecursionError) as error:
             why = " ".join(str(error).split())
-            raise RequestError(f"--data: {annotations} is no file of COCO's: {why}") from None
-        if not found.names:
+            raise RequestError(
+                f"--data: {annotations} is not a file of COCO's form: {why}"
+            ) from None
+        if not parsed.names:
             raise RequestError(f"--data: {annotations} has no image with a box")
-        self.classes = found.classes
-        self.names, self._sizes = found.names, found.sizes
-        # Plain arrays, for millions of objects travel to each loading process.
-        self._ends = np.cumsum([len(boxes) for boxes in found.boxes])
-        self._boxes = np.concatenate([np.array(boxes, np.float32) for boxes in found.boxes])
-        self._labels = np.concatenate([np.array(labels, np.int64) for labels in found.labels])
+        self.classes = parsed.classes
+        self.names, self._sizes = parsed.names, parsed.sizes
+        # Plain arrays, as millions of objects are sent to each loading process.
+        self._ends = np.cumsum([len(boxes) for boxes in parsed.boxes])
+        self._boxes = np.concatenate([np.array(boxes, np.float32) for boxes in parsed.boxes])
+        self._labels = np.concatenate([np.array(labels, np.int64) for labels in parsed.labels])
         self.most_objects = int(np.diff(self._ends, prepend=0).max())
         longer = -(-image_size * 4 // 3 // _MULTIPLE) * _MULTIPLE
         self._shapes = [(image_size, image_size)] * 2 if square else [
             (image_size, longer), (longer, image_size)
         ]  # fmt: skip
         self.group_ids = [0] * len(self) if square else groups_of_aspect_ratio(self, True)
-        self._of_group = [
-            [index for index, group in enumerate(self.group_ids) if group == wanted]
-            for wanted in (1 - _UPRIGHT, _UPRIGHT)
+        self._groups = [
+            [index for index, group in enumerate(self.group_ids) if group == group_id]
+            for group_id in (1 - _UPRIGHT, _UPRIGHT)
         ]
-        self._place = {
-            index: place for of_one in self._of_group for place, index in enumerate(of_one)
+        self._position_in_group = {
+            index: position for group in self._groups for position, index in enumerate(group)
         }
 
     def __len__(self) -> int:
         return len(self.names)
 
     def get_img_info(self, index: int) -> dict[str, int]:
-        """Height and width in pixels, as maskrcnn-benchmark's samplers ask for them."""
+        """Return an image's height and width in pixels, for maskrcnn-benchmark's samplers."""
         height, width = self._sizes[index]
         return {"height": height, "width": width}
 
-    def instead(self, index: int, offset: int) -> int:
-        """One of the same group, for a batch has one shape."""
-        of_one = self._of_group[self.group_ids[index]]
-        return of_one[(self._place[index] + offset) % len(of_one)]
+    def replacement(self, index: int, offset: int) -> int:
+        """Return a sample of the same group, as a batch has one shape."""
+        group = self._groups[self.group_ids[index]]
+        return group[(self._position_in_group[index] + offset) % len(group)]
 
     def read(self, index: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """(image (H, W, 3) uint8, (boxes (m, 4) float32 in pixels of it, labels (m,) int64))."""
+        """Read (image (H, W, 3) uint8, (boxes (m, 4) float32 in its pixels, labels (m,) int64))."""
         path, shape = self.folder / self.names[index], self._shapes[self.group_ids[index]]
         mirrored = self.chance is not None and self.chance() < 0.5
         try:
@@ -205,19 +208,19 @@ class CocoImages(data.ReadableSamples):
         return image_HWC, (boxes_M4, labels_M)
 
     def _orientation(self, encoded: bytes, size: tuple[int, int]) -> int:
-        """Return how an image is turned for its annotations, which are for one of this size.
+        """Return how to turn an image for its annotations, which are for an image of `size`.
 
         Raises:
-            ImageError: they are for another, however it is turned.
+            ImageError: the annotations are for another size, however the image is turned.
         """
         stored = decode.size_of(encoded)
         if self.exif == "ignore" or (self.exif == "auto" and stored == size):
-            told = orientation.UPRIGHT
+            turn = orientation.UPRIGHT
         else:
-            told = orientation.of(encoded)
-        if orientation.turned_size(*stored, told) == size:
-            return told
-        turned = f" (turned by EXIF's orientation {told})" if told != orientation.UPRIGHT else ""
+            turn = orientation.of(encoded)
+        if orientation.turned_size(*stored, turn) == size:
+            return turn
+        turned = f" (turned by EXIF's orientation {turn})" if turn != orientation.UPRIGHT else ""
         raise decode.ImageError(
             f"it has {stored[1]} x {stored[0]} pixels{turned}, and its annotations are for "
             f"{size[1]} x {size[0]}"
@@ -225,11 +228,12 @@ class CocoImages(data.ReadableSamples):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Collate:
-    """Samples to ((images, {"boxes", "labels"}), problems), see `Source`; boxes are padded to
-    `most_objects`.
+class _BoxCollate:
+    """Builds ((images, {"boxes", "labels"}), problems) from samples; see `Source`.
 
-    With `pad_to`, a short batch is filled up with black images without an object.
+    Boxes are padded to `most_objects`.
+
+    With `pad_to`, a short batch is padded with black images without an object.
     """
 
     most_objects: int

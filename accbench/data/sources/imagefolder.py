@@ -1,4 +1,4 @@
-"""`--data imagefolder:DIR`: DIR/train and DIR/val with one folder a class, as ImageNet is kept."""
+"""`--data imagefolder:DIR`: DIR/train and DIR/val with one folder per class, as for ImageNet."""
 
 import dataclasses
 import os
@@ -14,8 +14,8 @@ from accbench.data import decode, files, mixing
 from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError, UnreadableSampleError
 
-# torchvision is imported where it is used: that takes seconds, and a launcher
-# only checks that the folder is there.
+# torchvision is imported where it is used: the import takes seconds, and a launcher only checks
+# that the folder exists.
 
 
 class Source(data.Source):
@@ -75,10 +75,10 @@ class Source(data.Source):
 
 
 class ReadableImages(data.ReadableSamples):
-    """torchvision's `ImageFolder` as (H, W, 3) uint8, past files that cannot be read.
+    """torchvision's `ImageFolder` as (H, W, 3) uint8, with unreadable files replaced.
 
     Raises:
-        RequestError: no folder, no class in it, or a class without an image.
+        RequestError: there is no folder, no class in it, or a class has no image.
     """
 
     def __init__(self, folder: Path, viewer: decode.Viewer) -> None:

@@ -1,4 +1,4 @@
-"""`--data mock`: the mock ImageNet that `prepare.sh` makes, or `mock:DIR` for one elsewhere."""
+"""`--data mock`: the mock ImageNet that `prepare.sh` makes; `mock:DIR` for another folder."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from accbench.errors import RequestError
 
 
 class Source(imagefolder.Source):
-    """Real JPEG files with made-up pictures."""
+    """The mock ImageNet: real JPEG files with drawn pictures."""
 
     @classmethod
     def check(cls, location: str | None) -> None:

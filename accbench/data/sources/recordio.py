@@ -1,6 +1,6 @@
-"""`--data recordio:DIR_OR_REC`: images in MXNet's RecordIO files, one file for all of them.
+"""`--data recordio:DIR_OR_REC`: images in MXNet's RecordIO files, one file for all images.
 
-A folder holds train.rec and perhaps val.rec, each best with its .idx file.
+A folder holds train.rec and perhaps val.rec, preferably each with its .idx file.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from accbench.errors import RequestError
 
 
 class Source(data.Source):
-    """RecordIO files."""
+    """Images in RecordIO files."""
 
     @dataclasses.dataclass(frozen=True)
     class Options:

@@ -1,6 +1,6 @@
-"""`--data s3://BUCKET/PREFIX`: images in an S3 bucket, one key prefix a class.
+"""`--data s3://BUCKET/PREFIX`: images in an S3 bucket, with one key prefix per class.
 
-Below the prefix lie train/ and perhaps val/, or else the classes themselves.
+Below the prefix are train/ and perhaps val/, or else the classes themselves.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import decode, mixing
 from accbench.data.s3.bucket import Bucket
-from accbench.data.s3.dataset import S3ImageFolder, Samples, bucket_and_prefix
+from accbench.data.s3.dataset import S3ImageFolder, S3Samples, bucket_and_prefix
 from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
 
 class Source(data.Source):
-    """A bucket, through a cache on this machine."""
+    """Images in a bucket, through a cache on this machine."""
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -80,7 +80,7 @@ class Source(data.Source):
 
     def train_loader(self) -> data.Loader:
         chance = decode.Chance(self.task.seed)
-        samples = Samples(self.train_set, decode.RandomView(self.task.image_size, chance))
+        samples = S3Samples(self.train_set, decode.RandomView(self.task.image_size, chance))
         return data.Loader(
             samples, self.task, self.topology, train=True, chance=chance,
             mixing=mixing.of_task(self.task, self.num_classes),
@@ -89,5 +89,5 @@ class Source(data.Source):
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:
             return None
-        samples = Samples(self.eval_set, decode.CentreView(self.task.image_size))
+        samples = S3Samples(self.eval_set, decode.CentreView(self.task.image_size))
         return data.Loader(samples, self.task, self.topology, train=False)

@@ -1,4 +1,4 @@
-"""`--data synthetic`: fixed random batches that live on the device, to measure without input."""
+"""`--data synthetic`: fixed random batches on the device, to measure without input."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from accbench.distributed.process_group import Topology
 
 
 class Source(data.Source):
-    """Random batches as the model takes them."""
+    """Random batches of the kind that the model takes."""
 
     gives = None
 
@@ -57,7 +57,7 @@ class Source(data.Source):
 
 
 class FixedBatches:
-    """A loader that engines copy to the device once."""
+    """A loader whose batches engines copy to the device once."""
 
     resident = True
     num_bad_samples = 0
@@ -67,7 +67,7 @@ class FixedBatches:
         self.check: Callable[[data.Batch], None] = lambda batch: None
         self.epoch = 0
         self.num_done = 0
-        """Steps of this epoch that another process has done."""
+        """Steps of this epoch that an earlier process has done."""
 
     def __len__(self) -> int:
         return self.num_steps - self.num_done
@@ -78,20 +78,20 @@ class FixedBatches:
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing but where it begins differs between epochs."""
+        """Set the epoch; epochs differ only in where they begin."""
         if epoch != self.epoch:
             self.epoch, self.num_done = epoch, 0
 
     def preview(self, num_images: int) -> torch.Tensor | None:
-        """As `data.Loader` has it."""
+        """Return the first images, as `data.Loader.preview` does."""
         return data.images_of(self.batches[0], num_images)
 
     def state_dict(self, num_batches: int) -> dict[str, Any]:
-        """As `data.Loader` has it."""
+        """Return the position in the epoch, as `data.Loader.state_dict` does."""
         return {"epoch": self.epoch, "num_done": self.num_done + num_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `data.Loader` has it.
+        """Resume from a state, as `data.Loader.load_state_dict` does.
 
         Raises:
             ValueError: the state is not of synthetic data.

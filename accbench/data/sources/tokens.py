@@ -1,6 +1,7 @@
-"""`--data tokens:FILE_OR_DIR`: text as blocks of tokens, from arrays of them or from UTF-8 files.
+"""`--data tokens:FILE_OR_DIR`: text as blocks of tokens, from token arrays or UTF-8 files.
 
-Text becomes its bytes, which needs no download: 256 tokens, and one for a document's end.
+The tokens of text are its bytes, which needs no download: 256 tokens, and one for the end of a
+document.
 """
 
 import dataclasses
@@ -18,17 +19,17 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
 SUFFIXES = (".txt", ".md", ".rst")
-"""Of the files of a folder that are read as text."""
+"""Suffixes of the files in a folder that are read as text."""
 END_OF_DOCUMENT = 256
-"""Comes after each file; the bytes are the tokens below it."""
-# More is rather a damaged file than a vocabulary.
+"""Token after each file; the bytes are the tokens below it."""
+# A larger vocabulary means a damaged file.
 _MAX_TOKENS = 1 << 24
-# Tokens looked at in one go.
+# Tokens read at once.
 _CHUNK = 1 << 22
 
 
 class Source(data.Source):
-    """Blocks of `--seq_len` tokens, one behind the other; the tail is held out to evaluate."""
+    """Consecutive blocks of `--seq_len` tokens; the last ones are held out for evaluation."""
 
     gives: ClassVar = "tokens"
 
@@ -76,26 +77,33 @@ class Source(data.Source):
                 f"{task.seq_len} and the token behind it"
             )
         num_held_out = min(round(options.eval_fraction * num_blocks), num_blocks - 1)
-        of_training = num_blocks - num_held_out
-        self.train_set = Blocks(path, tokens, task.seq_len, range(of_training))
-        self.eval_set = Blocks(path, tokens, task.seq_len, range(of_training, num_blocks))
+        num_train = num_blocks - num_held_out
+        self.train_set = Blocks(path, tokens, task.seq_len, range(num_train))
+        self.eval_set = Blocks(path, tokens, task.seq_len, range(num_train, num_blocks))
 
     def train_loader(self) -> data.Loader:
-        return data.Loader(self.train_set, self.task, self.topology, train=True, collate=Collate)
+        return data.Loader(
+            self.train_set, self.task, self.topology, train=True, collate=TokenCollate
+        )
 
     def eval_loader(self) -> data.Loader | None:
         if not len(self.eval_set):
             return None
-        return data.Loader(self.eval_set, self.task, self.topology, train=False, collate=Collate)
+        return data.Loader(
+            self.eval_set, self.task, self.topology, train=False, collate=TokenCollate
+        )
 
 
 class Blocks(Dataset[torch.Tensor]):
-    """Blocks of T + 1 tokens, int64; each begins with the last one of the block before.
+    """Blocks of T + 1 tokens, int64; each begins with the last token of the block before.
 
-    So that every token but the very first is told once, as nanoGPT's training does it.
+    Every token except the very first is thus predicted once, as in nanoGPT's training.
 
     Args:
-        numbers: of the blocks, counted from the beginning of `tokens`.
+        path: the file or folder of the tokens.
+        tokens: the tokens.
+        seq_len: T.
+        numbers: numbers of the blocks, counted from the beginning of `tokens`.
     """
 
     def __init__(self, path: Path, tokens: np.ndarray, seq_len: int, numbers: range) -> None:
@@ -112,15 +120,15 @@ class Blocks(Dataset[torch.Tensor]):
         return torch.from_numpy(self._tokens[begin : begin + self.seq_len + 1].astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the tokens: a mapped file would travel to a loading process as a copy."""
+        """Leave out the tokens: a mapped file would be sent to a loading process as a copy."""
         return {**self.__dict__, "_tokens": None}
 
 
 @dataclasses.dataclass(frozen=True)
-class Collate:
-    """Blocks (T + 1,) to ({"input_ids": (N, T), "labels": (N, T)} int64, no problems).
+class TokenCollate:
+    """Builds ({"input_ids": (N, T), "labels": (N, T)} int64, no problems) from (T + 1,) blocks.
 
-    With `pad_to`, a short batch is filled up with rows of labels that do not count.
+    With `pad_to`, a short batch is padded with rows whose labels do not count.
     """
 
     pad_to: int = 0
@@ -135,25 +143,25 @@ class Collate:
 
 
 def is_text(path: Path) -> bool:
-    """Whether it is read as text, and not as an array of tokens."""
+    """Return whether a path is read as text, and not as an array of tokens."""
     return path.suffix not in (".npy", ".bin")
 
 
 def open_tokens(path: Path) -> np.ndarray:
-    """The tokens of a file or folder, (n,) integers; arrays are mapped, not read.
+    """Open the tokens of a file or folder, (n,) integers; arrays are mapped, not read.
 
     Raises:
-        RequestError: there is nothing, or something else.
+        RequestError: there are no tokens, or the files hold something else.
     """
     if not path.exists():
         raise RequestError(f"--data: there is no file or folder {path}")
     try:
-        found = _text(path) if is_text(path) else _array(path)
+        tokens = _text(path) if is_text(path) else _array(path)
     except OSError as error:
         raise RequestError(f"--data: cannot read {path}: {error.strerror or error}") from None
-    if not len(found):
+    if not len(tokens):
         raise RequestError(f"--data: {path} is empty")
-    return found
+    return tokens
 
 
 def _array(path: Path) -> np.ndarray:
@@ -168,20 +176,20 @@ def _array(path: Path) -> np.ndarray:
             )
         return np.memmap(path, np.dtype("<u2"), mode="r")
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         why = " ".join(str(error).split())
         raise RequestError(f"--data: {path} is no .npy file of numbers: {why}") from None
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim != 1:
-        what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "zip"
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != 1:
+        what = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "zip"
         raise RequestError(
             f"--data: {path} holds {what}; tokens are integers in an array of one dimension"
         )
-    return found
+    return array
 
 
 def _text(path: Path) -> np.ndarray:
-    """Bytes of the files, in the order of their names, each with `END_OF_DOCUMENT`; uint16."""
+    """Read files as bytes, uint16, in the order of their names, each with `END_OF_DOCUMENT`."""
     files = [path]
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
@@ -203,10 +211,10 @@ def _text(path: Path) -> np.ndarray:
 
 
 def count_tokens(path: Path, tokens: np.ndarray) -> int:
-    """The size of the vocabulary: of text, what bytes have; of arrays, by the highest token.
+    """Return the size of the vocabulary: that of bytes for text, or the highest token plus one.
 
     Raises:
-        RequestError: a token is negative, or so high that it is hardly one.
+        RequestError: a token is negative, or too high to be one.
     """
     if is_text(path):
         return END_OF_DOCUMENT + 1
