@@ -33,7 +33,7 @@ def test_every_claim_has_a_command_and_a_result():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_named_scripts_and_linked_files_are_there(path: Path):
     text = path.read_text()
-    for script in re.findall(r"benchmarks/[\w/]+\.(?:py|sh|jsonl)", text):
+    for script in re.findall(r"(?<![\w/])benchmarks/[\w/]+\.(?:py|sh|jsonl)", text):
         assert (ROOT / script).exists(), script
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (path.parent / target).exists(), target
