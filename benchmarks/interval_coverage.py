@@ -12,7 +12,9 @@ logarithm of a run's speed, with a standard deviation of 3 %:
 
 Order: `fixed` measures the baseline first in every round, `turns` is what compare does.
 The interval "bootstrap" is the percentile bootstrap of the median of the ratios, and "t"
-is Student's t of their logarithms. "Found" are rows 10 % faster that are called so.
+is Student's t of their logarithms. "Found" are rows 10 % faster that are called so. "looks" is what
+compare does: it looks after each round from the third on, and ends where a row is decided; the
+column of rounds has the mean number for equal rows and for those 10 % faster.
 """
 
 import argparse
@@ -26,13 +28,14 @@ from scipy import special
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accbench.report import verdict  # noqa: E402
+from accbench.report import sequential, verdict  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
 
 TRIALS, TINY_TRIALS = 20_000, 50
 RUN_SD = 0.03
 MIN_EFFECT = 0.02
 TRUTH = 1.10
+MOST_ROUNDS = 8
 NOISES = ("normal", "heavy", "disturbed", "drift")
 
 
@@ -94,6 +97,36 @@ def share_of(words: tuple[str, ...], found: tuple[np.ndarray, ...]) -> float:
     return sum(told[word] for word in words) / len(found[0])
 
 
+def of_looks(logs: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], float]:
+    """Return (middle, low, high) where each trial ends, and the mean number of rounds."""
+    most = logs.shape[1]
+    rows, rounds = [], []
+    for ratios in np.exp(logs).tolist():
+        num = sequential.rounds_until_decided(ratios, most, MIN_EFFECT) or most
+        speedup, interval = sequential.mean_with_interval(ratios[:num], most)
+        rows.append(np.log([speedup, *interval]))
+        rounds.append(num)
+    middle, low, high = np.array(rows).T
+    return (middle, low, high), float(np.mean(rounds))
+
+
+def print_looks(noise: str, trials: int) -> None:
+    """Print the line of a noise for comparisons that end when they are decided."""
+    random = np.random.default_rng(1)
+    logs = ratios(trial_logs(noise, trials, MOST_ROUNDS, random), True, random)
+    equal, equal_rounds = of_looks(logs)
+    faster, faster_rounds = of_looks(logs + np.log(TRUTH))
+    covers = np.mean((equal[1] <= 0) & (equal[2] >= 0))
+    called = share_of((verdict.FASTER, verdict.SLOWER), equal)
+    found = share_of((verdict.FASTER,), faster)
+    width = 100 * np.median(np.exp(equal[2]) - np.exp(equal[1]))
+    print(
+        f"| {noise} | turns | {equal_rounds:.1f}, {faster_rounds:.1f} | looks | {covers:.1%} | "
+        f"{called:.1%} | {width:.0f} | {found:.0%} |",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Print a line for every noise, order and number of rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -119,6 +152,8 @@ def main() -> None:
                 f"{covers:.1%} | {called:.1%} | {width:.0f} | {found:.0%} |",
                 flush=True,
             )
+    for noise in NOISES:
+        print_looks(noise, trials)
 
 
 if __name__ == "__main__":

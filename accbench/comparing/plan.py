@@ -14,6 +14,7 @@ from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.errors import RequestError
 from accbench.report.comparison import ComparisonPlan, RowPlan
+from accbench.report.sequential import FIRST_LOOK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,11 @@ class CompareFlags(TaskConfig):
     baseline: str | None = flag(
         None, "The row that the others are compared with. Unset: the first."
     )
-    repeats: int = flag(8, "Rounds; each runs every engine once in a fresh process. At least 2.")
+    repeats: int = flag(
+        8,
+        "Rounds at most, 2 or more; each runs every engine once in a fresh process. With 4 or "
+        "more, a row that is decided after 3 rounds or later is measured no further.",
+    )
     min_effect: float = flag(
         0.02,
         "Smallest difference in speed that matters, as a fraction: 0.02 is 2 %.",
@@ -153,6 +158,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[ComparisonPlan, str | None]:
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps, input_round=flags.input_round and not flags.script,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
+        stops_when_decided=flags.repeats > FIRST_LOOK,
     )  # fmt: skip
     return plan, config.expand_home("--output_dir", flags.output_dir)
 

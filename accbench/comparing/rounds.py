@@ -151,7 +151,7 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
         what, batch = task["script"], ""
     nodes = "" if task["nnodes"] == "1" else f"{task['nnodes']} nodes of "
     lines = [
-        f"comparing {', '.join(row.name for row in plan.rows)} in {plan.repeats} rounds: "
+        f"comparing {', '.join(row.name for row in plan.rows)} in {_rounds(plan)}: "
         f"{what}, {nodes}{task['nproc_per_node']} x {task['device']}, {batch}"
         f"{task['amp_level']}, {task['max_steps']} steps"
     ]
@@ -162,6 +162,10 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
     return "\n".join([*lines, f"in {folder}"])
 
 
+def _rounds(plan: ComparisonPlan) -> str:
+    return f"{'at most ' if plan.stops_when_decided else ''}{plan.repeats} rounds"
+
+
 def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
     """Yield all runs in order: the rounds, then those without input, then the numerics pass.
 
@@ -169,7 +173,10 @@ def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
     """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
     for number, turn in enumerate(round_orders(rows, plan.repeats, plan.order_seed), start=1):
+        needed = comparison.rounds_needed(plan, comparison.read_rows(plan, folder))
         for row, task in turn:
+            if number > needed[row.name]:
+                continue  # decided; the round's order stays that of the rows left
             at = comparison.round_folder(folder, number, row)
             # Each round has a seed of its own, the same for all rows: the spread of losses between
             # seeds is the measure for differences between engines.
@@ -254,6 +261,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     num_jobs = sum(1 for _ in jobs(plan, folder))
     tensors = comparison.numerics_folder(folder, REFERENCE) / REFERENCE_TENSORS
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
+    decided: set[str] = set()
     for row in plan.rows:
         if row.task is None:
             console.print(f"{row.name}: {row.reason}", markup=False)
@@ -268,8 +276,25 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
                     failed.add(job.row.name)
                 elif job.number is not None:
                     _refuse_without_speed(finished)
+                decided |= _report_decided(plan, folder, job.number, decided, progress.console)
             progress.advance(bar)
     shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
+
+
+def _report_decided(
+    plan: ComparisonPlan, folder: Path, number: int | None, before: set[str], console: Console
+) -> set[str]:
+    """Print a line for each row that the runs so far decide, and return these rows' names."""
+    if number is None or number >= plan.repeats or not plan.stops_when_decided:
+        return set()
+    decided = set()
+    for row in comparison.read_rows(plan, folder):
+        rounds = len(row.rounds)
+        if row.name == plan.baseline or row.name in before or not len(row.good) == rounds == number:
+            continue
+        decided.add(row.name)
+        console.print(f"{row.name} is decided after {rounds} rounds", markup=False)
+    return decided
 
 
 def _refuse_without_speed(finished: runs.RecordedRun) -> None:

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from accbench.report import comparison as comparisons
-from accbench.report import cost, numerics, statistics, verdict
-from accbench.report.comparison import Comparison, ComparisonRow
+from accbench.report import cost, numerics, sequential, statistics, verdict
+from accbench.report.comparison import Comparison, ComparisonPlan, ComparisonRow
 from accbench.report.cost import Cost
 from accbench.report.numerics import Numerics
 
@@ -115,9 +115,9 @@ def _row_result(
 ) -> RowResult:
     baseline = comparison.baseline
     speed_ratios = ratios(row, baseline)
-    speedup, interval = _speedup(speed_ratios)
+    speedup, interval = _speedup(speed_ratios, comparison.plan)
     ratios_to_best = ratios(row, best) if best is not None and best is not row else []
-    best_speedup, best_interval = _speedup(ratios_to_best)
+    best_speedup, best_interval = _speedup(ratios_to_best, comparison.plan)
     checked = numerics.judge(comparison, row)
     verdict_word, reasons = _verdict(comparison, row, speed_ratios, checked)
     header = next((run.header for run in row.rounds if run.header), None)
@@ -145,11 +145,21 @@ def _row_result(
     )  # fmt: skip
 
 
-def _speedup(ratios: list[float]) -> tuple[float | None, tuple[float, float] | None]:
+def _speedup(
+    ratios: list[float], plan: ComparisonPlan
+) -> tuple[float | None, tuple[float, float] | None]:
     if not ratios:
         return None, None
-    speedup, interval = statistics.mean_with_interval(ratios)
+    speedup, interval = _mean_with_interval(ratios, plan)
     return speedup, interval if len(ratios) > 1 else None
+
+
+def _mean_with_interval(
+    ratios: list[float], plan: ComparisonPlan
+) -> tuple[float, tuple[float, float]]:
+    if plan.stops_when_decided:
+        return sequential.mean_with_interval(ratios, plan.repeats)
+    return statistics.mean_with_interval(ratios)
 
 
 def _verdict(
@@ -164,7 +174,7 @@ def _verdict(
     if len(speed_ratios) < 2:
         reasons.append("fewer than two rounds in which it and the baseline ended well")
         return verdict.NOT_VALID, reasons
-    speedup, interval = statistics.mean_with_interval(speed_ratios)
+    speedup, interval = _mean_with_interval(speed_ratios, comparison.plan)
     wide = verdict.too_wide(speedup, interval, comparison.plan.min_effect)
     if wide:
         reasons.append(wide)

@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accbench.errors import RequestError
 from accbench.report import run as runs
+from accbench.report import sequential
 from accbench.report.run import RecordedRun
 
 PLAN_FILE = "comparison.json"
 SCHEMA_VERSION = 2
+# What a run may be without having failed.
+_UNDECIDED = ("ok", "not run")
 REFERENCE = "float64-reference"
 # Passes of plain ddp that give the noise: in its default memory layout, and in the other one.
 FLOORS = ("plain-ddp", "plain-ddp-other-layout")
@@ -47,6 +51,9 @@ class ComparisonPlan:
     """Seed of the rows' order within the rounds, see `accbench.comparing.order`.
 
     None: not drawn yet, or a comparison of an older version, whose rounds kept the rows' order."""
+    stops_when_decided: bool = False
+    """Look after each round, and measure a row that is decided no further. False in comparisons of
+    before, whose rows all have `repeats` rounds."""
     schema_version: int = SCHEMA_VERSION
 
     def write(self, folder: Path) -> None:
@@ -154,6 +161,18 @@ def read(folder: Path, allow_mixed: bool = False) -> Comparison:
         RequestError: there is no comparison, or its runs cannot be compared.
     """
     plan = ComparisonPlan.read(folder)
+    rows = read_rows(plan, folder)
+    mixed = check_mixed([run for row in rows for run in row.rounds], allow_mixed)
+    return Comparison(
+        folder.name, plan, rows,
+        reference=runs.read_if_there(numerics_folder(folder, REFERENCE)),
+        floors=tuple(runs.read_if_there(numerics_folder(folder, name)) for name in FLOORS),
+        mixed=mixed,
+    )  # fmt: skip
+
+
+def read_rows(plan: ComparisonPlan, folder: Path) -> tuple[ComparisonRow, ...]:
+    """Read all runs of all rows; of a row that was decided early, the rounds until then."""
     rows = tuple(
         ComparisonRow(
             name=row.name,
@@ -167,13 +186,36 @@ def read(folder: Path, allow_mixed: bool = False) -> Comparison:
         )
         for row in plan.rows
     )
-    mixed = check_mixed([run for row in rows for run in row.rounds], allow_mixed)
-    return Comparison(
-        folder.name, plan, rows,
-        reference=runs.read_if_there(numerics_folder(folder, REFERENCE)),
-        floors=tuple(runs.read_if_there(numerics_folder(folder, name)) for name in FLOORS),
-        mixed=mixed,
-    )  # fmt: skip
+    needed = rounds_needed(plan, rows)
+    return tuple(dataclasses.replace(row, rounds=row.rounds[: needed[row.name]]) for row in rows)
+
+
+def rounds_needed(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> dict[str, int]:
+    """Return how many rounds each row is measured in, as far as its runs tell by now.
+
+    The baseline goes on as long as any other row does.
+    """
+    if not plan.stops_when_decided:
+        return {row.name: plan.repeats for row in rows}
+    baseline = next(row for row in rows if row.name == plan.baseline)
+    needed = {
+        row.name: _rounds_until_decided(plan, row, baseline) for row in rows if row is not baseline
+    }
+    return needed | {baseline.name: max(needed.values(), default=plan.repeats)}
+
+
+def _rounds_until_decided(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> int:
+    failed = next((n for n, run in enumerate(row.rounds, 1) if run.status not in _UNDECIDED), None)
+    if row.reason is not None or failed is not None:  # it is measured no further
+        return failed or 0
+    ratios = [
+        a.samples_per_s / b.samples_per_s
+        if a.status == b.status == "ok" and a.samples_per_s and b.samples_per_s
+        else None
+        for a, b in zip(row.rounds, baseline.rounds, strict=True)
+    ]
+    decided = sequential.rounds_until_decided(ratios, plan.repeats, plan.min_effect)
+    return plan.repeats if decided is None else decided
 
 
 def check_mixed(run_list: list[RecordedRun], allow_mixed: bool) -> tuple[str, ...]:

@@ -81,6 +81,11 @@ _SHARPER = (
 LEFT = ("engine", "verdict", "numerics")
 
 
+def _rounds(result: ComparisonResult) -> str:
+    counts = sorted({row.rounds_ok for row in result.rows if row.rounds_ok})
+    return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(result.repeats)
+
+
 def notes(result: ComparisonResult) -> list[str]:
     """Return what a reader of the table must know, one line each."""
     setting = ", ".join(
@@ -88,10 +93,12 @@ def notes(result: ComparisonResult) -> list[str]:
     )
     lines = [setting] if setting else []
     lines.append(
-        f"{result.counted[0]}/s of all workers after the warm-up, median of {result.repeats} "
+        f"{result.counted[0]}/s of all workers after the warm-up, median of {_rounds(result)} "
         f"rounds; speedup over {result.baseline}, geometric mean of the rounds' ratios; "
         f"differences under {result.min_effect:.0%} do not count"
     )
+    if any(row.rounds_ok < result.repeats and row.speedup is not None for row in result.rows):
+        lines.append("a row that is decided is measured no further; intervals hold for all looks")
     if result.order_seed is not None:
         lines.append(f"the order within each round was drawn: --order_seed {result.order_seed}")
     lines += [f"MIXED {line}" for line in result.mixed]

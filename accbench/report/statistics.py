@@ -24,6 +24,14 @@ def mean_with_interval(
     return math.exp(middle), (math.exp(middle - half), math.exp(middle + half))
 
 
+def direction(speedup: float, interval: tuple[float, float], min_effect: float) -> int:
+    """Return 1 where a speedup is shown to be above 1 by `min_effect`, -1 below it, 0 otherwise."""
+    low, high = interval
+    if low > 1 and speedup >= 1 + min_effect:
+        return 1
+    return -1 if high < 1 and speedup <= 1 / (1 + min_effect) else 0
+
+
 def t_quantile(confidence: float, degrees: int) -> float:
     """Return how many standard errors around a mean hold the truth with `confidence`."""
     from scipy import special  # takes a moment, and few commands need it

@@ -5,6 +5,7 @@ import statistics
 from accbench.report import losses, numerics
 from accbench.report.comparison import Comparison, ComparisonRow
 from accbench.report.numerics import Numerics
+from accbench.report.statistics import direction
 
 MAX_DATA_WAIT_SHARE = 0.10
 MAX_OTHER_CPU_SHARE = 0.20
@@ -19,12 +20,7 @@ NOT_VALID, FAILED, BASELINE = "not valid", "failed", "baseline"
 
 def judge_interval(speedup: float, interval: tuple[float, float], min_effect: float) -> str:
     """Return faster, slower or no difference shown, for a speedup and its interval."""
-    low, high = interval
-    if low > 1 and speedup >= 1 + min_effect:
-        return FASTER
-    if high < 1 and speedup <= 1 / (1 + min_effect):
-        return SLOWER
-    return NO_DIFFERENCE
+    return {1: FASTER, -1: SLOWER, 0: NO_DIFFERENCE}[direction(speedup, interval, min_effect)]
 
 
 def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -> str | None:
