@@ -130,7 +130,9 @@ def test_evaluation_compiled_is_torchs(images, tmp_path):
     assert [e.averaged for e in found["compiled"]] == [False, True] * 2
     for own, torchs in zip(found["compiled"], found["eager"], strict=True):
         assert own.loss == pytest.approx(torchs.loss, rel=1e-3)  # in bfloat16
-        assert (own.top1, own.top5, own.num_samples) == (torchs.top1, torchs.top5, 12)
+        assert (own.top5, own.num_samples) == (torchs.top5, 12)
+        # Two logits that are equal to bfloat16's rounding may change places, in one sample here.
+        assert own.top1 == pytest.approx(torchs.top1, abs=1.01 / 12)
     compiled, eager = (end_of(tmp_path / how) for how in ("compiled", "eager"))
     assert compiled.num_compiles == eager.num_compiles + 1
 
