@@ -127,8 +127,10 @@ def images(tmp_path_factory) -> Path:
 
 # Files that take minutes, longest first: begun last, one of them would keep a core to itself.
 LONGEST = (
-    "test_numerics", "test_resume", "test_elastic", "test_launcher", "test_rounds", "test_faults",
-    "test_command", "test_policies", "test_recipes", "test_notebook", "test_doctor", "test_steps",
+    "test_numerics", "test_resume", "test_elastic", "test_compile_caches", "test_own_libraries",
+    "test_launcher", "test_fourier", "test_first_hour", "test_rounds", "test_faults",
+    "test_own_loop", "test_raising", "test_stateful", "test_indices", "test_wrapped",
+    "test_extending", "test_containers", "test_command", "test_policies", "test_recipes", "test_notebook", "test_doctor", "test_steps",
     "test_graphs", "test_operations", "test_any_model", "test_accelerate", "test_export",
 )  # fmt: skip
 
