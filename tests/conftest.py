@@ -130,7 +130,8 @@ LONGEST = (
     "test_numerics", "test_resume", "test_elastic", "test_compile_caches", "test_own_libraries",
     "test_launcher", "test_fourier", "test_first_hour", "test_rounds", "test_faults",
     "test_own_loop", "test_raising", "test_stateful", "test_indices", "test_wrapped",
-    "test_extending", "test_containers", "test_command", "test_policies", "test_recipes", "test_notebook", "test_doctor", "test_steps",
+    "test_extending", "test_containers", "test_command", "test_policies",
+    "test_recipes", "test_notebook", "test_doctor", "test_steps",
     "test_graphs", "test_operations", "test_any_model", "test_accelerate", "test_export",
 )  # fmt: skip
 
