@@ -385,7 +385,6 @@ class Engine(engines.Engine):
         saved = python_state.PythonSnapshot(model)
         part = nested.chunks(batch, self.task.accumulate)[0]
         capture.refuse_changing_extra_state(model, spec.loss, part, self._hosts_autocast)
-        ranges = capture.trace_index_ranges(model, spec.loss, part, self._autocast)
         saved.restore()
         key = self._name_of(saved, model, spec, optimizer, batch, arguments)
         step = None if key is None else self._by_name.get(key)
@@ -398,6 +397,8 @@ class Engine(engines.Engine):
             return self._function(model, spec, optimizer, batch)
 
         function, reads = build() if key is None else self._kept_function(key, arguments, build)
+        with python_state.restored(model):  # what cannot be captured was refused above
+            ranges = capture.trace_index_ranges(model, spec.loss, part, self._autocast)
         saved.keep_plain()
         run = function.lower(*arguments).compile()
         self._stats += engines.CompileStats(1, time.perf_counter() - begun)
