@@ -58,9 +58,11 @@ def test_what_int32_cannot_hold_is_refused_where_it_comes_in() -> None:
         to_jax(torch.tensor([0, 2**31]), "labels")
 
 
-def test_complex_numbers_are_refused() -> None:
-    with pytest.raises(RequestError, match="no torch.complex64"):
-        to_jax(torch.ones(2, dtype=torch.complex64))
+def test_complex_numbers_come_in_and_types_that_jax_lacks_are_refused() -> None:
+    number = to_jax(torch.tensor([1 + 2j]))
+    assert (number.dtype, complex(number[0])) == (jnp.complex64, 1 + 2j)
+    with pytest.raises(RequestError, match="no torch.quint8"):
+        to_jax(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
 
 
 def _batch_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
