@@ -37,7 +37,7 @@ def test_clone_is_installed_with_the_extra(capsys, monkeypatch, module, flags, e
 
 
 def test_setuptools_is_imported_after_a_command_was_told():
-    code = "from accbench import extras; extras.install_command('xla'); import setuptools"
+    code = "from accbench.system import extras; extras.install_command('xla'); import setuptools"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
