@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from accbench import engines
 from accbench.config import TaskConfig
@@ -82,6 +83,8 @@ def _compile_anew_where_others_train(model: nn.Module) -> None:
         before[:] = now
         try:
             return compiled(*args, **kwargs)
+        except _StopRecomputationError:  # how torch's checkpointing ends a second pass early
+            raise
         except Exception as error:
             _raise_the_models_own(error, model, lambda: model._call_impl(*args, **kwargs))
             raise
