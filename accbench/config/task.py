@@ -16,7 +16,7 @@ CONFIG_FILE = "config.json"
 
 @dataclasses.dataclass(frozen=True)
 class WorkerFlags:
-    """Where a run trains, and how its workers find each other."""
+    """Choose where a run trains, and how its workers find each other."""
 
     nproc_per_node: int = flag(1, "Workers on this machine, one per device.", minimum=1)
     device: Literal["auto", "cpu", "cuda", "tpu"] = flag(
@@ -71,7 +71,7 @@ class WorkerFlags:
 
 @dataclasses.dataclass(frozen=True)
 class EngineFlags:
-    """What compiles the step, and in which types it computes."""
+    """Choose what compiles the step, and in which types it computes."""
 
     engine: str = flag(
         "ddp",
@@ -106,7 +106,7 @@ class EngineFlags:
 
 @dataclasses.dataclass(frozen=True)
 class ModelAndDataFlags:
-    """What is trained, and on what."""
+    """Choose what is trained, and on what."""
 
     model: str = flag(
         "resnet50",
@@ -192,7 +192,7 @@ class ModelAndDataFlags:
 
 @dataclasses.dataclass(frozen=True)
 class StepFlags:
-    """How long a run is, and when it is measured and evaluated."""
+    """Set how long a run is, and when it is measured and evaluated."""
 
     epochs: int = flag(
         1,
@@ -311,7 +311,7 @@ class OptimizerFlags:
 
 @dataclasses.dataclass(frozen=True)
 class FaultFlags:
-    """What is saved, and what happens when something fails."""
+    """Set what is saved, and what happens when something fails."""
 
     save_interval: int = flag(
         1,
@@ -373,7 +373,7 @@ class FaultFlags:
 
 @dataclasses.dataclass(frozen=True)
 class OutputFlags:
-    """What a run writes, and where its flags come from."""
+    """Set what a run writes, and where its flags come from."""
 
     output_dir: str | None = flag(
         None,

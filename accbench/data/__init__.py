@@ -43,7 +43,7 @@ class Source(abc.ABC):
     class Options:
         """Knobs of this source alone; each becomes the flag `--<source>.<knob>`.
 
-        Class variables `minimum` and `maximum`, knob -> value, set the allowed range.
+        Declare each with `accbench.config.flag`, which has its default, help and range.
         """
 
     num_classes: int

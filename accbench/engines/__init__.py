@@ -19,9 +19,11 @@ from torch import nn
 from accbench.config import TaskConfig
 from accbench.distributed.process_group import Topology, broadcast_tensor
 from accbench.distributed.strategies import Strategy
-from accbench.engines.common import activation_checkpointing, model_state, tied_parameters
 from accbench.engines.common import (
-    training_state as state,
+    activation_checkpointing,
+    model_state,
+    tied_parameters,
+    training_state,
 )
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.precision import Precision
@@ -59,7 +61,7 @@ class Engine(abc.ABC):
     class Options:
         """Knobs of this engine alone; each becomes the flag `--<engine>.<knob>`.
 
-        Class variables `minimum` and `maximum`, knob -> value, say what is refused.
+        Declare each with `accbench.config.flag`, which has its default, help and range.
         """
 
     strategy: Strategy
@@ -186,7 +188,7 @@ class Engine(abc.ABC):
 
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """Return all that training changes, on the host; `net` is what `prepare` was given."""
-        return state.read(net, optimizer, self.precision.scaler)
+        return training_state.read(net, optimizer, self.precision.scaler)
 
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
@@ -196,7 +198,7 @@ class Engine(abc.ABC):
         Raises:
             NotLoadableError: it does not fit.
         """
-        state.load(net, optimizer, self.precision.scaler, saved)
+        training_state.load(net, optimizer, self.precision.scaler, saved)
         self.end_step()  # or the next step would have the copies in it
 
     def compile_stats(self) -> CompileStats:

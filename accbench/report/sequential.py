@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from accbench.report.statistics import direction, t_quantile
 
@@ -28,40 +29,51 @@ _GRID = 1501
 
 @cache
 def levels(repeats: int) -> dict[int, float]:
-    """Return the two-sided level of the look after each round: rounds -> level."""
+    """Return the two-sided level of the look after each round: rounds -> level.
+
+    The rows that no look has decided have a density, of the sum of their rounds' results. Each look
+    cuts off its tails, so wide that they hold what it may spend (Armitage, McPherson and Rowe,
+    Repeated significance tests on accumulating data, 1969).
+    """
     import numpy as np  # these take a moment, and few commands need them
     from scipy import special
 
-    def width(num_rounds: int, z: float) -> "np.ndarray":
-        return np.linspace(-z, z, _GRID) * math.sqrt(num_rounds)
-
-    result: dict[int, float] = {}
-    spent, before = 0.0, 0
-    grid = density = None
-    for num_rounds in range(min(FIRST_LOOK, repeats), repeats + 1):
-        target = _ALPHA * (num_rounds / repeats) ** 2 - spent
-        if grid is None or density is None:
-            z = float(special.ndtri(1 - target / 2))
-            grid = width(num_rounds, z)
-            density = np.exp(-(grid**2) / (2 * num_rounds)) / math.sqrt(2 * math.pi * num_rounds)
-        else:
-            step = math.sqrt(num_rounds - before)
-            weights = np.gradient(grid)
-            weights[[0, -1]] /= 2
-            mass, low, high = weights * density, 0.0, 10.0
-            for _ in range(50):  # of those that went on, `target` cross the boundary here
-                z = (low + high) / 2
-                edge = z * math.sqrt(num_rounds)
-                outside = special.ndtr((-edge - grid) / step) + special.ndtr((grid - edge) / step)
-                low, high = (z, high) if float(np.sum(mass * outside)) > target else (low, z)
-            new = width(num_rounds, z)
-            kernel = np.exp(-(((new[:, None] - grid[None, :]) / step) ** 2) / 2)
-            density = kernel @ mass / (step * math.sqrt(2 * math.pi))
-            grid = new
-        # Rounded, so that the same records give the same report everywhere.
-        result[num_rounds] = round(2 * (1 - float(special.ndtr(z))), 6)
-        spent, before = spent + target, num_rounds
+    first = min(FIRST_LOOK, repeats)
+    spent = _ALPHA * (first / repeats) ** 2
+    z = float(special.ndtri(1 - spent / 2))
+    sums = np.linspace(-z, z, _GRID) * math.sqrt(first)
+    density = np.exp(-(sums**2) / (2 * first)) / math.sqrt(2 * math.pi * first)
+    result = {first: _level(z)}
+    for num_rounds in range(first + 1, repeats + 1):
+        mass = density * np.gradient(sums)
+        mass[[0, -1]] /= 2
+        may_spend = _ALPHA * (num_rounds / repeats) ** 2 - spent
+        z = _boundary(sums, mass, num_rounds, may_spend)
+        new_sums = np.linspace(-z, z, _GRID) * math.sqrt(num_rounds)
+        # One more round adds a standard normal number.
+        density = np.exp(-((new_sums[:, None] - sums[None, :]) ** 2) / 2) @ mass
+        density /= math.sqrt(2 * math.pi)
+        sums, spent = new_sums, spent + may_spend
+        result[num_rounds] = _level(z)
     return result
+
+
+def _boundary(sums: Any, mass: Any, num_rounds: int, may_spend: float) -> float:
+    """Return how many standard deviations cut off `may_spend` after one more round."""
+    from scipy import special
+
+    low, high = 0.0, 10.0
+    for _ in range(50):
+        z = (low + high) / 2
+        edge = z * math.sqrt(num_rounds)
+        outside = special.ndtr(-edge - sums) + special.ndtr(sums - edge)
+        low, high = (z, high) if float((mass * outside).sum()) > may_spend else (low, z)
+    return z
+
+
+def _level(z: float) -> float:
+    # Rounded, so that the same records give the same report everywhere.
+    return round(math.erfc(z / math.sqrt(2)), 6)
 
 
 def mean_with_interval(ratios: Sequence[float], repeats: int) -> tuple[float, tuple[float, float]]:
@@ -79,7 +91,8 @@ def mean_with_interval(ratios: Sequence[float], repeats: int) -> tuple[float, tu
     num = len(logs)
     if num < 2:
         return math.exp(statistics.fmean(logs)), (0.0, math.inf)
-    level = levels(max(repeats, num)).get(num, _ALPHA / 100)  # nobody looks before the first look
+    # Before the first look nothing is decided, and the interval says so by its width.
+    level = levels(max(repeats, num)).get(num, _ALPHA / 100)
     trim = 1 if num >= _TRIMMED_FROM else 0
     middle_logs = logs[trim : num - trim]
     winsorized = [min(max(log, middle_logs[0]), middle_logs[-1]) for log in logs]

@@ -24,7 +24,6 @@ from accbench.models.tasks import trainable
 from accbench.recording import records, tensorboard_writer
 from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
-from accbench.system import malloc
 from accbench.training import (
     accelerated_loader,
     accelerated_model,
@@ -392,14 +391,7 @@ class Run:
             and tensorboard_writer.is_installed()
         ):
             self.logger.tensorboard = TensorBoardWriter(task.run_dir, 0)
-        log.info(
-            f"{task.engine} on {self.topology.world_size} x {self.engine.device_name}, "
-            f"{header.model}, {task.amp_level}"
-            f"{' ' + str(task.amp_dtype) if self.engine.precision.autocast_dtype else ''}, "
-            f"batch {task.batch_size} a worker, records in {task.run_dir}"
-        )
-        if malloc.is_kept:
-            log.info(malloc.NOTICE)
+        worker.log_start(task, self.engine, self.topology, header.model)
 
     def let_go(self) -> None:
         """Close the display and all passes over loaders, and wait for no other rank."""

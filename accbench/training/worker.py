@@ -171,13 +171,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     )
     header = run_record(task, engine, topology, source.num_classes)
     logger.write(header)
-    log.info(
-        f"{task.engine} on {topology.world_size} x {engine.device_name}, {task.model}, "
-        f"{task.amp_level}{' ' + str(task.amp_dtype) if engine.precision.autocast_dtype else ''}, "
-        f"batch {task.batch_size} a worker, records in {task.run_dir}"
-    )
-    if malloc.is_kept:
-        log.info(malloc.NOTICE)
+    log_start(task, engine, topology, task.model)
     engine.strategy.prove()
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
@@ -301,6 +295,17 @@ class Reporter:
                 )
             log.warning(f"{notice}, which were skipped; {num_skipped} of {self.task.max_skips}")
         self.num_skipped = num_skipped
+
+
+def log_start(task: TaskConfig, engine: Engine, topology: Topology, model_name: str) -> None:
+    """Log what begins to train, on what, and what was changed in this process for it."""
+    dtype = f" {task.amp_dtype}" if engine.precision.autocast_dtype else ""
+    log.info(
+        f"{task.engine} on {topology.world_size} x {engine.device_name}, {model_name}, "
+        f"{task.amp_level}{dtype}, batch {task.batch_size} a worker, records in {task.run_dir}"
+    )
+    if malloc.is_kept:
+        log.info(malloc.NOTICE)
 
 
 def run_record(

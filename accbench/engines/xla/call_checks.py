@@ -60,9 +60,11 @@ class _PlainErrors(TorchFunctionMode):
                 raise plain
         try:
             return function(*args, **kwargs)
-        except RuntimeError as error:
+        except RuntimeError:
             plain = _error(function, args, kwargs, "cpu") if _on_xla((args, kwargs)) else None
-            raise (error if plain is None else plain) from None
+            if plain is None:
+                raise
+            raise plain from None
 
 
 def _on_xla(nest: Any) -> bool:
