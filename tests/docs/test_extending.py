@@ -1,11 +1,9 @@
 """docs/extending.md: its examples are plug-ins that the contracts accept."""
 
 import contextlib
-import importlib.util
 import inspect
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,11 @@ import pytest
 
 from accbench.recording import records
 from tests.conftest import ROOT, python
+from tests.engine_params import COMPILED
 
 with contextlib.suppress(ImportError):  # sets environment variables, so before any test
     import jax  # noqa: F401
 
-ENGINES = (
-    pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++")),
-    pytest.param("jax", marks=pytest.mark.skipif(
-        not importlib.util.find_spec("jax"), reason="no jax")),
-    pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.skipif(
-        not importlib.util.find_spec("torch_xla"), reason="no torch_xla")]),
-)  # fmt: skip
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
@@ -64,7 +56,7 @@ def test_lowering_is_in_the_table():
         del table._rows["aten.foo.default"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", COMPILED)
 def test_an_optimizer_is_one_file_in_every_engine(engine, tmp_path, plain_losses):
     """The page's example, as a package of one's own has it; torch's class is the measure."""
     losses = train(engine, tmp_path)

@@ -7,17 +7,10 @@ from functools import cache
 import pytest
 
 from tests.conftest import python
+from tests.engine_params import JAX, XLA
 from tests.engines.any_model import MODELS
 
-ENGINES = [
-    "ddp", "inductor",
-    pytest.param("xla", marks=[
-        pytest.mark.xla,
-        pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla"),
-    ]),
-    pytest.param("jax", marks=pytest.mark.skipif(
-        not importlib.util.find_spec("jax"), reason="needs jax")),
-]  # fmt: skip
+ENGINES = ("ddp", "inductor", XLA, JAX)
 
 
 # Of them more is asked than that they train; inductor takes seconds for each of the others.

@@ -14,18 +14,12 @@ from torch import nn
 
 from accbench.engines.common import compile_cache_key, python_state
 from tests.conftest import python
+from tests.engine_params import COMPILED
 from tests.engines import changing_models, edited_models
 
 needs_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="needs jax")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
-ENGINES = [
-    pytest.param("inductor", marks=needs_compiler),
-    pytest.param("jax", marks=needs_jax),
-    pytest.param("xla", marks=[
-        pytest.mark.xla,
-        pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla"),
-    ]),
-]  # fmt: skip
+ENGINES = COMPILED
 REFUSED_BY_JAX = {
     "counted": "every forward pass changes count",
     "drawn": "random numbers of Python's or numpy's",

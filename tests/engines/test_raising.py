@@ -1,25 +1,15 @@
 """What a model raises by itself is raised in each engine as plain PyTorch raises it."""
 
-import importlib.util
 import json
-import shutil
 from functools import cache
 
 import pytest
 
 from tests.conftest import python
+from tests.engine_params import COMPILED
 from tests.engines.raising_models import FAULTS
 
-ENGINES = [
-    pytest.param("inductor", marks=pytest.mark.skipif(
-        shutil.which("g++") is None, reason="inductor needs g++")),
-    pytest.param("jax", marks=pytest.mark.skipif(
-        not importlib.util.find_spec("jax"), reason="needs jax")),
-    pytest.param("xla", marks=[
-        pytest.mark.xla,
-        pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla"),
-    ]),
-]  # fmt: skip
+ENGINES = COMPILED
 
 
 @cache

@@ -1,23 +1,15 @@
 """What loops ask of autograd, beyond one backward pass, is right in every engine or refused."""
 
-import importlib.util
 import json
-import shutil
 from functools import cache
 
 import pytest
 
 from tests.conftest import python, two_ranks
+from tests.engine_params import ALL
 from tests.training import autograd_cases
 
-ENGINES = (
-    "ddp",
-    pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++")),
-    pytest.param("jax", marks=pytest.mark.skipif(
-        not importlib.util.find_spec("jax"), reason="no jax")),
-    pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.skipif(
-        not importlib.util.find_spec("torch_xla"), reason="no torch_xla")]),
-)  # fmt: skip
+ENGINES = ALL
 TWICE = ("physics", "gradient_penalty", "norm_of_weights_gradient", "hooks", "retained")
 
 

@@ -2,20 +2,13 @@
 
 import importlib.util
 import json
-import shutil
 
 import pytest
 
 from tests.conftest import python, two_ranks
+from tests.engine_params import ALL
 
-ENGINES = (
-    "ddp",
-    pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++")),
-    pytest.param("jax", marks=pytest.mark.skipif(
-        not importlib.util.find_spec("jax"), reason="no jax")),
-    pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.skipif(
-        not importlib.util.find_spec("torch_xla"), reason="no torch_xla")]),
-)  # fmt: skip
+ENGINES = ALL
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,22 +1,13 @@
 """Models that come wrapped, traced, without shapes or without gradients."""
 
-import importlib.util
 import json
-import shutil
 
 import pytest
 
 from tests.conftest import TINY, end_of, python, run, two_ranks
+from tests.engine_params import JAX, NEEDS_COMPILER, XLA
 
-ENGINES = (
-    "ddp",
-    pytest.param("inductor", marks=[pytest.mark.soak, pytest.mark.skipif(
-        not shutil.which("g++"), reason="no g++")]),
-    pytest.param("jax", marks=pytest.mark.skipif(
-        not importlib.util.find_spec("jax"), reason="no jax")),
-    pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.skipif(
-        not importlib.util.find_spec("torch_xla"), reason="no torch_xla")]),
-)  # fmt: skip
+ENGINES = ("ddp", pytest.param("inductor", marks=[pytest.mark.soak, NEEDS_COMPILER]), JAX, XLA)
 WRAPPED = ("DistributedDataParallel", "DataParallel", "torch.compile", "both",
            "part in DistributedDataParallel", "part in torch.compile")  # fmt: skip
 REFUSED = {
