@@ -6,120 +6,41 @@ clipping, the optimizer) is in the same function. Parameters and all else that a
 live in JAX's arrays; the torch module has them whenever it is read.
 """
 
-import contextlib
-import dataclasses
 import importlib.util
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from accbench import engines
-from accbench.config import TaskConfig, plugins
-from accbench.config.field import flag
+from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed.process_group import Topology
 from accbench.engines import optimizers
-from accbench.engines.common import (
-    cuda_autocast,
-    extra_inputs,
-    optimizer_state,
-    python_state,
-)
-from accbench.engines.common.index_ranges import IndexRanges
+from accbench.engines.common import extra_inputs, optimizer_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
-from accbench.engines.jax import recapture, runtime
-from accbench.engines.precision import Precision
+from accbench.engines.jax import runtime
+from accbench.engines.jax.options import JaxOptions
+from accbench.engines.jax.precision import JaxPrecision
 from accbench.errors import RequestError
 from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance, terminal
 from accbench.system import extras
 
 _PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
-# One compiled step a signature of batches; more are forgotten, the oldest first.
-_MOST_STEPS = 64
 
 
 class Engine(engines.Engine):
     """JAX: forward, backward, reduction and update in one jitted function."""
 
+    Options = JaxOptions
     compiler = "xla"
     step_tracer = "accbench.preflight.tracing.jax"
-
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        """Options of the engine jax."""
-
-        compile_cache: Literal["on", "off"] = flag("on", "Keep compiled steps on disk.")
-        cache_dir: str | None = flag(
-            None,
-            "The cache's folder. Unset: accbench/jax in the user's cache folder.",
-            is_path=True,
-        )
-        torch_kernels: Literal["on", "off"] = flag(
-            "on",
-            "On a CPU, let XLA's program call torch's kernels (oneDNN, MKL) for convolutions, "
-            "large matrix products, attention and max-pooling, as on a GPU it calls cuDNN and "
-            "cuBLAS.",
-        )
-        channels_last: Literal["auto", "on", "off"] = flag(
-            "auto",
-            "Carry images as NHWC from one convolution to the next. auto: on a CPU; elsewhere XLA "
-            "chooses layouts itself.",
-        )
-        products_for_1x1: Literal["auto", "on", "off"] = flag(
-            "auto",
-            "Compute 1 x 1 convolutions as matrix products, channels last. auto: on a CPU.",
-        )
-        products_for_patches: Literal["auto", "on", "off"] = flag(
-            "auto",
-            "Compute convolutions whose windows do not overlap as matrix products, for example the "
-            "patches of a vision transformer. auto: on a CPU.",
-        )
-        products_for_small_images: Literal["auto", "on", "off"] = flag(
-            "auto",
-            "Compute convolutions with at most nine output pixels as matrix products. auto: on a "
-            "CPU.",
-        )
-        weights_by_image: Literal["auto", "on", "off"] = flag(
-            "auto",
-            "Compute the weight gradients of convolutions with 128 or more output pixels as one "
-            "matrix product per image, channels last. auto: on a CPU.",
-        )
-        pools_by_place: Literal["on", "off"] = flag(
-            "on",
-            "Compute the gradients of max-pooling as a sum over the positions in a window.",
-        )
-        lean: Literal["auto", "on", "off"] = flag(
-            "auto",
-            "In 16 bits, compute BatchNorm with its ReLU, and attention, by accbench's own "
-            "functions that move fewer bytes, with CUDA's casts. auto: on CUDA.",
-        )
-        evaluation: Literal["auto", "compiled", "eager"] = flag(
-            "auto",
-            "Evaluate by compiled functions on the device, or by torch on the host. auto: "
-            "compiled, except on a CPU, where torch's operations are as fast and need no "
-            "compilation.",
-        )
-        flags: str = flag(
-            "",
-            "More XLA flags, `name=value` separated by blanks; those in XLA_FLAGS win.",
-        )
-        shard: bool = flag(
-            False,
-            "Shard parameters and their optimizer state over the workers: less memory on each, but "
-            "every step reduces gradients and gathers parameters.",
-        )
-        find_unused_parameters: bool = flag(
-            False,
-            "In your own loops, with several workers: the same as --ddp.find_unused_parameters.",
-        )
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -157,52 +78,51 @@ class Engine(engines.Engine):
             env["NPROC"] = str(task.threads)
         return env
 
-    def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
+    def __init__(self, task: TaskConfig, options: JaxOptions, topology: Topology) -> None:
         super().__init__(task, options, topology)
         runtime.configure(task.device, options.flags)
         import jax
 
-        from accbench.engines.jax import arrays, data_parallel
+        from accbench.engines.jax import arrays, compiled_steps, data_parallel
 
         self._cache = self._start_cache()
-        self.jax, self._workers = jax, self._meet()
+        self.jax, self._mesh = jax, self._init_mesh()
         self.device = torch.device("cpu")  # where torch's tensors are
         self.strategy = data_parallel.MeshDataParallel(
-            topology, self._workers, options.shard, self._greetings_to_log
+            topology, self._mesh, options.shard, self._greetings_to_log
         )
-        self.precision = JaxPrecision(task, lambda: self._mirror)
-        if self.precision.needs_loss_scale:
-            self.precision.scaler = torch.amp.GradScaler("cpu")
-            self.precision.scaler._lazy_init_scale_growth_tracker(self.device)
-        self._mirror: Any = None
-        self._net: nn.Module | None = None
-        self._steps: dict[Any, _Step] = {}
-        self._by_name: dict[Any, _Step] = {}
-        self._python: python_state.PythonStateWatch | None = None
-        self._changes = recapture.RecaptureLimit()
-        self._sent = arrays.DeviceArrays()
-        self._seed, self._num_run = 0, 0
-        self._stats = engines.CompileStats()
+        self.precision: JaxPrecision = JaxPrecision(task, options.lean, self._read_loss_scale)
+        self._rules = runtime.lowering_rules(task.device, options)
+        cache_dir = None if self._cache.startswith("off") else Path(self._cache) / "steps"
+        self._steps = compiled_steps.CompiledSteps(
+            task, topology, self._mesh, self.precision, self._rules, cache_dir
+        )
+        self._state_sync: Any = None  # until there is an optimizer
+        self._device_arrays = arrays.DeviceArrays()
+        self._seed, self._num_steps = 0, 0
         self._evaluation: Any = None
 
-    def _meet(self) -> Any:
+    def _init_mesh(self) -> Any:
         from accbench.engines.jax import data_mesh
 
         data_mesh.init_distributed(self.topology, self.task.device, self.task.timeout_s)
-        found = data_mesh.DataMesh(
+        mesh = data_mesh.DataMesh(
             self.topology, self.options.shard, by_gloo=self.task.device == "cpu"
         )
-        got = found.device.platform
+        got = mesh.device.platform
         wanted = {"cuda": "gpu"}.get(self.task.device, self.task.device)
         if got != wanted:
             raise RequestError(
                 f"--device {self.task.device}, but JAX came up on {got}; is JAX_PLATFORMS set to "
                 "something else?"
             )
-        return found
+        return mesh
 
     def _start_cache(self) -> str:
         return runtime.enable_compile_cache(self.task.device, self.options)
+
+    def _read_loss_scale(self) -> float | None:
+        return None if self._state_sync is None else float(self._state_sync.loss_scale())
 
     @property
     def compile_cache(self) -> str:
@@ -212,11 +132,10 @@ class Engine(engines.Engine):
     def device_name(self) -> str:
         if self.task.device == "cpu":
             return provenance.cpu_name()
-        return str(self._workers.device.device_kind)
+        return str(self._mesh.device.device_kind)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        self._net = model
-        model.register_state_dict_pre_hook(lambda *_: self._bring_back())
+        model.register_state_dict_pre_hook(lambda *_: self._sync_to_torch())
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -227,8 +146,8 @@ class Engine(engines.Engine):
             optimizer_state.groups(self.task, model), **entry.arguments(self.task)
         )
         optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
-        self._mirror = state_sync.StateSync(
-            model, optimizer, self.precision.scaler, state_sync.state_keys(self.task), self._workers
+        self._state_sync = state_sync.StateSync(
+            model, optimizer, self.precision.scaler, state_sync.state_keys(self.task), self._mesh
         )
         return optimizer
 
@@ -236,10 +155,10 @@ class Engine(engines.Engine):
         from accbench.engines.jax import arrays
 
         # A tensor of a batch that has none of the known kinds would be a constant of the step.
-        tensors = nested.tensors_of(nested.mapped(batch, _itself, doing="an input of a graph"))
+        tensors = nested.tensors_of(nested.mapped(batch, _identity, doing="an input of a graph"))
         if self.task.device != "cpu":  # there it is the same memory
             for tensor in tensors:
-                self._sent.add(tensor, arrays.from_torch(tensor, self._workers.device))
+                self._device_arrays.add(tensor, arrays.from_torch(tensor, self._mesh.device))
         return batch
 
     def stream(self, batches: Iterable[engines.Batch]) -> Iterator[engines.Batch]:
@@ -247,119 +166,98 @@ class Engine(engines.Engine):
             batches, self.topology.local_rank, prefetch.ON_DEVICE, to_device=self.to_device
         )
 
-    def _hosts_autocast(self) -> AbstractContextManager[Any]:
-        if self.precision.autocast_dtype is None:
-            return nullcontext()
-        # The graph's backward pass is traced apart, and must not find casts of the forward's.
-        return torch.autocast("cpu", self.precision.autocast_dtype, cache_enabled=False)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """Enter autocast of the device that is to compute, in a capture."""
-        if self.precision.autocast_dtype is None:
-            return nullcontext()
-        lean = self.options.lean == "on" or (
-            self.options.lean == "auto" and self.task.device == "cuda"
-        )
-        if self.task.device == "cuda" or lean:  # torch's rules there are not those for a CPU
-            from accbench.engines.jax import fused_ops
-
-            return cuda_autocast.autocast(
-                self.precision.autocast_dtype, fused_ops.FUSED_OPS if lean else None
-            )
-        return self._hosts_autocast()
-
     def run_step(
         self, step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,
         optimizer: torch.optim.Optimizer, batch: engines.Batch,
     ) -> torch.Tensor:  # fmt: skip
         """Run the step that `step` takes as one jitted function; `step` is not called."""
-        from accbench.engines.jax import arrays, capture
+        from accbench.engines.jax import arrays
 
-        self._mirror.sync_from_torch()
-        arguments = self._arguments(optimizer, batch)
-        key = self._key(model, spec, optimizer, batch)
-        found = self._steps.get(key)
-        self._changes.check(self._python, is_captured=found is not None)
-        if found is None:
-            try:
-                found = self._compiled(model, spec, optimizer, batch, arguments)
-            except capture.ReshapedBufferError:
-                self._settle(model, spec, batch)
-                arguments = self._arguments(optimizer, batch)
-                key = self._key(model, spec, optimizer, batch)
-                found = self._compiled(model, spec, optimizer, batch, arguments)
-            if len(self._steps) == _MOST_STEPS:
-                del self._steps[next(iter(self._steps))]
-            self._steps[key] = found
-        for part in nested.chunks(batch, self.task.accumulate) if found.ranges.checks else ():
+        self._state_sync.sync_from_torch()
+        compiled, arguments = self._compiled_step(model, spec, optimizer, batch)
+        for part in nested.chunks(batch, self.task.accumulate) if compiled.ranges.checks else ():
             names, tensors = zip(*nested.named_tensors(part), strict=True)
-            found.ranges.refuse(tensors, names)
+            compiled.ranges.refuse(tensors, names)
         with torch.profiler.record_function("jax.step"):  # as optimizers do with theirs
-            state, own, loss = found.run(*arguments)
-        self._num_run += 1
-        self._stats += engines.CompileStats(num_executions=1)
-        self._mirror.set_arrays(state, own)
-        for source, number in zip(extra_inputs.sources, found.reads, strict=True):
-            source.position[0] += number
-        return arrays.PendingTensor.of(self._workers.local_data(loss, is_per_rank=True))
+            state, local_state, loss = compiled.run(*arguments)
+        self._num_steps += 1
+        self._steps.stats += engines.CompileStats(num_executions=1)
+        self._state_sync.set_arrays(state, local_state)
+        for source, num_read in zip(extra_inputs.sources, compiled.reads, strict=True):
+            source.position[0] += num_read
+        return arrays.PendingTensor.of(self._mesh.local_data(loss, is_per_rank=True))
 
-    def _key(
+    def _compiled_step(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
-    ) -> Any:
-        """Return a key of all that a captured step holds for, Python's state too."""
-        if self._python is None or self._python.model is not model:
-            self._python = python_state.PythonStateWatch(model, [spec.loss])
-        return _signature(model, optimizer, batch), self._python.state_id()
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Return the compiled step for a batch and its arguments; compile it where it is new."""
+        from accbench.engines.jax import capture
 
-    def _settle(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
+        arguments = self.step_arguments(optimizer, batch)
+        compiled = self._steps.find(model, spec, optimizer, batch)
+        if compiled is not None:
+            return compiled, arguments
+        try:
+            return self._steps.compile(model, spec, optimizer, batch, arguments), arguments
+        except capture.ReshapedBufferError:
+            self._build_lazy_buffers(model, spec, batch)
+            arguments = self.step_arguments(optimizer, batch)
+            return self._steps.compile(model, spec, optimizer, batch, arguments), arguments
+
+    def _build_lazy_buffers(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
         """Run the model once, so that it makes its buffers for batches of this size."""
         from accbench.engines.jax import capture
 
-        self._bring_back()
-        part = nested.chunks(batch, self.task.accumulate)[0]
-        capture.build_lazy_buffers(model, spec.loss, part, self._hosts_autocast)
-        self._mirror.reset_buffers(model)
-        self._mirror.sync_from_torch()
+        self._sync_to_torch()
+        microbatch = nested.chunks(batch, self.task.accumulate)[0]
+        capture.build_lazy_buffers(model, spec.loss, microbatch, self.precision.host_autocast)
+        self._state_sync.reset_buffers(model)
+        self._state_sync.sync_from_torch()
 
-    def _arguments(self, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> tuple[Any, ...]:
+    def step_arguments(
+        self, optimizer: torch.optim.Optimizer, batch: engines.Batch
+    ) -> tuple[Any, ...]:
+        """Return a step's arguments, which `step.build_step` describes."""
         import numpy as np
 
         from accbench.engines.jax import state_sync
 
         inputs = self._inputs(batch)
-        random = np.array([self._seed % 2**32, self._num_run % 2**32], np.uint32)
-        rates = self._workers.global_arrays(state_sync.learning_rates(optimizer))
-        given = self._workers.per_rank_arrays(
+        random = np.array([self._seed % 2**32, self._num_steps % 2**32], np.uint32)
+        rates = self._mesh.global_arrays(state_sync.learning_rates(optimizer))
+        local_inputs = self._mesh.per_rank_arrays(
             {"inputs": inputs, "random": self.jax.numpy.asarray(random)}
         )
-        return self._mirror.state, self._mirror.local_state, rates, given
+        return self._state_sync.state, self._state_sync.local_state, rates, local_inputs
 
     def _inputs(self, batch: engines.Batch) -> list[Any]:
         from accbench.engines.jax import arrays
 
         inputs = []
         for tensor in (*nested.tensors_of(batch), *extra_inputs.tensors()):
-            sent = self._sent.get(tensor)
-            inputs.append(arrays.from_torch(tensor, self._workers.device) if sent is None else sent)
+            array = self._device_arrays.get(tensor)
+            inputs.append(arrays.from_torch(tensor, self._mesh.device) if array is None else array)
         return inputs
 
     def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
-        how = self.options.evaluation
-        if how == "eager" or (how == "auto" and self.task.device == "cpu") or self._mirror is None:
+        mode = self.options.evaluation
+        is_eager = mode == "eager" or (mode == "auto" and self.task.device == "cpu")
+        if is_eager or self._state_sync is None:
             return self._score_on_host(model, spec, batch)
         if self._evaluation is None:
             from accbench.engines.jax import evaluation
 
-            rules = runtime.lowering_rules(self.task.device, self.options)
-            self._evaluation = evaluation.CompiledEvaluation(self._autocast, rules)
-        self._mirror.sync_from_torch()
+            self._evaluation = evaluation.CompiledEvaluation(
+                self.precision.capture_autocast, self._rules
+            )
+        self._state_sync.sync_from_torch()
         is_averaged = isinstance(model, optimizer_state.AveragedModel)
         key = optimizer_state.AVERAGE if is_averaged else "parameters"
         weights = (
-            self._mirror.gather(key),
+            self._state_sync.gather(key),
             [
-                self._workers.local_data(array, is_per_rank=True)
-                for array in self._mirror.local_state["buffers"]
+                self._mesh.local_data(array, is_per_rank=True)
+                for array in self._state_sync.local_state["buffers"]
             ],
         )
         net = model.net if is_averaged else model
@@ -370,154 +268,46 @@ class Engine(engines.Engine):
         return self._score_on_host(model, spec, batch) if score is None else score
 
     def _score_on_host(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
-        self._bring_back()
-        with self._hosts_autocast():
+        self._sync_to_torch()
+        with self.precision.host_autocast():
             score: torch.Tensor = spec.score(model, batch)
         return score
 
-    def _compiled(
-        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
-        batch: engines.Batch, arguments: tuple[Any, ...],
-    ) -> "_Step":  # fmt: skip
-        from accbench.engines.jax import capture
-
-        begun = time.perf_counter()
-        saved = python_state.PythonSnapshot(model)
-        part = nested.chunks(batch, self.task.accumulate)[0]
-        capture.refuse_changing_extra_state(model, spec.loss, part, self._hosts_autocast)
-        saved.restore()
-        key = self._name_of(saved, model, spec, optimizer, batch, arguments)
-        step = None if key is None else self._by_name.get(key)
-        if step is not None:  # what has changed of Python's is nothing to the step
-            self._changes.note_unneeded()
-            return step
-
-        def build() -> tuple[Any, list[int]]:
-            saved.restore()  # a step moves the model's own numbers once
-            return self._function(model, spec, optimizer, batch)
-
-        function, reads = build() if key is None else self._kept_function(key, arguments, build)
-        with python_state.restored(model):  # what cannot be captured was refused above
-            ranges = capture.trace_index_ranges(model, spec.loss, part, self._autocast)
-        saved.keep_plain()
-        run = function.lower(*arguments).compile()
-        self._stats += engines.CompileStats(1, time.perf_counter() - begun)
-        reads = [number * self.task.accumulate for number in reads]
-        step = _Step(run, reads, ranges)
-        if key is not None:
-            self._by_name = {**dict([*self._by_name.items()][1 - _MOST_STEPS :]), key: step}
-        return step
-
-    def _name_of(
-        self, saved: python_state.PythonSnapshot, model: nn.Module, spec: Any,
-        optimizer: torch.optim.Optimizer, batch: engines.Batch, arguments: tuple[Any, ...],
-    ) -> tuple[str, tuple[int, ...]] | None:  # fmt: skip
-        """Return the step's key in the cache and its extra inputs, or None without a key."""
-        from accbench.engines.jax import fingerprint, step_cache
-
-        part = nested.chunks(batch, self.task.accumulate)[0]
-        # What capture refuses it refuses in its own words.
-        with contextlib.suppress(Exception):
-            digest, reads = fingerprint.step_digest(model, spec.loss, part, self._autocast)
-            plan = self._plan(model, optimizer, batch)
-            workers = self.topology.world_size, self.task.device
-            key = step_cache.step_key(digest, plan, workers, arguments=arguments)
-            # The key has the text of accbench's own optimizers alone.
-            is_ours = self.task.optimizer in plugins.modules("optimizers")
-            if key is not None and is_ours and not saved.draws_random_numbers():
-                return key, tuple(reads)
-        return None
-
-    def _kept_function(
-        self, name: tuple[str, tuple[int, ...]], arguments: tuple[Any, ...],
-        build: Callable[[], tuple[Any, list[int]]],
-    ) -> tuple[Any, list[int]]:  # fmt: skip
-        """Load the step from the cache's folder, or build it."""
-        from accbench.engines.jax import step_cache
-
-        if self._cache.startswith("off"):
-            return build()
-        key, reads = name
-        steps = step_cache.StepCache(Path(self._cache) / "steps")
-        return steps.get(key, arguments, lambda: build()[0]), [*reads]
-
-    def _function(
-        self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
-    ) -> tuple[Any, list[int]]:
-        """Build the jitted step, and count what a forward pass reads of each extra input."""
-        from accbench.engines.jax import capture, lowering, step
-
-        # A part of the batch is what the model sees.
-        part = nested.chunks(batch, self.task.accumulate)[0]
-        plan = self._plan(model, optimizer, batch)
-        captured = capture.capture(
-            model, spec.loss, part, self._autocast, lowering.decompositions(),
-            fused_attention=runtime.keeps_attention(plan.rules, self.precision.autocast_dtype),
-        )  # fmt: skip
-        built = step.build_step(captured, plan, self._workers)
-        return self._workers.jit(built, self._mirror.state), captured.reads
-
-    def _plan(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: engines.Batch
-    ) -> Any:
-        from accbench.engines.jax import step
-
-        return step.StepPlan(
-            optimizer=self.task.optimizer,
-            groups=[_settings(group) for group in optimizer.param_groups],
-            group_of=_groups_of(model, optimizer),
-            num_microbatches=self.task.accumulate,
-            num_batch_tensors=len(nested.tensors_of(batch)),
-            num_extra_tensors=[len(source.tensors) for source in extra_inputs.sources],
-            clip_norm=self.task.clip_norm,
-            ema_decay=self.task.ema_decay or None,
-            skip_nonfinite=self.task.on_nan == "skip",
-            loss_scaling=_scaling(self.precision.scaler),
-            # Where there is a loss scale, updates wait for the search for overflows.
-            barrier_before_update=self.topology.world_size > 1
-            and self.task.device != "cpu"
-            and not self.precision.scaler,
-            shard_axes=[
-                self._workers.shard_axis(parameter.shape) for parameter in model.parameters()
-            ],
-            rules=runtime.lowering_rules(self.task.device, self.options),
-        )
-
     def wait(self) -> None:
-        if self._mirror is not None:
-            self._mirror.wait()
+        if self._state_sync is not None:
+            self._state_sync.wait()
 
-    def _bring_back(self) -> None:
-        if self._mirror is not None:
-            self._mirror.sync_to_torch()
+    def _sync_to_torch(self) -> None:
+        if self._state_sync is not None:
+            self._state_sync.sync_to_torch()
 
     def gather_state(self) -> None:
-        self._bring_back()
+        self._sync_to_torch()
 
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-        self._bring_back()
+        self._sync_to_torch()
         return super().training_state(net, optimizer)
 
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
     ) -> None:
-        self._bring_back()  # what is not in it stays as it is
+        self._sync_to_torch()  # what is not in it stays as it is
         super().load_training_state(net, optimizer, saved)
 
     def share_buffers(self, net: nn.Module) -> None:
-        self._bring_back()
+        self._sync_to_torch()
         super().share_buffers(net)
 
     def applied_steps(self, optimizer: torch.optim.Optimizer) -> int:  # type: ignore[override]
-        self._bring_back()
+        self._sync_to_torch()
         return engines.Engine.applied_steps(optimizer)
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
-        self._seed, self._num_run = seed, 0
+        self._seed, self._num_steps = seed, 0
 
     def rng_state(self) -> Tensors:
-        numbers = [*self._seed.to_bytes(8, "little"), *self._num_run.to_bytes(8, "little")]
+        numbers = [*self._seed.to_bytes(8, "little"), *self._num_steps.to_bytes(8, "little")]
         return {**super().rng_state(), "jax": torch.tensor(numbers, dtype=torch.uint8)}
 
     def load_rng_state(self, states: Tensors) -> None:
@@ -525,7 +315,7 @@ class Engine(engines.Engine):
         if "jax" in states:
             numbers = bytes(states["jax"].tolist())
             self._seed = int.from_bytes(numbers[:8], "little")
-            self._num_run = int.from_bytes(numbers[8:], "little")
+            self._num_steps = int.from_bytes(numbers[8:], "little")
 
     def start_profile(self, folder: Path, expected_s: float) -> Callable[[], None]:
         """See the base class; what it is made of is in `folder/xla-rankN`, which XProf shows."""
@@ -539,7 +329,7 @@ class Engine(engines.Engine):
     def peak_memory_bytes(self) -> int:
         if self.task.device == "cpu":
             return peak_resident_bytes()
-        return int(self._workers.device.memory_stats()["peak_bytes_in_use"])
+        return int(self._mesh.device.memory_stats()["peak_bytes_in_use"])
 
     def _greetings_to_log(self) -> AbstractContextManager[object]:
         # gloo's, at the first collective, as those of torch's process group.
@@ -549,7 +339,8 @@ class Engine(engines.Engine):
         return terminal.redirect_descriptors(path) if path.parent.exists() else nullcontext()
 
     def compile_stats(self) -> engines.CompileStats:
-        return self._stats if self._evaluation is None else self._stats + self._evaluation.stats
+        stats = self._steps.stats
+        return stats if self._evaluation is None else stats + self._evaluation.stats
 
     def close(self) -> None:
         from accbench.engines.jax import data_mesh
@@ -558,72 +349,11 @@ class Engine(engines.Engine):
         data_mesh.shutdown_distributed()
 
 
-class JaxPrecision(Precision):
-    """The types of a step of JAX's, which has the loss scale among its state."""
-
-    def __init__(self, task: TaskConfig, state: Callable[[], Any]) -> None:
-        super().__init__(task)
-        self._state = state
-
-    def loss_scale(self) -> float | None:
-        if self.scaler is None or self._state() is None:
-            return None
-        scale: float = self._state().loss_scale()
-        return scale
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A compiled step."""
-
-    run: Callable[..., Any]
-    reads: list[int]
-    """How far it moves each position of `beside`."""
-    ranges: IndexRanges
-    """Of the indices in a part of the batch."""
 
 
 _ON_CPU_ALONE = (
     "engine jax runs scripts and accbench.accelerate on a CPU alone, and elsewhere whole steps of "
     "accbench's own loop; use --engine inductor or xla, or --device cpu"
 )
-
-
-def _signature(model: nn.Module, optimizer: torch.optim.Optimizer, batch: engines.Batch) -> Any:
-    """Return a key of shapes, modes and settings that a captured step holds for."""
-    return (
-        nested.signature(batch),
-        tuple((tuple(tensor.shape), tensor.dtype) for tensor in extra_inputs.tensors()),
-        tuple(module.training for module in model.modules()),
-        tuple(parameter.requires_grad for parameter in model.parameters()),
-        tuple(tuple(buffer.shape) for buffer in model.buffers()),
-        tuple(repr(_settings(group)) for group in optimizer.param_groups),
-    )
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a parameter group that no schedule changes."""
-    return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
-
-
-def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    found = {
-        parameter: number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    return [found[parameter] for parameter in model.parameters()]
-
-
-def _scaling(scaler: Any) -> dict[str, Any] | None:
-    if scaler is None:
-        return None
-    return {
-        "growth": scaler.get_growth_factor(),
-        "backoff": scaler.get_backoff_factor(),
-        "interval": scaler.get_growth_interval(),
-    }

@@ -29,16 +29,16 @@ class JaxTracingEngine(engine.Engine):
     def _start_cache(self) -> str:
         return "off: nothing is compiled"
 
-    def _meet(self) -> Any:
+    def _init_mesh(self) -> Any:
         from accbench.engines.jax import data_mesh
 
         return data_mesh.AbstractDataMesh(self.topology, self.options.shard)
 
     def lowered(self, model: Any, spec: Any, optimizer: Any, batch: Any) -> Any:
         """Lower the step to the form that JAX has before it compiles."""
-        self._mirror.sync_from_torch()
-        arguments = self._arguments(optimizer, batch)
-        function, _ = self._function(model, spec, optimizer, batch)
+        self._state_sync.sync_from_torch()
+        arguments = self.step_arguments(optimizer, batch)
+        function, _ = self._steps.build(model, spec, optimizer, batch, arguments[0])
         return function.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 

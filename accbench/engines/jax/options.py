@@ -1,0 +1,76 @@
+"""Flags of engine jax, `--jax.NAME`."""
+
+import dataclasses
+from typing import Literal
+
+from accbench import engines
+from accbench.config.field import flag
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxOptions(engines.Engine.Options):
+    """Options of the engine jax."""
+
+    compile_cache: Literal["on", "off"] = flag("on", "Keep compiled steps on disk.")
+    cache_dir: str | None = flag(
+        None,
+        "The cache's folder. Unset: accbench/jax in the user's cache folder.",
+        is_path=True,
+    )
+    torch_kernels: Literal["on", "off"] = flag(
+        "on",
+        "On a CPU, let XLA's program call torch's kernels (oneDNN, MKL) for convolutions, "
+        "large matrix products, attention and max-pooling, as on a GPU it calls cuDNN and "
+        "cuBLAS.",
+    )
+    channels_last: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "Carry images as NHWC from one convolution to the next. auto: on a CPU; elsewhere XLA "
+        "chooses layouts itself.",
+    )
+    products_for_1x1: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "Compute 1 x 1 convolutions as matrix products, channels last. auto: on a CPU.",
+    )
+    products_for_patches: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "Compute convolutions whose windows do not overlap as matrix products, for example the "
+        "patches of a vision transformer. auto: on a CPU.",
+    )
+    products_for_small_images: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "Compute convolutions with at most nine output pixels as matrix products. auto: on a CPU.",
+    )
+    weights_by_image: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "Compute the weight gradients of convolutions with 128 or more output pixels as one "
+        "matrix product per image, channels last. auto: on a CPU.",
+    )
+    pools_by_place: Literal["on", "off"] = flag(
+        "on",
+        "Compute the gradients of max-pooling as a sum over the positions in a window.",
+    )
+    lean: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "In 16 bits, compute BatchNorm with its ReLU, and attention, by accbench's own "
+        "functions that move fewer bytes, with CUDA's casts. auto: on CUDA.",
+    )
+    evaluation: Literal["auto", "compiled", "eager"] = flag(
+        "auto",
+        "Evaluate by compiled functions on the device, or by torch on the host. auto: "
+        "compiled, except on a CPU, where torch's operations are as fast and need no "
+        "compilation.",
+    )
+    flags: str = flag(
+        "",
+        "More XLA flags, `name=value` separated by blanks; those in XLA_FLAGS win.",
+    )
+    shard: bool = flag(
+        False,
+        "Shard parameters and their optimizer state over the workers: less memory on each, but "
+        "every step reduces gradients and gathers parameters.",
+    )
+    find_unused_parameters: bool = flag(
+        False,
+        "In your own loops, with several workers: the same as --ddp.find_unused_parameters.",
+    )
