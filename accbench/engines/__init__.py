@@ -72,7 +72,7 @@ class Engine(abc.ABC):
     """A module that traces a step without running it, for `accbench preflight`."""
     precision: Precision
     """The types of a step, and its loss scale."""
-    computed_again: activation_checkpointing.RecomputeBarrier | None = None
+    recompute_barrier: activation_checkpointing.RecomputeBarrier | None = None
     """For `--checkpoint_modules`, see there."""
 
     def __init__(self, task: TaskConfig, options: Any, topology: Topology) -> None:
@@ -243,7 +243,7 @@ class Engine(abc.ABC):
         self.check_model(net)
         if self.task.checkpoint_modules:
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
-            activation_checkpointing.apply(net, names, self.computed_again)
+            activation_checkpointing.apply(net, names, self.recompute_barrier)
         before = tied_parameters.names_by_tensor(net)
         model = self.prepare(net)
         parted = before ^ tied_parameters.names_by_tensor(net)

@@ -66,14 +66,14 @@ class LoopEngine(Engine):
         """Return the context that the loop's calls of the prepared model run in."""
         return self.autocast()
 
-    def given(self, batch: Batch) -> Batch:
+    def batch_for_loop(self, batch: Batch) -> Batch:
         """Return a batch on the device in a form that the loop may do anything with."""
         return batch
 
     def leave_batches(self) -> None:  # noqa: B027
         """Note that the loop has left a pass over a loader, maybe in the middle of a step."""
 
-    def results(self, nest: Any) -> Any:
+    def output_for_loop(self, nest: Any) -> Any:
         """Return the model's output in a form that the loop may do anything with."""
         return nest
 

@@ -33,7 +33,7 @@ def accelerate(model: nn.Module, prepared: nn.Module, engine: LoopEngine) -> Non
                 outputs = prepared(*args, **kwargs)
         finally:
             running = False
-        outputs = engine.results(outputs)
+        outputs = engine.output_for_loop(outputs)
         if engine.precision.autocast_dtype is None:
             return outputs
         return nested.mapped(outputs, _as_float32, doing="made float32")

@@ -341,7 +341,7 @@ class Run:
                     self._begin_record(samples)
                     self._taken[pass_id] = self._taken.get(pass_id, 0) + samples
                     self._watch.got(batch)
-                yield self.engine.given(batch)
+                yield self.engine.batch_for_loop(batch)
                 del batch
                 if self.timer.num_steps == num_steps:  # otherwise the step has ended it
                     self.engine.end_step()

@@ -209,7 +209,7 @@ class Engine(LoopEngine):
         skips = self.precision.skips_nonfinite and not self.precision.has_loss_scale
         return skips and not optimizers.of_task(self.task).has_fused
 
-    def results(self, nest: Any) -> Any:
+    def output_for_loop(self, nest: Any) -> Any:
         """See the base class."""
         return layouts.contiguous(nest) if self.memory_format is torch.channels_last else nest
 

@@ -50,7 +50,7 @@ def convert(optimizer: Any, send: Send, as_vectors: bool) -> None:
 
     def prepare_state(optimizer: Any) -> None:
         fill_state(optimizer, send)
-        _share_counts_on_device(optimizer, send)
+        share_counts_on_device(optimizer, send)
 
     prepare_state(optimizer)
     optimizer.register_load_state_dict_post_hook(prepare_state)
@@ -116,9 +116,10 @@ def fill_state(optimizer: Any, send: Send) -> None:
                 state["step"] = send(torch.tensor(count))
 
 
-def _share_counts_on_device(optimizer: sync_free.SharedStepCounts, send: Send) -> None:
+def share_counts_on_device(optimizer: Any, send: Send) -> None:
     """Share step counts, and move them to the device, where torch does not put them."""
-    optimizer.share_counts(send)
+    if isinstance(optimizer, sync_free.SharedStepCounts):
+        optimizer.share_counts(send)
     for state in optimizer.state.values():
         if state["step"].device.type == "cpu":
             state["step"] = send(state["step"].float())
