@@ -11,45 +11,29 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.distributed import (
-    complex_parameters,
-    process_group,  # fmt: skip
-)
+from accbench.distributed import complex_parameters, process_group
 from accbench.engines import Batch
 from accbench.engines.common import model_state
 from accbench.engines.loops import LoopEngine
-from accbench.errors import RequestError, RunEnded, end_status
+from accbench.errors import RequestError, RunEnded
 from accbench.logger import RunLogger
 from accbench.models.tasks import trainable
-from accbench.recording import records, tensorboard_writer
-from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import (
     accelerated_loader,
     accelerated_model,
     accelerated_optimizer,
     gathering,
-    worker,
+    loop_record,
 )
 from accbench.training.accelerated_loader import AcceleratedLoader
 from accbench.training.current import Worker
 from accbench.training.foreign_steps import ForeignSteps
 from accbench.training.gathering import BatchPosition
 from accbench.training.opening import open_engine
+from accbench.training.run_report import Reporter
+from accbench.training.step_listener import StepListener
 from accbench.training.step_timer import StepTimer
-
-
-class StepListener:
-    """Listener for a run's steps; this class itself does nothing."""
-
-    def before_step(self) -> None:
-        """Handle the loop's request for the first batch of a step."""
-
-    def got(self, batch: Batch) -> None:
-        """Handle a training batch that has come to the device."""
-
-    def after_step(self, loss: torch.Tensor) -> None:
-        """Handle a step that was handed to the device; its gradients still exist."""
 
 
 class Run:
@@ -90,7 +74,7 @@ class Run:
         self.logger = RunLogger(self.task.run_dir, self.topology.rank)
         self.timer = StepTimer(
             self.engine, begun.started,
-            worker.Reporter(self.logger, display, self.task, self.engine, optimizer),
+            Reporter(self.logger, display, self.task, self.engine, optimizer),
         )  # fmt: skip
         self.timer.start(0)
         self._passes: list[Generator[Batch, None, None]] = []
@@ -382,16 +366,7 @@ class Run:
         self._has_header = True
         task = replace(self.task, batch_size=self.task.batch_size or num_samples or 1)
         self.engine.task = self.task = self.timer.listener.task = task  # type: ignore[attr-defined]
-        header = worker.run_record(task, self.engine, self.topology, num_classes=None)
-        header = replace(header, model=type(self.model).__name__)
-        self.logger.write(header)
-        if (
-            self.topology.rank == 0
-            and task.tensorboard != "off"
-            and tensorboard_writer.is_installed()
-        ):
-            self.logger.tensorboard = TensorBoardWriter(task.run_dir, 0)
-        worker.log_start(task, self.engine, self.topology, header.model)
+        loop_record.write_header(self.logger, task, self.engine, self.topology, self.model)
 
     def let_go(self) -> None:
         """Close the display and all passes over loaders, and wait for no other rank."""
@@ -418,7 +393,7 @@ class Run:
         self.timer.close_window()
         self._begin_record(0)
         self.let_go()
-        end = self._end_record()
+        end = loop_record.end_record(self.engine, self.optimizer, self.timer, self._num_applied)
         self.logger.write(end)
         self.engine.close()
         log.info(
@@ -432,30 +407,7 @@ class Run:
         if self._ended:
             return
         self.let_go()
-        name = type(error).__name__
-        end = records.EndRecord(
-            end_status(name, str(error)), f"rank {self.topology.rank}: {name}: {error}",
-            num_steps=self.timer.num_steps,
-        )  # fmt: skip
-        with contextlib.suppress(RequestError):
-            self.logger.write(end)
-        self.at_end()
-
-    def _end_record(self) -> records.EndRecord:
-        end = worker.end_record(self.engine, self.optimizer, self.timer, 0, 0)
-        rank_samples = process_group.all_gather_values([float(self.timer.num_samples)])
-        return replace(
-            end,
-            num_samples=int(sum(n for (n,) in rank_samples)),
-            skipped_steps=self._num_skipped(end.skipped_steps),
-            num_bad_samples=None,
-            samples_per_epoch=None,
+        loop_record.write_failure(
+            self.logger, error, self.topology.rank, num_steps=self.timer.num_steps
         )
-
-    def _num_skipped(self, by_state: int | None) -> int | None:
-        """Count the skipped steps: overflowed ones, which were not called or changed nothing."""
-        if self.engine.precision.loss_scale() is None:
-            return 0
-        called = self.timer.num_steps - self._num_applied
-        has_counts = any("step" in state for state in self.optimizer.state.values())
-        return called or (by_state if has_counts else called)
+        self.at_end()

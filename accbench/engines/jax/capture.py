@@ -9,7 +9,7 @@ they were taken.
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from accbench.engines.common import (
     python_state,
     source_location,
 )
-from accbench.engines.common.index_ranges import IndexRanges, IndexTracer
+from accbench.engines.jax import functional
+from accbench.engines.jax.functional import Tensors
 from accbench.engines.jax.traceable import traceable
 from accbench.errors import RequestError
 
-Tensors = list[torch.Tensor]
 _NO_GRADIENT_MESSAGE = "did not receive a gradient"
 
 
@@ -69,32 +69,6 @@ class CapturedStep:
         num_buffers = len(self.mutated_buffers)
         loss_index = num_buffers + self.num_mutated_inputs + 1
         return list(values[:num_buffers]), values[loss_index], list(values[loss_index + 1 :])
-
-
-class ReshapedBufferError(RequestError):
-    """A forward pass replaces a buffer by a tensor of another shape."""
-
-
-class _LossModule(nn.Module):
-    """The loss of a batch as a module, so that `functional_call` can replace tensors."""
-
-    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        before = dict(self.model.named_buffers())
-        loss = self.loss(self.model, batch)
-        for name, buffer in self.model.named_buffers():
-            if name in before and buffer is not before[name]:  # it was replaced
-                if buffer.shape != before[name].shape:
-                    raise ReshapedBufferError(
-                        f"--engine jax cannot have the shape of a buffer change in a step, as that "
-                        f"of {name} does; make it before training, or use another engine"
-                    )
-                with torch.no_grad():
-                    before[name].copy_(buffer)
-        return loss
 
 
 class _FunctionalLoss(nn.Module):
@@ -180,24 +154,6 @@ def _run_eager_step(
     torch.autograd.grad(value, [parameters[index] for index in trained], allow_unused=True)
 
 
-def build_lazy_buffers(
-    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> None:  # fmt: skip
-    """Run a forward pass on the host for the buffers that it replaces by new tensors.
-
-    These are tables that a model makes when it first sees a size. Buffers that are written to
-    in place are restored.
-    """
-    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng(devices=()), torch.no_grad(), autocast():
-        loss(model, batch)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before and buffer is before[name][0]:
-                buffer.copy_(before[name][1])
-
-
 def _capture(
     trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], Any], decompositions: Any, fused_attention: bool,
@@ -208,23 +164,25 @@ def _capture(
     others = [p for index, p in enumerate(parameters) if index not in set(trained)]
     reads: list[int] = []
 
-    def functional(
+    def loss_of_tensors(
         trained_tensors: Tensors, other_tensors: Tensors, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        value, reads[:] = functional_loss(
+        value, reads[:] = functional.compute_loss(
             model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
         )
         return value
 
-    inputs = _contiguous_clones(
+    inputs = functional.contiguous_clones(
         [torch.ones(()), *nested.tensors_of(batch), *extra_inputs.tensors()]
     )
-    trained_tensors = _contiguous_clones(parameters[index] for index in trained)
-    holder = _FunctionalLoss(trained_tensors, _contiguous_clones([*others, *buffers]), functional)
+    trained_tensors = functional.contiguous_clones(parameters[index] for index in trained)
+    holder = _FunctionalLoss(
+        trained_tensors, functional.contiguous_clones([*others, *buffers]), loss_of_tensors
+    )
     watch, saved = python_state.PythonStateWatch(model), python_state.PythonSnapshot(model)
     before = python_state.numbers_in(watch.state())
     # Tensors that are plain attributes of the model become constants of the graph.
-    with traceable(model, fused_attention), _fake_mode():
+    with traceable(model, fused_attention), functional.fake_mode():
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
@@ -253,8 +211,12 @@ def _refuse_changing_numbers(
 ) -> None:  # fmt: skip
     """Raise RequestError if every forward pass changes a number, for a graph is captured once."""
     before = python_state.numbers_in(watch.state())
-    with fake_inputs(trained, model, batch) as (trained_tensors, other_tensors, inputs):
-        functional_loss(
+    with functional.fake_inputs(trained, model, batch) as (
+        trained_tensors,
+        other_tensors,
+        inputs,
+    ):
+        functional.compute_loss(
             model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
         )
     for name, value in python_state.numbers_in(watch.state()).items():
@@ -277,7 +239,7 @@ def refuse_changing_extra_state(
         return
     for is_last in (False, True):
         before = model_state.read_extra(model)
-        build_lazy_buffers(model, loss, batch, autocast)
+        functional.build_lazy_buffers(model, loss, batch, autocast)
         after = model_state.read_extra(model)
         changed = [key for key in after if not extra_state.equal(before.get(key), after[key])]
         if not changed:
@@ -309,17 +271,19 @@ def capture_score(
     """
     from torch._functorch.aot_autograd import aot_export_module
 
-    def functional(
+    def loss_of_tensors(
         _: Tensors, other_tensors: Tensors, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        return functional_loss(model, score, batch, autocast, [], [], other_tensors, inputs)[0]
+        return functional.compute_loss(
+            model, score, batch, autocast, [], [], other_tensors, inputs
+        )[0]
 
     holder = _FunctionalScore(
-        [], _contiguous_clones([*model.parameters(), *model.buffers()]), functional
+        [], functional.contiguous_clones([*model.parameters(), *model.buffers()]), loss_of_tensors
     )
-    inputs = _contiguous_clones([*nested.tensors_of(batch), *extra_inputs.tensors()])
+    inputs = functional.contiguous_clones([*nested.tensors_of(batch), *extra_inputs.tensors()])
     try:
-        with torch.no_grad(), traceable(model, fused_attention=False), _fake_mode():
+        with torch.no_grad(), traceable(model, fused_attention=False), functional.fake_mode():
             graph, signature = aot_export_module(
                 holder, inputs, trace_joint=False, decompositions=decompositions
             )
@@ -334,102 +298,22 @@ def capture_score(
     return graph
 
 
-def _contiguous_clones(tensors: Iterable[torch.Tensor]) -> Tensors:
-    """Clone tensors to trace with, because tracing some models counts as writing to them.
-
-    The clones are contiguous: some graphs depend on strides, which JAX does not have.
-    """
-    layout = torch.contiguous_format
-    return [tensor.detach().clone(memory_format=layout) for tensor in tensors]
-
-
-def functional_loss(
-    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any],
-    trained: list[int], trained_tensors: Sequence[torch.Tensor],
-    other_tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
-    """Compute the loss with other tensors in the place of all that the model has and is given.
-
-    Returns:
-        The loss, and how many tensors were read of each source of extra inputs.
-    """
-    num_others = sum(1 for _ in model.parameters()) - len(trained)
-    trained_by_index = dict(zip(trained, trained_tensors, strict=True))
-    others = iter(other_tensors[:num_others])
-    tensors = {
-        f"model.{name}": trained_by_index[index] if index in trained_by_index else next(others)
-        for index, (name, _) in enumerate(model.named_parameters())
-    }
-    names = (name for name, _ in model.named_buffers())
-    tensors |= {f"model.{n}": b for n, b in zip(names, other_tensors[num_others:], strict=True)}
-    num_in_batch = len(nested.tensors_of(batch))
-    new_batch = nested.with_tensors(batch, inputs[:num_in_batch])
-    # In here, not around the export: the backward pass runs outside of autocast.
-    with autocast(), extra_inputs.replaced(list(inputs[num_in_batch:])) as reads:
-        value: torch.Tensor = torch.func.functional_call(
-            _LossModule(model, loss), tensors, (new_batch,)
-        )
-    return value, reads
-
-
 def _params_with_gradient(
     trained: list[int], model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any,
     autocast: Callable[[], Any],
 ) -> list[int]:  # fmt: skip
     """Return those of `trained` that the loss depends on; torch exports no graph with others."""
-    with fake_inputs(trained, model, batch) as (trained_tensors, other_tensors, inputs):
-        value, _ = functional_loss(
+    with functional.fake_inputs(trained, model, batch) as (
+        trained_tensors,
+        other_tensors,
+        inputs,
+    ):
+        value, _ = functional.compute_loss(
             model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
         )
         gradients = torch.autograd.grad(value, trained_tensors, allow_unused=True)
     pairs = zip(trained, gradients, strict=True)
     return [index for index, gradient in pairs if gradient is not None]
-
-
-def trace_index_ranges(
-    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, autocast: Callable[[], Any]
-) -> IndexRanges:
-    """Return the ranges in which the indices in the batch must lie."""
-    trained = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
-    with fake_inputs(trained, model, batch) as (trained_tensors, other_tensors, inputs):
-        tracer = IndexTracer(inputs[: len(nested.tensors_of(batch))])
-        with tracer:
-            functional_loss(
-                model, loss, batch, autocast, trained, trained_tensors, other_tensors, inputs
-            )
-    return tracer.log.ranges()
-
-
-@contextlib.contextmanager
-def fake_inputs(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tuple[Tensors, ...]]:
-    """Yield fake tensors for all that a step reads, and let the step be run on them.
-
-    They are the parameters of `trained`; other parameters and buffers; the batch's tensors and
-    the extra inputs.
-    """
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    others = [p for index, p in enumerate(parameters) if index not in set(trained)]
-    mode = _fake_mode()
-
-    def fake(tensors: Iterable[torch.Tensor]) -> list[Any]:
-        return [mode.from_tensor(tensor) for tensor in _contiguous_clones(tensors)]
-
-    with traceable(model, fused_attention=False), mode:
-        trained_tensors = [
-            tensor.requires_grad_() for tensor in fake(parameters[index] for index in trained)
-        ]
-        yield (
-            trained_tensors,
-            fake([*others, *buffers]),
-            fake([*nested.tensors_of(batch), *extra_inputs.tensors()]),
-        )
-
-
-def _fake_mode() -> Any:
-    """Return a mode in which tensors are shapes and dtypes alone; real tensors are accepted."""
-    from accbench.engines.jax.kernel_dtypes import KernelDtypeFakeMode
-
-    return KernelDtypeFakeMode()
 
 
 def _error_message(error: Exception) -> str:

@@ -20,7 +20,15 @@ from accbench.distributed.process_group import Topology
 from accbench.engines import Batch, CompileStats
 from accbench.engines.common import extra_inputs, python_state
 from accbench.engines.common.index_ranges import IndexRanges
-from accbench.engines.jax import capture, fingerprint, lowering, recapture, runtime, step_cache
+from accbench.engines.jax import (
+    capture,
+    fingerprint,
+    functional,
+    lowering,
+    recapture,
+    runtime,
+    step_cache,
+)
 from accbench.engines.jax.data_mesh import DataMesh
 from accbench.engines.jax.precision import JaxPrecision
 from accbench.engines.jax.step import StepPlan, build_step
@@ -95,7 +103,7 @@ class CompiledSteps:
 
         Raises:
             RequestError: the step cannot be one graph.
-            capture.ReshapedBufferError: the model has yet to make its buffers for this batch.
+            functional.ReshapedBufferError: the model has yet to make its buffers for this batch.
         """
         key = self._key(model, spec, optimizer, batch)
         step = self._compiled(model, spec, optimizer, batch, arguments)
@@ -135,7 +143,7 @@ class CompiledSteps:
 
         function, reads = build() if key is None else self._load_or_build(key, arguments, build)
         with python_state.restored(model):  # what cannot be captured was refused above
-            ranges = capture.trace_index_ranges(
+            ranges = functional.trace_index_ranges(
                 model, spec.loss, microbatch, self._precision.capture_autocast
             )
         saved.keep_plain()

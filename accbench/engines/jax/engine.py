@@ -191,7 +191,7 @@ class Engine(engines.Engine):
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch
     ) -> tuple[Any, tuple[Any, ...]]:
         """Return the compiled step for a batch and its arguments; compile it where it is new."""
-        from accbench.engines.jax import capture
+        from accbench.engines.jax import functional
 
         arguments = self.step_arguments(optimizer, batch)
         compiled = self._steps.find(model, spec, optimizer, batch)
@@ -199,18 +199,18 @@ class Engine(engines.Engine):
             return compiled, arguments
         try:
             return self._steps.compile(model, spec, optimizer, batch, arguments), arguments
-        except capture.ReshapedBufferError:
+        except functional.ReshapedBufferError:
             self._build_lazy_buffers(model, spec, batch)
             arguments = self.step_arguments(optimizer, batch)
             return self._steps.compile(model, spec, optimizer, batch, arguments), arguments
 
     def _build_lazy_buffers(self, model: nn.Module, spec: Any, batch: engines.Batch) -> None:
         """Run the model once, so that it makes its buffers for batches of this size."""
-        from accbench.engines.jax import capture
+        from accbench.engines.jax import functional
 
         self._sync_to_torch()
         microbatch = nested.chunks(batch, self.task.accumulate)[0]
-        capture.build_lazy_buffers(model, spec.loss, microbatch, self.precision.host_autocast)
+        functional.build_lazy_buffers(model, spec.loss, microbatch, self.precision.host_autocast)
         self._state_sync.reset_buffers(model)
         self._state_sync.sync_from_torch()
 

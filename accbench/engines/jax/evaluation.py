@@ -12,7 +12,7 @@ from torch import nn
 from accbench.data import nested
 from accbench.engines import CompileStats
 from accbench.engines.common import extra_inputs, python_state
-from accbench.engines.jax import arrays, capture, lowering
+from accbench.engines.jax import arrays, capture, functional, lowering
 from accbench.errors import RequestError
 from accbench.recording.terminal import log
 
@@ -88,5 +88,5 @@ class CompiledEvaluation:
         compiled = jax.jit(function).lower(*arguments).compile()
         self.stats += CompileStats(1, time.perf_counter() - start)
         with python_state.restored(net):
-            ranges = capture.trace_index_ranges(net, spec.score, batch, self._autocast)
+            ranges = functional.trace_index_ranges(net, spec.score, batch, self._autocast)
         return compiled, ranges

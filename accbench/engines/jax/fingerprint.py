@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from accbench.engines.jax import capture
+from accbench.engines.jax import functional
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
@@ -53,10 +53,10 @@ def step_digest(
         UnknownError: the forward pass does not determine the graph.
     """
     trained = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
-    with capture.fake_inputs(trained, model, batch) as tensors, _refuse_hooks():
+    with functional.fake_inputs(trained, model, batch) as tensors, _refuse_hooks():
         mode = _DigestMode(tensors)
         with mode:
-            value, reads = capture.functional_loss(model, loss, batch, autocast, trained, *tensors)
+            value, reads = functional.compute_loss(model, loss, batch, autocast, trained, *tensors)
         mode.add_autograd_graph(value)
     return mode.digest.hexdigest(), reads
 
