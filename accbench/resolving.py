@@ -109,8 +109,8 @@ def apply_defaults(task: TaskConfig, device: Any) -> TaskConfig:
     if task.resume == "auto" and task.output_dir is None:
         raise RequestError("--resume auto looks for checkpoints in --output_dir; name that too")
     if not task.save_interval and (task.save_steps is not None or task.on_nan == "rollback"):
-        asked = "--save_steps" if task.save_steps is not None else "--on_nan rollback"
-        raise RequestError(f"{asked} needs checkpoints, and --save_interval 0 makes none")
+        flag = "--save_steps" if task.save_steps is not None else "--on_nan rollback"
+        raise RequestError(f"{flag} needs checkpoints, and --save_interval 0 makes none")
     return task
 
 

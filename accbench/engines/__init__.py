@@ -246,11 +246,11 @@ class Engine(abc.ABC):
             activation_checkpointing.apply(net, names, self.recompute_barrier)
         before = tied_parameters.names_by_tensor(net)
         model = self.prepare(net)
-        parted = before ^ tied_parameters.names_by_tensor(net)
-        if parted:
+        changed_ties = before ^ tied_parameters.names_by_tensor(net)
+        if changed_ties:
             raise RuntimeError(
-                f"engine {self.task.engine} keeps {', '.join(min(parted))} otherwise than the "
-                "model does: tied weights have come apart, or others are tied"
+                f"engine {self.task.engine} keeps {', '.join(min(changed_ties))} otherwise than "
+                "the model does: tied weights have come apart, or others are tied"
             )
         return model
 

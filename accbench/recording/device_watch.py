@@ -54,11 +54,11 @@ def _busy_cpu_s() -> float | None:
     path = Path("/proc/stat")
     if not path.exists():
         return None
-    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    own_cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     ticks = 0
     for line in path.read_text().splitlines():
         name, *columns = line.split()
-        if name in ours:
+        if name in own_cpus:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, columns[:8])
             ticks += user + nice + system + irq + softirq + steal
     return ticks / os.sysconf("SC_CLK_TCK")

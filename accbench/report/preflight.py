@@ -7,9 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Literal
 
-from accbench.report import preflight_page as pages
-from accbench.report import preflight_pair as pair
-from accbench.report import preflight_sections as sections
+from accbench.report import preflight_page, preflight_pair, preflight_sections
 from accbench.report.preflight_page import Document, PreflightResult
 
 Format = Literal["table", "md", "html", "json"]
@@ -19,18 +17,20 @@ def render(result: PreflightResult, format: Format) -> str:
     """Render one result; the text ends in a newline."""
     if format == "json":
         return json.dumps(result, indent=1) + "\n"
-    return _render_document(sections.build_document(result), format)
+    return _render_document(preflight_sections.build_document(result), format)
 
 
 def render_pair(a: PreflightResult, b: PreflightResult, format: Format) -> str:
     """Render two results side by side, with the change from `a` to `b`; ends in a newline."""
     if format == "json":
-        return json.dumps(pair.as_json(a, b), indent=1) + "\n"
-    return _render_document(pair.build_document(a, b), format)
+        return json.dumps(preflight_pair.as_json(a, b), indent=1) + "\n"
+    return _render_document(preflight_pair.build_document(a, b), format)
 
 
 def _render_document(document: Document, format: Format) -> str:
     renderers: dict[str, Callable[[Document], str]] = {
-        "table": pages.terminal, "md": pages.as_markdown, "html": pages.page,
-    }  # fmt: skip
+        "table": preflight_page.terminal,
+        "md": preflight_page.as_markdown,
+        "html": preflight_page.page,
+    }
     return renderers[format](document)

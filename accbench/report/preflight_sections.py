@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from accbench.report import preflight_page as pages
+from accbench.report import preflight_page
 from accbench.report.preflight_page import (
     Document,
     Headline,
@@ -53,7 +53,7 @@ def describe_setting(result: PreflightResult) -> str:
     parts = [
         str(task["model"]),
         f"{result['num_gpus']} x {result['gpu']['name']}",
-        f"{task['amp_level']} {pages.dtype(result)}",
+        f"{task['amp_level']} {preflight_page.dtype(result)}",
         f"batch {task['batch_size']:,} a GPU",
     ]
     if task.get("image_size"):
@@ -133,7 +133,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _memory(result: PreflightResult) -> Section:
-    parts = {name: size / GIB for name, size in pages.memory_parts(result).items()}
+    parts = {name: size / GIB for name, size in preflight_page.memory_parts(result).items()}
     words = ", ".join(f"{name} {number(size)} GiB" for name, size in parts.items())
     lines = [f"{words[0].upper()}{words[1:]}.", NOT_COUNTED]
     search, table = result.get("batch_search"), None
@@ -150,18 +150,18 @@ def _memory(result: PreflightResult) -> Section:
             for batch, size, does_fit in search["tried"]
         ]
         table = Table(("batch a GPU", "GiB at least", "fits"), rows)
-    return Section("Memory", lines, table, chart=pages.memory_bar(result))
+    return Section("Memory", lines, table, chart=preflight_page.memory_bar(result))
 
 
 def _bound(result: PreflightResult) -> Section:
     step, eager, gpu = result["step"], result["eager"], result["gpu"]
-    whole_ms, bytes_ms = 1e3 * step["bound_s"], 1e3 * pages.memory_bound_s(result)
+    bound_ms, bytes_ms = 1e3 * step["bound_s"], 1e3 * preflight_page.memory_bound_s(result)
     lines = [
         f"Each kernel moves its bytes at {gpu['memory_gb_per_s']:,g} GB/s or multiplies at "
-        f"{pages.peak_tflops(result)[1]:,g} TFLOP/s, whichever takes longer, one after the other, "
-        "and nothing else takes time. A run takes longer, but for what it finds in the L2 cache; "
-        "how much longer, only a run says.",
-        f"Bytes bound {number(bytes_ms)} of the {number(whole_ms)} ms, products the rest.",
+        f"{preflight_page.peak_tflops(result)[1]:,g} TFLOP/s, whichever takes longer, one after "
+        "the other, and nothing else takes time. A run takes longer, but for what it finds in the "
+        "L2 cache; how much longer, only a run says.",
+        f"Bytes bound {number(bytes_ms)} of the {number(bound_ms)} ms, products the rest.",
         f"{_launch_us(result):g} µs a launch is a guess; CUDA graphs can make it less.",
     ]
     if result["num_gpus"] > 1:
@@ -172,10 +172,18 @@ def _bound(result: PreflightResult) -> Section:
         if eager
         else "There is no such bound for eager PyTorch here."
     )
-    ours, theirs = _step_figures(result, step), _step_figures(result, eager) if eager else {}
+    xla_figures, eager_figures = (
+        _step_figures(result, step),
+        _step_figures(result, eager) if eager else {},
+    )
     rows = [
-        (title, number(value), number(theirs.get(title)), number(_ratio(theirs.get(title), value)))
-        for title, value in ours.items()
+        (
+            title,
+            number(value),
+            number(eager_figures.get(title)),
+            number(_ratio(eager_figures.get(title), value)),
+        )
+        for title, value in xla_figures.items()
     ]
     titles = ("", "XLA", "eager PyTorch", "eager / XLA")
     shown = len(titles) if eager else 2
@@ -219,7 +227,9 @@ def _step_figures(result: PreflightResult, step: PreflightResult) -> dict[str, f
 def bytes_by_kind(results: Sequence[tuple[str, PreflightResult]]) -> Section:
     """Chart the bytes that each kind of kernel moves, for one result or for several."""
     line = "What a step must move, by what moves it."
-    return Section("Bytes by kind", [line], chart=pages.bytes_by_kind(results), page_only=True)
+    return Section(
+        "Bytes by kind", [line], chart=preflight_page.bytes_by_kind(results), page_only=True
+    )
 
 
 def _roofline(result: PreflightResult) -> Section:
@@ -230,15 +240,15 @@ def _roofline(result: PreflightResult) -> Section:
         f"the bound. {len(without):,} kernels without products, with {number(lost_ms)} of "
         f"{number(1e3 * result['step']['bound_s'])} ms, are not in the plot."
     )
-    return Section("Roofline", [line], chart=pages.roofline(result), page_only=True)
+    return Section("Roofline", [line], chart=preflight_page.roofline(result), page_only=True)
 
 
 def _kinds(result: PreflightResult) -> Section:
-    step, whole_s = result["step"], result["step"]["bound_s"]
+    step, bound_s = result["step"], result["step"]["bound_s"]
     rows = [
         (row["kind"], f"{row['launches']:,}", number(row["bytes"] / 1e9),
          number(row["flops"] / 1e12), number(1e3 * row["bound_s"]),
-         _percent(row["bound_s"], whole_s))
+         _percent(row["bound_s"], bound_s))
         for row in result["kinds"]
     ]  # fmt: skip
     lines = [
@@ -298,13 +308,13 @@ def _large_tensors(result: PreflightResult) -> Section:
 
 
 def _costliest_kernels(result: PreflightResult) -> Section:
-    whole_s = result["step"]["bound_s"]
+    bound_s = result["step"]["bound_s"]
     rows = []
     for row in result["dearest"][:_MOST_ROWS]:
         shapes = row["results"]
         more = f" +{len(shapes) - 2}" if len(shapes) > 2 else ""
         rows.append(
-            (number(1e3 * row["bound_s"]), _percent(row["bound_s"], whole_s),
+            (number(1e3 * row["bound_s"]), _percent(row["bound_s"], bound_s),
              number(row["bytes"] / 1e9), number(row["flops"] / 1e9), row["kind"], row["name"],
              ", ".join(shapes[:2]) + more, row["source"] or "-")
         )  # fmt: skip

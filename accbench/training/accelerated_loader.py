@@ -90,10 +90,10 @@ class AcceleratedLoader:
 class _RankSampler(DistributedSampler):
     """A distributed sampler that records whether a loader has taken samples from it."""
 
-    was_asked = False
+    was_iterated = False
 
     def __iter__(self) -> Iterator[int]:
-        self.was_asked = True
+        self.was_iterated = True
         return super().__iter__()
 
 
@@ -146,7 +146,7 @@ def _check_sampler_used(
             would train on all samples.
     """
     for batch in batches:
-        if not sampler.was_asked:
+        if not sampler.was_iterated:
             raise RequestError(
                 f"a {type(loader).__name__} that takes its samples past its sampler cannot be "
                 "shared out over workers: have it iterate over its batch_sampler, or have each "

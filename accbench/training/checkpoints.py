@@ -132,9 +132,9 @@ class Writer:
         Raises:
             RequestError: the checkpoint before could not be written, and that ends the run.
         """
-        asked = time.perf_counter()
+        begun = time.perf_counter()
         self.finish()
-        stall_s += time.perf_counter() - asked
+        stall_s += time.perf_counter() - begun
         self._thread = threading.Thread(
             target=self._write, args=(checkpoint, stall_s), name="checkpoint"
         )

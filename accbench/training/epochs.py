@@ -199,8 +199,8 @@ class Epochs:
         self.keeper.finish()
         # The collective also keeps each rank until all is on the disk: the first one to leave would
         # make its launcher end the others.
-        asked = process_group.all_gather_values([float(stops.received)])
-        ranks = ", ".join(str(rank) for rank, (was_asked,) in enumerate(asked) if was_asked)
+        flags = process_group.all_gather_values([float(stops.received)])
+        ranks = ", ".join(str(rank) for rank, (is_set,) in enumerate(flags) if is_set)
         raise StoppedError(
             f"stopped after step {self.timer.num_steps}, as rank {ranks} was asked to; all is "
             "saved, go on with --resume auto"

@@ -52,7 +52,7 @@ class StepTimer:
         self.num_steady_steps = 0
         self.shapes = ShapeWatch()
         self._steps_in_window = self._samples_before = 0
-        self._data_wait_s = self._dispatch_s = self._got_batch = 0.0
+        self._data_wait_s = self._dispatch_s = self._batch_received = 0.0
         self._in_step = False
         self._paused: tuple[float, CompileStats] | None = None
         # Each stays on the device as a result of its step until the window ends: a running sum
@@ -92,16 +92,16 @@ class StepTimer:
         """Pass batches through, timing how long the loop waits for each."""
         iterator = iter(on_device)
         while True:
-            asked = time.perf_counter()
+            requested = time.perf_counter()
             if self._in_step:  # a step of several batches
-                self._dispatch_s += asked - self._got_batch
+                self._dispatch_s += requested - self._batch_received
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             finally:
-                self._got_batch = time.perf_counter()
-                self._data_wait_s += self._got_batch - asked
+                self._batch_received = time.perf_counter()
+                self._data_wait_s += self._batch_received - requested
             self.shapes.note(batch)
             self._in_step = True
             yield batch
@@ -119,7 +119,7 @@ class StepTimer:
             num_samples: samples that this rank took in the step; None for those of a batch.
         """
         if self._in_step:
-            self._dispatch_s += time.perf_counter() - self._got_batch
+            self._dispatch_s += time.perf_counter() - self._batch_received
         self._in_step = False
         assert self.engine.task.batch_size is not None
         self.num_steps += 1

@@ -60,7 +60,7 @@ class StopRequests:
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and any(name in os.environ for name in _LAUNCHED):
             # A process that a shell started outlives it anyway, and has no launcher to replace.
-            self._outlive_launcher_once_asked()
+            self._outlive_launcher_after_signal()
         return self
 
     def __exit__(
@@ -75,7 +75,7 @@ class StopRequests:
             self._pending[1].wait()
         self._pending = None
 
-    def _outlive_launcher_once_asked(self) -> None:
+    def _outlive_launcher_after_signal(self) -> None:
         """Outlive the launcher once a stop is requested, by a thread that watches for it.
 
         This thread may be in C code for the length of a step.
@@ -129,12 +129,12 @@ class StopRequests:
             return self.received
         stop = False
         if self._pending is not None:
-            asked, work = self._pending
+            stop_flag, work = self._pending
             work.wait()
-            stop = bool(asked.item())
-        asked = torch.tensor([float(self.received)])
-        work = dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = asked, work
+            stop = bool(stop_flag.item())
+        stop_flag = torch.tensor([float(self.received)])
+        work = dist.all_reduce(stop_flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = stop_flag, work
         return stop
 
 

@@ -148,7 +148,7 @@ def test_classes_are_those_of_the_same_folders_on_a_disk(endpoint, tmp_path):
 
     for in_bucket in (
         images(endpoint, "folders", tmp_path),
-        images(endpoint, "folders", tmp_path, "set", allow_empty=True).below("train"),
+        images(endpoint, "folders", tmp_path, "set", allow_empty=True).subfolder("train"),
     ):
         assert in_bucket.classes == classes
         everything = range(len(in_bucket))

@@ -21,7 +21,7 @@ from accbench.errors import RequestError, UnreadableSampleError
 MAGIC = struct.pack("<I", 0xCED7230A)
 _FRAME = struct.Struct("<4sI")
 _HEADER = struct.Struct("<IfQQ")
-_WHOLE, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3
+_COMPLETE, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3
 _LENGTH_MASK = (1 << 29) - 1
 # mxnet refuses to write longer records, so that no record read can be longer.
 MAX_RECORD_BYTES = _LENGTH_MASK
@@ -53,7 +53,7 @@ def record_at(data: memoryview, offset: int) -> tuple[bytes | memoryview, int]:
         DamagedRecordError: there is no complete record.
     """
     first, flag, position = _part(data, offset)
-    if flag == _WHOLE:
+    if flag == _COMPLETE:
         return first, position
     if flag != _FIRST:
         raise DamagedRecordError(offset, f"a record cannot begin with a part of flag {flag}")
@@ -101,7 +101,7 @@ def offsets(data: memoryview) -> Iterator[int]:
         while first or flag in (_FIRST, _MIDDLE):
             start = position
             _, flag, position = _part(data, position)
-            if first != (flag in (_WHOLE, _FIRST)):
+            if first != (flag in (_COMPLETE, _FIRST)):
                 raise DamagedRecordError(start, f"a part of flag {flag} where none can be")
             first = False
 
@@ -152,7 +152,7 @@ def write_record(file: BinaryIO, record: bytes) -> None:
     begins = [0, *(cut + len(MAGIC) for cut in cuts)]
     ends = [*cuts, len(record)]
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        flag = _WHOLE if not cuts else _FIRST if number == 0 else _MIDDLE
+        flag = _COMPLETE if not cuts else _FIRST if number == 0 else _MIDDLE
         if cuts and number == len(cuts):
             flag = _LAST
         file.write(_FRAME.pack(MAGIC, flag << 29 | (end - begin)))

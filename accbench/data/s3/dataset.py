@@ -105,7 +105,7 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         """Return the folders directly below the prefix, or below its folder `name`, sorted."""
         return self._listing.class_folders(f"{self.prefix}{name}/" if name else self.prefix)
 
-    def below(self, name: str = "") -> "S3ImageFolder":
+    def subfolder(self, name: str = "") -> "S3ImageFolder":
         """Return the data set with the prefix extended by `name`/, every class with an image.
 
         Raises:

@@ -52,12 +52,12 @@ class Source(data.Source):
     ) -> None:
         self.task, self.topology = task, topology
         options = options or self.Options()
-        self.chance, self.is_whole = decode.Chance(task.seed), options.augment != "crop"
+        self.chance, self.keeps_whole_image = decode.Chance(task.seed), options.augment != "crop"
         viewer = decode.train_viewer(options.augment, task.image_size, self.chance)
         self.train_set = ReadableImages(Path(location) / "train", viewer)
         self.num_classes = len(self.train_set.classes)
         val = Path(location) / "val"
-        view = decode.WholeView if self.is_whole else decode.CentreView
+        view = decode.WholeView if self.keeps_whole_image else decode.CentreView
         self.eval_set = ReadableImages(val, view(task.image_size)) if val.is_dir() else None
         if self.eval_set is not None and self.eval_set.classes != self.train_set.classes:
             raise RequestError(f"--data: train and val of {location} have different classes")

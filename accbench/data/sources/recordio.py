@@ -52,7 +52,7 @@ class Source(data.Source):
         sets = [dataset for dataset in (self.train_set, self.eval_set) if dataset is not None]
         self.num_classes = options.num_classes or max(map(_num_classes, sets))
         size = task.image_size
-        self._whole = options.augment != "crop"
+        self._keeps_whole_image = options.augment != "crop"
         self.chance = decode.Chance(task.seed)
         self._train_viewer = decode.train_viewer(options.augment, size, self.chance)
 
@@ -66,7 +66,7 @@ class Source(data.Source):
     def eval_loader(self) -> data.Loader | None:
         if self.eval_set is None:
             return None
-        view = decode.WholeView if self._whole else decode.CentreView
+        view = decode.WholeView if self._keeps_whole_image else decode.CentreView
         viewer = view(self.task.image_size)
         samples = Samples(self.eval_set, viewer, self.num_classes)
         return data.Loader(samples, self.task, self.topology, train=False)

@@ -71,9 +71,9 @@ class Source(data.Source):
             bucket, prefix, **arguments, cache_bytes=cache_bytes, allow_empty=True
         )
         is_split = bool(everything.class_folders("train"))
-        self.train_set = everything.below("train" if is_split else "")
+        self.train_set = everything.subfolder("train" if is_split else "")
         has_val = is_split and "val" in everything.class_folders()
-        self.eval_set = everything.below("val") if has_val else None
+        self.eval_set = everything.subfolder("val") if has_val else None
         if self.eval_set is not None and self.eval_set.classes != self.train_set.classes:
             raise RequestError(f"--data: train and val of {location} have different classes")
         self.num_classes = len(self.train_set.classes)

@@ -24,16 +24,18 @@ _CALL = "_accbench_call"
 class DifferentiableGraph:
     """A compiled graph whose gradients can be differentiated again."""
 
-    def __init__(self, graph: fx.GraphModule, device_type: str, asked: Callable[[], None]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, device_type: str, on_eager_gradient: Callable[[], None]
+    ) -> None:
         """Wrap a graph.
 
         Args:
             graph: as dynamo captured it; copied, for compilers change it.
             device_type: whose autocast counts.
-            asked: called each time that a gradient is computed eagerly.
+            on_eager_gradient: called each time that a gradient is computed eagerly.
         """
         self.graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-        self.device_type, self.asked = device_type, asked
+        self.device_type, self.on_eager_gradient = device_type, on_eager_gradient
         self._written: frozenset[int] | None = None
 
     def run(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
@@ -85,7 +87,7 @@ class _Call:
             RequestError: eager and compiled graph would have different values.
         """
         self._refuse_changes()
-        self.graph.asked()
+        self.graph.on_eager_gradient()
         inputs = [self._alias(value) for value in self.inputs]
         differentiable = [i for i, value in enumerate(self.inputs) if _requires_grad(value)]
         outputs = self._run_eagerly(inputs)

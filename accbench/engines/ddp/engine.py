@@ -119,9 +119,9 @@ class Engine(LoopEngine):
         return net
 
     def _moved(self, model: nn.Module) -> nn.Module:
-        places = tied_parameters.find_ties(model)
+        ties = tied_parameters.find_ties(model)
         model = model.to(self.device)
-        tied_parameters.restore_ties(places)  # of buffers a move makes one for each place
+        tied_parameters.restore_ties(ties)  # a move makes one buffer for each slot
         for tensor in (*model.parameters(), *model.buffers()):
             # Module.to takes tensors of five dimensions for images too, and fails.
             is_image = tensor.dim() == 4 and not tensor.is_complex()

@@ -34,7 +34,7 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.double_backward import DifferentiableGraph
 from accbench.engines.ddp import engine as ddp
-from accbench.engines.inductor import patches as inductor_patches
+from accbench.engines.inductor import patches
 from accbench.errors import RequestError
 from accbench.system import cache_folders, extras
 
@@ -68,9 +68,12 @@ def _is_transformed() -> bool:
     return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _compile_anew_where_others_train(model: nn.Module) -> None:
-    """Dynamo doesn't look at parameters' `requires_grad`, nor at hooks of modules within: what is
-    unfrozen would never train, and a hook that is added never be called."""
+def _recompile_when_trained_parameters_change(model: nn.Module) -> None:
+    """Recompile when a parameter's `requires_grad` or a module's hooks have changed.
+
+    Dynamo looks at neither: an unfrozen parameter would never train, and a hook that is added
+    would never be called.
+    """
     compiled: Any = model._compiled_call_impl
     before: list[Any] = []
 
@@ -86,27 +89,27 @@ def _compile_anew_where_others_train(model: nn.Module) -> None:
         except _StopRecomputationError:  # how torch's checkpointing ends a second pass early
             raise
         except Exception as error:
-            _raise_the_models_own(error, model, lambda: model._call_impl(*args, **kwargs))
+            _raise_model_error(error, model, lambda: model._call_impl(*args, **kwargs))
             raise
 
     model._compiled_call_impl = call
 
 
-def _raise_the_models_own(error: Exception, model: nn.Module, call: Callable[[], Any]) -> None:
+def _raise_model_error(error: Exception, model: nn.Module, call: Callable[[], Any]) -> None:
     """Raise what the model raises without a compiler; else say that the compiler is at fault."""
     from torch._dynamo.exc import TorchDynamoException
 
     if isinstance(error, (RequestError, MemoryError, torch.OutOfMemoryError)):
         return
-    by_itself = model_errors.error_of_call(model, call)
-    if by_itself is not None:
-        raise by_itself from None
+    model_error = model_errors.error_of_call(model, call)
+    if model_error is not None:
+        raise model_error from None
     if isinstance(error, TorchDynamoException):
-        place = source_location.find_model_line(traceback.extract_tb(error.__traceback__))
+        location = source_location.find_model_line(traceback.extract_tb(error.__traceback__))
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise RequestError(
-            f"torch.compile fails on the model{f' at {place}' if place else ''}, which plain torch "
-            f"runs: {type(error).__name__}: {' '.join(lines)[:300]}; use --engine ddp or xla"
+            f"torch.compile fails on the model{f' at {location}' if location else ''}, which plain "
+            f"torch runs: {type(error).__name__}: {' '.join(lines)[:300]}; use --engine ddp or xla"
         ) from error
 
 
@@ -151,15 +154,15 @@ class Engine(ddp.Engine):
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         run_dir = None if task.output_dir is None else task.run_dir
-        found = cache_folders.inductor_environment(run_dir)
+        env = cache_folders.inductor_environment(run_dir)
         options = task.options.get("inductor")
         if options is None or options.cache_dir is None:
-            return found
+            return env
         # Both, or Triton keeps its kernels where a "cold" run finds them again.
         # A folder a processor, for code is compiled for the one that is here (-march=native).
         folder = Path(options.cache_dir).absolute() / compile_cache_key.processor_fingerprint()
         return {
-            **found,
+            **env,
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
             "TRITON_CACHE_DIR": str(folder / "triton"),
         }
@@ -188,7 +191,7 @@ class Engine(ddp.Engine):
             # would compile nothing. torch.compile(model) adds a frame there, too.
             call = wrap_inline(model._call_impl)
             model._compiled_call_impl = torch.compile(call, backend=backend, dynamic=dynamic)
-        _compile_anew_where_others_train(model)
+        _recompile_when_trained_parameters_change(model)
         return model
 
     def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
@@ -206,9 +209,11 @@ class Engine(ddp.Engine):
         mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if self.device.type == "cpu":
             pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
-            if inductor_patches.needed():
-                mended = inductor_patches.applied
-        patches: dict[str, Any] = {} if self.mode == "default" else list_mode_options(self.mode)
+            if patches.needed():
+                mended = patches.applied
+        config_patches: dict[str, Any] = (
+            {} if self.mode == "default" else list_mode_options(self.mode)
+        )
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             differentiable = self._differentiable(graph)
@@ -222,7 +227,7 @@ class Engine(ddp.Engine):
 
             with compile_cache_key.tagged(tag), mended(), for_several_backwards(self.task):
                 compiled = compile_fx(
-                    graph, inputs, inner_compile=in_turn, config_patches=patches,
+                    graph, inputs, inner_compile=in_turn, config_patches=config_patches,
                     decompositions=rules,
                 )  # fmt: skip
             return self._counted(compiled, differentiable)

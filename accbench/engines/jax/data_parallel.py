@@ -39,9 +39,11 @@ class MeshDataParallel(Strategy):
         gradient = jnp.full((length,), value, jnp.float32)
         mesh, axis = self.mesh, self.mesh.shard_axis(gradient.shape)
 
-        def average(state: Any, own: Any, given: Any, own_given: Any) -> tuple[Any, Any, Any]:
-            (part,) = mesh.reduce_mean(own_given, [axis])
-            return [mesh.all_gather(part, axis)], own, given
+        def average(
+            state: Any, local_state: Any, inputs: Any, local_inputs: Any
+        ) -> tuple[Any, Any, Any]:
+            (shard,) = mesh.reduce_mean(local_inputs, [axis])
+            return [mesh.all_gather(shard, axis)], local_state, inputs
 
         with self._quietly():
             averaged, _, _ = mesh.jit(average)(

@@ -39,7 +39,7 @@ class Engine(inductor.Engine):
         """
         super().__init__(
             task,
-            # Of strides JAX knows nothing, and graphs look at those of what they are given.
+            # JAX has no strides, and graphs depend on those of their inputs.
             inductor.Engine.Options(
                 channels_last=False, find_unused_parameters=options.find_unused_parameters
             ),
@@ -118,17 +118,18 @@ class Engine(inductor.Engine):
 
         (output,) = graph.graph.find_nodes(op="output")
         outputs = list(output.args[0])
-        # What a forward pass hands on to the backward pass as it is, weights for the most part,
-        # would be copied.
-        places = {n: place for place, n in enumerate(graph.graph.find_nodes(op="placeholder"))}
-        handed_on = [places.get(node) for node in outputs]
-        output.args = ([node for node in outputs if node not in places],)
+        # Inputs that a forward pass returns for the backward pass as they are, weights for the
+        # most part, would be copied.
+        input_index = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+        passed_through = [input_index.get(node) for node in outputs]
+        output.args = ([node for node in outputs if node not in input_index],)
         draws = any(_draws(node) for node in graph.graph.nodes)
 
-        def run(given: list[Any], numbers: Any) -> list[Any]:
-            key = jax.random.wrap_key_data(numbers) if draws else None
-            whole = [array.reshape(shape) for array, shape in zip(given, shapes, strict=True)]
-            return lowering.run_graph(graph, whole, key, self._rules)
+        def run(squeezed_arrays: list[Any], key_data: Any) -> list[Any]:
+            key = jax.random.wrap_key_data(key_data) if draws else None
+            pairs = zip(squeezed_arrays, shapes, strict=True)
+            arrays_in_shape = [array.reshape(shape) for array, shape in pairs]
+            return lowering.run_graph(graph, arrays_in_shape, key, self._rules)
 
         # Without axes of length 1: dlpack tells nothing of their strides, and JAX may take them
         # for another order of axes than the one that this is compiled for.
@@ -138,15 +139,15 @@ class Engine(inductor.Engine):
             for t in inputs
         ]
         with self._compiling_alone():
-            numbers = jax.ShapeDtypeStruct((2,), "uint32")
-            compiled = jax.jit(run).lower(squeezed, numbers).compile()
+            key_data = jax.ShapeDtypeStruct((2,), "uint32")
+            compiled = jax.jit(run).lower(squeezed, key_data).compile()
 
         def function(*tensors: torch.Tensor) -> list[Any]:
-            lent = [arrays.from_torch(tensor.squeeze(), self._jax_device) for tensor in tensors]
-            computed = iter(compiled(lent, _random(draws)))
+            inputs = [arrays.from_torch(tensor.squeeze(), self._jax_device) for tensor in tensors]
+            computed = iter(compiled(inputs, _random_key_data(draws)))
             return [
-                _tensor_of(next(computed)) if place is None else tensors[place]
-                for place in handed_on
+                _tensor_of(next(computed)) if index is None else tensors[index]
+                for index in passed_through
             ]
 
         return function
@@ -156,18 +157,18 @@ def _check_of_indices(graph: fx.GraphModule) -> Callable[[Sequence[Any]], None] 
     """Return what refuses inputs whose indices are out of range; None if there are none."""
     placeholders = graph.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
-    places = [
-        place for place, value in enumerate(values)
+    indices = [
+        index for index, value in enumerate(values)
         if isinstance(value, torch.Tensor) and not value.requires_grad
     ]  # fmt: skip
-    ranges = index_ranges.ranges_of_graph(graph, places)
+    ranges = index_ranges.ranges_of_graph(graph, indices)
     if not ranges.checks:
         return None
     # dynamo names them after the arguments: l_kwargs_labels_.
-    names = [re.sub(r"^[lL]_((kw)?args_)?|_$", "", placeholders[place].name) for place in places]
+    names = [re.sub(r"^[lL]_((kw)?args_)?|_$", "", placeholders[index].name) for index in indices]
 
     def check(inputs: Sequence[Any]) -> None:
-        ranges.refuse([inputs[place].detach() for place in places], names)
+        ranges.refuse([inputs[index].detach() for index in indices], names)
 
     return check
 
@@ -189,7 +190,7 @@ def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _random(draws: bool) -> Any:
+def _random_key_data(draws: bool) -> Any:
     """Draw the data of a key, (2,) uint32, from torch's generator if the graph draws anything."""
     import numpy as np
 

@@ -188,7 +188,7 @@ class Engine(LoopEngine):
         )
         if isinstance(optimizer, sync_free.SharedStepCounts) and self._replay is not None:
             optimizer.is_recorded = lambda: self._replay.recording  # type: ignore[method-assign, union-attr]
-            self._replay.settle = lambda: optimizer.split_counts(
+            self._replay.correct_state = lambda: optimizer.split_counts(
                 optimizer.stepped, lambda count: self._send(count.cpu())
             )
         self._note_parameter_order(model)

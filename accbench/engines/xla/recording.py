@@ -134,7 +134,7 @@ class Recorder:
         state: list[torch.Tensor],
         optimizer: torch.optim.Optimizer,
         batch: list[torch.Tensor],
-        settle: Callable[[], bool],
+        correct_state: Callable[[], bool],
         python: python_state.PythonStateWatch,
     ) -> RecordedStep:
         """Trace a step and compile it; the state is unchanged afterwards.
@@ -144,13 +144,13 @@ class Recorder:
             state: the tensors that a step may change.
             optimizer: whose learning rates become inputs of the graph.
             batch: the batch's tensors.
-            settle: corrects the state after a first trace, which was undone; returns whether it
-                changed anything.
+            correct_state: corrects the state after a first trace, which was undone; returns
+                whether it changed anything.
             python: watches what the step depends on beside tensors.
 
         Raises:
             NotReplayable: the step cannot be replayed.
-            StepStateReplaced: `settle` changed the state.
+            StepStateReplaced: `correct_state` changed the state.
         """
         self.sync_keeping_seed(wait=True)
         self._xm.wait_device_ops()  # handles exist once the buffers do
@@ -159,7 +159,7 @@ class Recorder:
             self._lib._get_tensors_handle([*state, *batch]), len(state)
         )
         self._check(step, state, optimizer, slot_of_handle, seed, python)
-        if settle():
+        if correct_state():
             raise StepStateReplaced
         rates = [group["lr"] for group in optimizer.param_groups]
         # Unlikely numbers, by which the rates are found among the graph's inputs.

@@ -55,7 +55,7 @@ class StepReplay:
         self.recorder = Recorder(device)
         self.num_replayed = 0
         self.given_up: str | None = None
-        self.settle: Callable[[], bool] = lambda: False
+        self.correct_state: Callable[[], bool] = lambda: False
         """Called after a step was traced once and undone; returns whether it changed the state."""
         self._recordings: dict[
             Any, tuple[RecordedStep, bool]
@@ -164,7 +164,7 @@ class StepReplay:
         assert self._state is not None
         assert self._python is not None
         recorded = self.recorder.record(
-            step, self._state.tensors, optimizer, batch, self.settle, self._python
+            step, self._state.tensors, optimizer, batch, self.correct_state, self._python
         )
         is_confirmed = previous is not None and recorded.agrees_with(previous)
         self._recordings[key] = (recorded, is_confirmed)

@@ -136,12 +136,12 @@ def _make_local_run_dir(request: RunRequest, folder: Path) -> Path:
     """
     has_ranks = request.task.get("nproc_per_node", 1) > 1
     rolls_back = has_ranks and request.task.get("on_nan") == "rollback"
-    for is_asked, what in (
+    for is_set, what in (
         (request.task.get("resume"), "--resume"), (rolls_back, "--on_nan rollback"),
         (request.task.get("max_restarts"), "--max_restarts"),
         (request.worker != list(launchers.WORKER), "what this command runs"),
     ):  # fmt: skip
-        if is_asked:
+        if is_set:
             raise RequestError(
                 f"{what} needs a run's folder that all machines share, and {request.run_dir} "
                 f"is not on {socket.gethostname()}: name an --output_dir that is"
