@@ -18,7 +18,7 @@ from accbench import config, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.errors import RequestError, print_interruption, print_refusal
-from accbench.pjrt import gpu, nvidia
+from accbench.pjrt import gpu, nvidia, xla_flags
 from accbench.pjrt.gpu import GpuSpec
 from accbench.preflight import (
     batch_search,
@@ -31,7 +31,7 @@ from accbench.preflight import (
 )
 from accbench.preflight.tracing import programs
 from accbench.recording import provenance
-from accbench.report import preflight as pages
+from accbench.report import preflight_report
 from accbench.system import extras
 
 RESULT_FILE = "preflight.json"
@@ -79,11 +79,11 @@ def main(argv: Sequence[str], prog: str) -> int:
         flags = config.read_flags(argv, prog, PreflightFlags)
         if flags.compare is not None:
             first, second = map(read, flags.compare)
-            print(pages.render_pair(first, second, flags.format), end="")
+            print(preflight_report.render_pair(first, second, flags.format), end="")
             return 0
         with _result_folder(flags.keep) as folder:
             result = preflight(flags, folder)
-        print(pages.render(result, flags.format), end="")
+        print(preflight_report.render(result, flags.format), end="")
     except RequestError as error:
         return print_refusal(prog, error)
     except KeyboardInterrupt:
@@ -210,7 +210,7 @@ def compile_step(
     trace_facts = _read_facts(folder / programs.FACTS_FILE, tracing, "tracing the step")
     compiled = children.run(
         "accbench.preflight.compiling", [str(folder), gpu_name, str(task.nproc_per_node)],
-        compiling.environment(folder, tracer_module.gpu_flags(task)), folder / "compile.log",
+        compiling.environment(folder, _gpu_xla_flags(task)), folder / "compile.log",
         lambda seconds: report_progress(f"compiling {what}: {seconds:.0f} s"),
     )  # fmt: skip
     compile_facts = _read_facts(folder / compiling.FACTS_FILE, compiled, "XLA's compiler")
@@ -224,6 +224,12 @@ def compile_step(
             "compiler_peak_bytes": compiled.peak_bytes,
         },
     }
+
+
+def _gpu_xla_flags(task: TaskConfig) -> str:
+    """Return XLA_FLAGS of a run on the GPU."""
+    options = task.options.get(task.engine, plugins.load("engines", task.engine).Options())
+    return xla_flags.merge("cuda", options.flags)
 
 
 def _read_facts(path: Path, process: children.ProcessResult, what: str) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from accbench.report import preflight
+from accbench.report import preflight_report
 from tests.report.test_escaping import HOSTILE, OF_MARKDOWN, SHOWN, Page, markdown
 
-SCHEMA = json.loads(Path(preflight.__file__).with_name("preflight.schema.json").read_text())
+SCHEMA = json.loads(Path(preflight_report.__file__).with_name("preflight.schema.json").read_text())
 GB, MS = 10**9, 1e-3
 # A GPU of 1 TB/s and 100 TFLOP/s; a step of a convolution bound by its products and a fusion
 # bound by its bytes.
@@ -78,11 +78,11 @@ def made(**changes: Any) -> dict[str, Any]:
 
 
 def said(result: dict[str, Any], format: str = "table") -> str:
-    return text_of(preflight.render(result, format), format)
+    return text_of(preflight_report.render(result, format), format)
 
 
 def said_of_both(a: dict[str, Any], b: dict[str, Any], format: str = "table") -> str:
-    return text_of(preflight.render_pair(a, b, format), format)
+    return text_of(preflight_report.render_pair(a, b, format), format)
 
 
 def text_of(rendered: str, format: str) -> str:
@@ -125,7 +125,7 @@ def test_a_step_that_does_not_fit(format):
 
 
 def test_what_bounds_the_step():
-    text = preflight.render(made(eager=EAGER), "md")
+    text = preflight_report.render(made(eager=EAGER), "md")
     assert "Bytes bound 4.00 of the 10.0 ms" in text
     assert row_of(text, "ms a step, at least") == ["10.0", "15.0", "1.50"]
     assert row_of(text, "ms a step, with 2 µs a launch") == ["12.0", "19.0", "1.58"]
@@ -135,7 +135,7 @@ def test_what_bounds_the_step():
 
 
 def test_eager_is_not_known():
-    text = preflight.render(made(), "md")
+    text = preflight_report.render(made(), "md")
     assert row_of(text, "ms a step, at least") == ["10.0"]
     assert "no such bound for eager PyTorch" in text
 
@@ -182,7 +182,7 @@ def test_wide_tensors_without_autocast_are_as_asked():
 
 
 def test_what_runs():
-    text = preflight.render(made(), "md")
+    text = preflight_report.render(made(), "md")
     assert row_of(text, "convolution") == ["1", "1.00", "0.60", "6.00", "60.0"]
     assert "1 of 3 kernels move less than 1 MB" in text
     assert "999 kKernel, 1 kConvolution" in text
@@ -214,7 +214,7 @@ def test_a_terminal_of_100_columns():
     long = "backward.net.layer1.0.downsample/aten__native_batch_norm_backward" * 3
     row = {**RESULT["dearest"][0], "source": long, "name": long}
     hostile = made(dearest=[row], notes=["\x1b[2J", "[red]x[/] :smile:"], eager=EAGER)
-    text = preflight.render(hostile, "table")
+    text = preflight_report.render(hostile, "table")
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
     assert "[red]x[/] :smile:" in text
@@ -240,8 +240,8 @@ def hostile() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rendered", "times"),
     [
-        (lambda: preflight.render(hostile(), "html"), 15),
-        (lambda: preflight.render_pair(hostile(), made(), "html"), 8),
+        (lambda: preflight_report.render(hostile(), "html"), 15),
+        (lambda: preflight_report.render_pair(hostile(), made(), "html"), 8),
     ],
 )
 def test_a_page_obeys_nothing_from_outside(rendered, times):
@@ -254,8 +254,8 @@ def test_a_page_obeys_nothing_from_outside(rendered, times):
 @pytest.mark.parametrize(
     ("rendered", "times"),
     [
-        (lambda: preflight.render(hostile(), "md"), 15),
-        (lambda: preflight.render_pair(hostile(), made(), "md"), 7),
+        (lambda: preflight_report.render(hostile(), "md"), 15),
+        (lambda: preflight_report.render_pair(hostile(), made(), "md"), 7),
     ],
 )
 def test_markdown_obeys_nothing_from_outside(rendered, times):
@@ -265,7 +265,7 @@ def test_markdown_obeys_nothing_from_outside(rendered, times):
 
 
 def test_plots_of_a_page():
-    page = preflight.render(made(), "html")
+    page = preflight_report.render(made(), "html")
     assert page.count("<svg") == 3
     assert "convolution: 1,000 MB, 600 GFLOP, at least 6.00 ms" in page
     text = said(made(), "html")
@@ -286,7 +286,7 @@ OTHER = made(
 
 
 def test_the_change_between_two():
-    text = preflight.render_pair(made(), OTHER, "md")
+    text = preflight_report.render_pair(made(), OTHER, "md")
     assert row_of(text, "GB") == ["5.00", "4.00", "-20.0 %"]
     assert row_of(text, "launches") == ["1,000", "1,500", "+50.0 %"]
     assert row_of(text, "TFLOP") == ["0.60", "0.60", "0 %"]
@@ -301,7 +301,7 @@ def test_the_change_between_two():
     assert row_of(text, "f16") == ["7", "0", "-100.0 %", "2.00", "0", "-100.0 %"]
     assert row_of(text, "f32")[:2] == ["0", "7"]
     early = {**REDUCTION, "started_before_last_product": 0.25}
-    text = preflight.render_pair(OTHER, {**OTHER, "reduction": early}, "md")
+    text = preflight_report.render_pair(OTHER, {**OTHER, "reduction": early}, "md")
     title = "% of their bytes started before the last product"
     assert row_of(text, title) == ["75.0", "25.0", "-50.0 points"]
 
@@ -332,15 +332,15 @@ def test_two_are_named_and_told_apart(format):
 )
 def test_json_fits_the_published_schema(result):
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    rendered = preflight.render(result, "json")
+    rendered = preflight_report.render(result, "json")
     assert json.loads(rendered) == result
     jsonschema.validate(json.loads(rendered), SCHEMA)
-    pair = json.loads(preflight.render_pair(made(), result, "json"))
+    pair = json.loads(preflight_report.render_pair(made(), result, "json"))
     jsonschema.validate(pair, SCHEMA)
 
 
 def test_json_of_two():
-    pair = json.loads(preflight.render_pair(made(), OTHER, "json"))
+    pair = json.loads(preflight_report.render_pair(made(), OTHER, "json"))
     change = pair["figures"]["bytes"]
     assert change == {"a": 5 * GB, "b": 4 * GB, "change_percent": pytest.approx(-20)}
     assert pair["kinds"]["copy"]["launches"] == {"a": 0, "b": 9, "change_percent": None}

@@ -1,11 +1,10 @@
 """The JAX training step as XLA gets it, for GPUs that are not here: `accbench preflight`.
 
 `python -m accbench.preflight.tracing.jax FOLDER FLAGS` captures what a worker of such a run
-captures and lowers it for CUDA, without compiling it; `tracing/task.py` describes what it writes.
-JAX's own devices are CPU devices, as many as the run has GPUs.
+captures and lowers it for CUDA, without compiling it; `tracing/process.py` describes what it
+writes. JAX's own devices are CPU devices, as many as the run has GPUs.
 """
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from accbench.config import TaskConfig
-from accbench.distributed.process_group import Topology
 from accbench.engines.jax import engine
-from accbench.pjrt import xla_flags
-from accbench.preflight.tracing import task as tracing
-from accbench.system.gc_pause import pause_gc
+from accbench.preflight.tracing import process
 
 NEEDS = ("jax", "jax")
 """A required module, and the extra that installs it."""
@@ -44,18 +40,8 @@ class JaxTracingEngine(engine.Engine):
 
 def environment(folder: Path, world_size: int) -> dict[str, str]:
     """Return the environment variables that the tracing process must start with."""
-    flags = f"--xla_force_host_platform_device_count={world_size}"
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "TORCH_WARM_POOL": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-    }
-
-
-def gpu_flags(task: TaskConfig) -> str:
-    """Return the XLA flags that a run on the GPU has."""
-    return xla_flags.merge("cuda", task.options.get("jax", engine.Engine.Options()).flags)
+    num_devices = f"--xla_force_host_platform_device_count={world_size}"
+    return {**process.environment(num_devices), "JAX_PLATFORMS": "cpu"}
 
 
 # Old enough for the plug-in of accbench.preflight (jaxlib 0.6.2 had 1.10), and new enough for
@@ -68,25 +54,13 @@ def _trace(task: TaskConfig, folder: Path) -> None:
 
     # A plug-in reads the annotations of this partitioner whatever version of Shardy it has.
     jax.config.update("jax_use_shardy_partitioner", False)
+    traced = process.build(task, JaxTracingEngine)
     started = time.perf_counter()
-    world_size = task.nproc_per_node
-    topology = Topology(world_size=world_size, local_world_size=world_size)
-    with pause_gc():
-        tracing_engine = JaxTracingEngine(
-            task, task.options.get("jax", engine.Engine.Options()), topology
-        )
-    source = tracing.build_source(task)
-    spec, net = tracing.build_model(task, source.num_classes)
-    model = tracing_engine.prepared(net)
-    optimizer = tracing_engine.build_optimizer(model)
-    tracing_engine.seed(task.seed)
-    batch = next(iter(source.train_loader()))
-    model.train()
-    facts = tracing.model_facts(net, batch, source.num_classes)
-    traced = time.perf_counter()
-    program = _serialize(tracing_engine.lowered(model, spec, optimizer, batch))
-    facts |= {"build_s": traced - started, "trace_s": time.perf_counter() - traced}
-    tracing.write(folder, "mlir", program, facts)
+    program = _serialize(
+        traced.engine.lowered(traced.model, traced.spec, traced.optimizer, traced.batch)
+    )
+    facts = {**traced.facts, "trace_s": time.perf_counter() - started}
+    process.write(folder, "mlir", program, facts)
 
 
 def _serialize(lowered: Any) -> bytes:
@@ -107,7 +81,7 @@ def _serialize(lowered: Any) -> bytes:
 
 def main(argv: Sequence[str]) -> int:
     """Trace the step; returns the exit status."""
-    return tracing.run(argv, _trace)
+    return process.run(argv, _trace)
 
 
 if __name__ == "__main__":

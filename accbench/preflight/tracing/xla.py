@@ -2,7 +2,7 @@
 
 `python -m accbench.preflight.tracing.xla FOLDER FLAGS` builds what a worker of such a run builds,
 takes one step of the one training loop and ends when XLA, on the CPU, begins to compile it:
-`tracing/task.py` describes what it writes of the program before any optimisation. The device is
+`tracing/process.py` describes what it writes of the program before any optimisation. The device is
 the CPU's, everything else as for the GPU: flags, autocast, the scaler, the reduction in the graph.
 The step itself is not computed.
 """
@@ -21,14 +21,10 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
-from accbench.distributed.process_group import Topology
 from accbench.engines.common import source_location
 from accbench.engines.xla import engine
 from accbench.errors import RequestError
-from accbench.pjrt import xla_flags
-from accbench.preflight.tracing import module_scopes
-from accbench.preflight.tracing import task as tracing
-from accbench.system.gc_pause import pause_gc
+from accbench.preflight.tracing import module_scopes, process
 from accbench.training import train_loop
 
 NEEDS = ("torch_xla", "xla-cuda12")
@@ -80,24 +76,16 @@ class XlaTracingEngine(engine.Engine):
 
 def environment(folder: Path, world_size: int) -> dict[str, str]:
     """Return the environment variables that the tracing process must start with."""
-    flags = f"--xla_dump_to={_dump(folder)} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=.*"
+    dump = f"--xla_dump_to={_dump(folder)} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=.*"
     variables = {
+        **process.environment(dump),
         "PJRT_DEVICE": "CPU",
-        "TORCH_WARM_POOL": "0",
-        "CUDA_VISIBLE_DEVICES": "",
         # Operations carry the module that they come from.
         "XLA_IR_DEBUG": "1",
         "XLA_HLO_DEBUG": "1",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
     }
     # Without it torch_xla omits the all-reduce of a single process.
     return {**variables, "XLA_ALWAYS_ALLREDUCE": "1"} if world_size > 1 else variables
-
-
-def gpu_flags(task: TaskConfig) -> str:
-    """Return the XLA flags that a run on the GPU has."""
-    options = task.options.get("xla", engine.Engine.Options())
-    return xla_flags.merge("cuda", options.flags)
 
 
 def _dump(folder: Path) -> Path:
@@ -111,45 +99,33 @@ def main(argv: Sequence[str], rank: int = 0) -> int:
         argv: FOLDER FLAGS.
         rank: whose step it is; all ranks are to have the same program.
     """
-    return tracing.run(argv, partial(_trace, rank=rank))
+    return process.run(argv, partial(_trace, rank=rank))
 
 
 def _trace(task: TaskConfig, folder: Path, rank: int) -> None:
-    started = time.perf_counter()
-    world_size = task.nproc_per_node
-    topology = Topology(rank, rank, world_size, world_size)
-    with pause_gc():
-        tracing_engine = XlaTracingEngine(
-            task, task.options.get("xla", engine.Engine.Options()), topology
-        )
-    source = tracing.build_source(task)
-    spec, net = tracing.build_model(task, source.num_classes)
-    model = tracing_engine.prepared(net)
-    optimizer = tracing_engine.build_optimizer(model)
-    tracing_engine.seed(task.seed)
-    batch = next(iter(source.train_loader()))
-    on_device = tracing_engine.to_device(batch)
-    model.train()
+    traced = process.build(task, XlaTracingEngine, rank)
+    tracing_engine, facts = traced.engine, traced.facts
+    on_device = tracing_engine.to_device(traced.batch)
     tracing_engine.xla.sync()
     tracing_engine.wait()
-    facts = tracing.model_facts(net, batch, source.num_classes)
     known_programs = {path.name for path in _programs(folder)}
-    traced = time.perf_counter()
+    started = time.perf_counter()
 
     def finish(program: bytes) -> None:
         if tracing_engine.replays and not tracing_engine.in_sync:
             return  # computed before a recording
         if not tracing_engine.in_sync:
-            os._exit(tracing.report_failure(folder, _why_incomplete(tracing_engine)))
-        facts["trace_s"] = time.perf_counter() - traced
-        facts["build_s"] = traced - started
-        tracing.write(folder, "hlo", program, facts)
+            os._exit(process.report_failure(folder, _why_incomplete(tracing_engine)))
+        facts["trace_s"] = time.perf_counter() - started
+        process.write(folder, "hlo", program, facts)
         sys.stdout.flush()
         os._exit(0)
 
     threading.Thread(target=_watch, args=(folder, known_programs, finish), daemon=True).start()
-    with module_scopes.name_operations(net):
-        tracing_engine.run_step(train_loop.train_step, model, spec, optimizer, on_device)
+    with module_scopes.name_operations(traced.net):
+        tracing_engine.run_step(
+            train_loop.train_step, traced.model, traced.spec, traced.optimizer, on_device
+        )
     tracing_engine.wait()  # `finish` ends the process, unless there is nothing to compile
     if tracing_engine.why_not_recorded is not None:
         raise RequestError(_why_incomplete(tracing_engine))

@@ -1,6 +1,9 @@
-"""Common parts of the tracing processes of `accbench preflight`: a run's task in, a program out."""
+"""A tracing process of `accbench preflight`, whatever the engine: a task in, a program out."""
 
+import dataclasses
 import json
+import os
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +16,12 @@ from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested
 from accbench.distributed.process_group import Topology
+from accbench.engines import Engine
 from accbench.engines.common import source_location
 from accbench.errors import RequestError
 from accbench.models.tasks import trainable
 from accbench.preflight.tracing import programs
+from accbench.system.gc_pause import pause_gc
 
 
 def run(argv: Sequence[str], trace: Callable[[TaskConfig, Path], None]) -> int:
@@ -53,21 +58,47 @@ def report_failure(folder: Path, why: str) -> int:
     return 2
 
 
-def build_source(task: TaskConfig) -> Any:
-    """Return the run's data source, for one worker."""
+@dataclasses.dataclass(frozen=True)
+class TracedRun:
+    """What a worker has built when its first step begins."""
+
+    engine: Any
+    spec: Any
+    net: nn.Module
+    """The model as the spec built it."""
+    model: nn.Module
+    """The model as the engine prepared it."""
+    optimizer: torch.optim.Optimizer
+    batch: Any
+    """The first batch, on the host."""
+    facts: dict[str, Any]
+    """What the result tells about the model and its batch, and `build_s`."""
+
+
+def build(task: TaskConfig, engine_class: type[Engine], rank: int = 0) -> TracedRun:
+    """Build what a worker of a complete node builds, up to its first step."""
+    started = time.perf_counter()
+    world_size = task.nproc_per_node
+    topology = Topology(rank, rank, world_size, world_size)
+    options = task.options.get(task.engine, engine_class.Options())
+    with pause_gc():
+        engine = engine_class(task, options, topology)
     name, location = config.data_name(task.data)
-    return plugins.load("data", name)(location, task, task.options.get(name), Topology())
-
-
-def build_model(task: TaskConfig, num_classes: int) -> tuple[Any, nn.Module]:
-    """Return (spec, model), as a worker builds them."""
+    source = plugins.load("data", name)(location, task, task.options.get(name), Topology())
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
-    return spec, trainable.plain(spec.build(num_classes))
+    net = trainable.plain(spec.build(source.num_classes))
+    model = engine.prepared(net)
+    optimizer = engine.build_optimizer(model)
+    engine.seed(task.seed)
+    batch = next(iter(source.train_loader()))
+    model.train()
+    facts = _model_facts(net, batch, source.num_classes)
+    facts["build_s"] = time.perf_counter() - started
+    return TracedRun(engine, spec, net, model, optimizer, batch, facts)
 
 
-def model_facts(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
-    """Return what a result tells about the model and its batch."""
+def _model_facts(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
     parameters = [p for p in net.parameters() if p.requires_grad]
     return {
         "model": type(net).__name__,
@@ -76,6 +107,19 @@ def model_facts(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "batch": nested.described(batch),
         "num_classes": num_classes,
+    }
+
+
+def environment(xla_flags: str) -> dict[str, str]:
+    """Return the environment variables that every tracing process must start with.
+
+    Args:
+        xla_flags: more XLA flags than those of this process's environment.
+    """
+    return {
+        "TORCH_WARM_POOL": "0",  # nothing is compiled by inductor
+        "CUDA_VISIBLE_DEVICES": "",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip(),
     }
 
 
