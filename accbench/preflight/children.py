@@ -12,7 +12,9 @@ from pathlib import Path
 from accbench.system import cache_folders
 
 # The prefix of Abseil's log lines: severity, date, time, thread, source location.
-_LOG_PREFIX = re.compile(r"^\S*\s*([IWEF])\S*\s+\S+\s+\S+\]\s*|^[\d-]+ [\d:.]+: [IWEF] \S+\]\s*")
+_LOG_PREFIX = re.compile(
+    r"^\S*\s*([IWEF])\S*\s+\S+(?:\s+\d+)?\s+\S+\]\s*|^[\d-]+ [\d:.]+: [IWEF] \S+\]\s*"
+)
 _MESSAGE_CHARACTERS = 300
 _POLL_S = 0.2
 
