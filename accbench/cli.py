@@ -64,11 +64,15 @@ class ReportFlags:
         False,
         "Also of different machines, models, dtypes or global batches; they are marked.",
     )
+    fail_if: str | None = flag(
+        None,
+        "Of comparisons: the conditions of `accbench compare --fail_if`, with its exit status.",
+    )
 
 
 def report(argv: Sequence[str]) -> int:
     """Show what runs recorded, each beside the first."""
-    from accbench.report import publish
+    from accbench.report import conditions, publish
 
     prog = f"{PROG} report"
     try:
@@ -76,12 +80,14 @@ def report(argv: Sequence[str]) -> int:
         if not flags.runs:
             raise RequestError("name at least one run's folder")
         text, problems = publish.report(flags.runs, flags.format, flags.allow_mixed)
+        judged = conditions.judge(flags.runs, flags.fail_if)
     except RequestError as error:
         return print_refusal(prog, error)
     print(text, end="")
     for problem in problems:  # the others are still reported
         print_refusal(prog, RequestError(problem))
-    return 2 if problems else 0
+    status = max((conditions.exit_status(*each, prog) for each in judged), default=0)
+    return 2 if problems else status
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ def share(row: dict[str, Any]) -> str:
 
 def accbench(*arguments: str) -> bytes:
     command = [sys.executable, "-m", "accbench", *arguments]
-    # compare's own status says which engine is faster, and no failure.
+    # compare's own status says whether all rows were judged.
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=arguments[0] == "report")
     return done.stdout
 

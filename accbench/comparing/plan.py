@@ -13,6 +13,7 @@ from accbench.comparing import update_rules
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.errors import RequestError
+from accbench.report import conditions
 from accbench.report.comparison import ComparisonPlan, RowPlan
 from accbench.report.sequential import FIRST_LOOK
 
@@ -59,6 +60,16 @@ class CompareFlags(TaskConfig):
         None,
         "Seed of the order in which each round measures the rows. Unset: drawn at random and "
         "recorded.",
+    )
+    format: Literal["table", "json"] = flag(
+        "table",
+        "What standard output holds in the end; json: one document and nothing else, the words go "
+        "to standard error.",
+    )
+    fail_if: str | None = flag(
+        None,
+        "Conditions that end the command with status 3, comma-separated: `jax slower`, `xla slower "
+        "than 0.9`, `jax differs`.",
     )
     compare: Annotated[bool, tyro.conf.FlagCreatePairsOff] = flag(
         False,
@@ -132,8 +143,20 @@ _FEWEST_STEPS = 20
 _WINDOWS = ("warmup_steps", "log_interval")
 
 
-def parse(argv: Sequence[str], prog: str) -> tuple[ComparisonPlan, str | None]:
-    """Parse a command line into a plan, and the folder that it asks for.
+@dataclasses.dataclass(frozen=True)
+class CompareRequest:
+    """What a command line asks for."""
+
+    plan: ComparisonPlan
+    folder: str | None
+    """Where to; None for a new folder."""
+    format: Literal["table", "json"]
+    conditions: tuple[conditions.Condition, ...]
+    """Those of `--fail_if`."""
+
+
+def parse(argv: Sequence[str], prog: str) -> CompareRequest:
+    """Parse a command line into a plan, where it goes and what it is asked.
 
     Raises:
         RequestError: a flag or a row is wrong, or the baseline cannot run here.
@@ -160,7 +183,10 @@ def parse(argv: Sequence[str], prog: str) -> tuple[ComparisonPlan, str | None]:
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
         stops_when_decided=flags.repeats > FIRST_LOOK,
     )  # fmt: skip
-    return plan, config.expand_home("--output_dir", flags.output_dir)
+    folder = config.expand_home("--output_dir", flags.output_dir)
+    return CompareRequest(
+        plan, folder, flags.format, conditions.parse(flags.fail_if, names, baseline)
+    )
 
 
 def _check(flags: Any) -> None:

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from accbench import config, launchers
 from accbench.comparing.order import round_orders
-from accbench.comparing.plan import parse
+from accbench.comparing.plan import CompareRequest, parse
 from accbench.comparing.run import JobKind, run_to_its_end
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
-from accbench.report import comparison, publish
+from accbench.report import analysis, comparison, conditions, publish
 from accbench.report import run as runs
 from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
 from accbench.system import folders
@@ -47,25 +47,27 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Run the command `accbench compare`, and return the exit status."""
     with contextlib.ExitStack() as stack:
         try:
-            plan, wanted = parse(argv, prog)
+            request = parse(argv, prog)
+            plan = request.plan
             task = config.parse(config.as_flags(next(row.task for row in plan.rows if row.task)))
             launcher = plugins.load("launchers", task.launcher)()
             if launcher.follows(task):
                 from accbench.launchers.common import run as runner
 
                 return runner.follow(task, prog)
-            folder = stack.enter_context(claim(plan, wanted))
+            folder = stack.enter_context(claim(plan, request.folder))
             plan = ComparisonPlan.read(folder)  # with the order that the first call drew
         except RequestError as error:
             return print_refusal(prog, error)
         try:
-            return _compare(plan, folder, prog)
+            return _compare(dataclasses.replace(request, plan=plan), folder, prog)
         finally:
             launcher.farewell(task)
 
 
-def _compare(plan: ComparisonPlan, folder: Path, prog: str) -> int:
-    console = terminal.person_console()
+def _compare(request: CompareRequest, folder: Path, prog: str) -> int:
+    plan = request.plan
+    console = terminal.person_console(stderr=request.format == "json")
     console.print(introduction(plan, folder), markup=False)
     try:
         measure(plan, folder, console)
@@ -80,7 +82,9 @@ def _compare(plan: ComparisonPlan, folder: Path, prog: str) -> int:
     except OSError as error:
         return _stopped(prog, error, folder)
     console.print(publish.render([results], "table"), markup=False, end="")
-    return 0 if any(row.good for row in results.rows) else 1
+    if request.format == "json":
+        print(publish.render([results], "json"), end="", flush=True)
+    return conditions.exit_status(analysis.judge(results), request.conditions, prog)
 
 
 def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:

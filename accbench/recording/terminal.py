@@ -32,13 +32,14 @@ def log_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank{rank}.log"
 
 
-def person_console() -> Console:
-    """Return the console for standard output.
+def person_console(stderr: bool = False) -> Console:
+    """Return the console for standard output, or for standard error.
 
     In a notebook it is not a terminal, as a notebook would keep every state of a progress bar.
     """
     in_notebook = "JPY_PARENT_PID" in os.environ  # Jupyter sets it for its kernels
-    return Console(highlight=False, soft_wrap=True, force_terminal=False if in_notebook else None)
+    force = False if in_notebook else None
+    return Console(highlight=False, soft_wrap=True, force_terminal=force, stderr=stderr)
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def test_on_and_off_in_yaml_mean_what_the_option_calls_them(tmp_path, text, on):
 @pytest.mark.parametrize(("text", "on"), [(t, on) for t, on in SWITCHES if t.isalpha()])
 def test_on_and_off_behind_engines(text, on):
     engines = f"--engines=ddp:channels_last={text},xla:compile-cache={text}"
-    rows = plan.parse([engines, "--device=cpu", "--data=synthetic"], "accbench compare")[0].rows
+    rows = plan.parse([engines, "--device=cpu", "--data=synthetic"], "accbench compare").plan.rows
     assert rows[0].task["ddp"]["channels_last"] is on
     assert rows[1].task["xla"]["compile_cache"] == ("on" if on else "off")
 
@@ -140,7 +140,7 @@ def test_wrong_settings_behind_engines_are_named_with_their_row(spec, expected):
 ])  # fmt: skip
 def test_what_compare_chooses_fits_what_is_given(flags, expected):
     flags = ["--engines=ddp,ddp", "--device=cpu", "--data=synthetic", *flags]
-    task = plan.parse(flags, "accbench compare")[0].rows[0].task
+    task = plan.parse(flags, "accbench compare").plan.rows[0].task
     assert (task["max_steps"], task["warmup_steps"], task["log_interval"]) == expected
 
 
@@ -284,7 +284,7 @@ def test_home_is_meant_where_no_shell_has_put_it(tmp_path, monkeypatch):
     assert task.data == f"imagefolder:{tmp_path}/images"
     assert task.options["jax"].cache_dir == str(tmp_path / "cache")
     compared = ["--engines=ddp,ddp", "--data=synthetic", "--output_dir=~/compared"]
-    _, folder = plan.parse(compared, "compare")
+    folder = plan.parse(compared, "compare").folder
     assert folder == str(tmp_path / "compared")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 54321)  # of a user whom the system does not know

@@ -34,7 +34,9 @@ def run_blocks(page: str, folder: Path) -> list[str]:
             ["bash", "-euc", text], cwd=folder, env=env, timeout=HANG_S,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        assert done.returncode == 0, f"{text}\n{done.stdout}"
+        # Two short rounds judge nothing, and compare's status says so.
+        allowed = (0, 1) if "accbench compare" in text else (0,)
+        assert done.returncode in allowed, f"{text}\n{done.stdout}"
         printed.append(done.stdout)
     return printed
 

@@ -170,7 +170,7 @@ def test_a_comparison_judges_the_script(tmp_path):
         "-m", "tests.compared", *TINY_RUN, *flags, f"--script={OWN_SCRIPT}",
         "--script_args=nothing spoil=replay",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1, result.stderr  # a row differs, and so is not valid
     rows = json.loads((tmp_path / "c/report.json").read_text())["rows"]
     assert [row["rounds_ok"] for row in rows] == [2, 2, 2]
     same, also, spoiled = (row["numerics"] for row in rows)
