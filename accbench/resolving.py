@@ -80,6 +80,7 @@ def apply_defaults(task: TaskConfig, device: Any) -> TaskConfig:
     problem = plugins.load("launchers", task.launcher).problem(task)
     if problem is not None:
         raise RequestError(problem)
+    task = plugins.load("engines", task.engine).with_current_flags(task)
     cores_per_worker = max(1, cgroups.num_cores() // task.nproc_per_node)
     task = dataclasses.replace(
         task,

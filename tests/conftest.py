@@ -181,10 +181,15 @@ def start_ranks(num_ranks: int, *arguments: object, **env: str) -> list[Forked |
 
 def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` twice, as torchrun starts it; what both say, and the first bad status."""
-    ranks = start_ranks(2, *arguments, PYTHONPATH=str(ROOT))
+    return several_ranks(2, *arguments)
+
+
+def several_ranks(num_ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Likewise, with another number of ranks."""
+    ranks = start_ranks(num_ranks, *arguments, PYTHONPATH=str(ROOT))
     try:
         wait_until(lambda: all(rank.poll() is not None for rank in ranks) or failed(ranks))
-        for rank in ranks:  # where one failed, the other may have its own to say, or waits
+        for rank in ranks:  # where one failed, others may have their own to say, or wait
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(10)
         status = next(iter(failed(ranks)), 0)

@@ -105,6 +105,23 @@ class EngineFlags:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshFlags:
+    """Choose how the workers share a model and its training state."""
+
+    dp_shard: str | None = flag(
+        None,
+        "Shard parameters, gradients and optimizer state over this many workers, each with a "
+        "batch of its own; auto: over all. The workers that remain are replicas. Unset: each "
+        "worker has the whole model.",
+    )
+    zero: Literal[1, 2, 3] | None = flag(
+        None,
+        "What --dp_shard shards: 1 the optimizer's state, 2 gradients too, 3 parameters too. "
+        "Unset: 3.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelAndDataFlags:
     """Choose what is trained, and on what."""
 
@@ -401,6 +418,7 @@ class OutputFlags:
 GROUPS: Mapping[str, type] = {
     "workers and devices": WorkerFlags,
     "engine and precision": EngineFlags,
+    "mesh": MeshFlags,
     "model and data": ModelAndDataFlags,
     "steps": StepFlags,
     "optimizer and schedule": OptimizerFlags,
@@ -411,7 +429,14 @@ GROUPS: Mapping[str, type] = {
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig(
-    OutputFlags, FaultFlags, OptimizerFlags, StepFlags, ModelAndDataFlags, EngineFlags, WorkerFlags
+    OutputFlags,
+    FaultFlags,
+    OptimizerFlags,
+    StepFlags,
+    ModelAndDataFlags,
+    MeshFlags,
+    EngineFlags,
+    WorkerFlags,
 ):
     """Train a model on this machine, one worker a device, and record how it went.
 

@@ -17,16 +17,20 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
+from accbench.distributed import mesh
+from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology, broadcast_tensor
 from accbench.distributed.strategies import Strategy
 from accbench.engines.common import (
     activation_checkpointing,
     model_state,
+    optimizer_state,
     tied_parameters,
     training_state,
 )
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.precision import Precision
+from accbench.errors import RequestError
 from accbench.models.tasks import trainable
 
 Batch = Any
@@ -79,6 +83,7 @@ class Engine(abc.ABC):
         self.task = task
         self.options = options
         self.topology = topology
+        self.mesh = self.mesh_of(task, topology.world_size)
         self.precision = Precision(task)
         self._resident: list[Batch] = []
 
@@ -93,6 +98,32 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def unavailable_reason(cls, task: TaskConfig) -> str | None:
         """Return why this task cannot run here and what to do, or None if it can."""
+
+    @classmethod
+    def with_current_flags(cls, task: TaskConfig) -> TaskConfig:
+        """Return the task with this engine's older spellings of flags replaced by today's."""
+        return task
+
+    @classmethod
+    def mesh_of(cls, task: TaskConfig, world_size: int) -> MeshShape:
+        """Return how a number of workers are laid out.
+
+        Raises:
+            RequestError: the task's flags do not fit that number, or this engine.
+        """
+        shape = mesh.of_task(task, world_size)
+        problem = cls.mesh_problem(task, shape) if task.dp_shard is not None else None
+        if problem is not None:
+            raise RequestError(problem)
+        return shape
+
+    @classmethod
+    def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
+        """Return why this engine cannot shard as asked and what to do, or None if it can."""
+        return (
+            f"--dp_shard {task.dp_shard}: engine {task.engine} keeps the whole model on each "
+            "worker; use --engine ddp or jax"
+        )
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
@@ -182,6 +213,20 @@ class Engine(abc.ABC):
         """Load what `rng_state` returned; a generator without a state in it stays as it is."""
         if "torch" in states:
             torch.set_rng_state(states["torch"])
+
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether a forward pass waits for the other ranks, so that all evaluate equally often."""
+        return False
+
+    def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Return a model that evaluates with `--ema_decay`'s averages in place of parameters."""
+        return optimizer_state.AveragedModel(net, optimizer)
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether all ranks call `training_state` together, as each has a part of the state."""
+        return False
 
     def gather_state(self) -> None:  # noqa: B027
         """Prepare all ranks for one of them to read the training state; every rank calls it."""
@@ -280,6 +325,16 @@ class Engine(abc.ABC):
                 buffer.copy_(broadcast_tensor(buffer.cpu()))
         model_state.broadcast_extra(net)
         self.end_step()
+
+    def state_bytes(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return the bytes of parameters and optimizer state that this rank keeps between steps.
+
+        None: the engine does not tell.
+        """
+        kept = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        for state in optimizer.state.values():
+            kept += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     @staticmethod
     def applied_steps(optimizer: torch.optim.Optimizer) -> int:

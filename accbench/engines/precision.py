@@ -52,6 +52,16 @@ class Precision:
             with complex_parameters.as_real(optimizer):
                 self.scaler.unscale_(optimizer)
 
+    def unscale_and_look(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Divide the gradients by the loss scale, and return the flags of what overflowed.
+
+        The next `step` is left out where one of them, float32 of one element, is not 0.
+        """
+        if not self.has_loss_scale:
+            return []
+        self.scaler.unscale_(optimizer)
+        return [*self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with averaged gradients; unscale those that are not; skip the step on overflow."""
         if self.scaler is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import accbench
 from accbench import config
 from accbench.config import TaskConfig, plugins
+from accbench.distributed import mesh
 from accbench.errors import RequestError
 from accbench.recording import records
 
@@ -122,7 +123,11 @@ def resolve(task: TaskConfig) -> TaskConfig:
         RequestError: the task cannot run there, or there is no such launcher.
     """
     launcher: Launcher = plugins.load("launchers", task.launcher)()
-    return launcher.resolve(task)
+    resolved = launcher.resolve(task)
+    world_size = mesh.num_workers(resolved)
+    if world_size is not None:  # else each worker looks at its own
+        plugins.load("engines", resolved.engine).mesh_of(resolved, world_size)
+    return resolved
 
 
 def anywhere(worker: list[str]) -> list[str]:

@@ -35,7 +35,7 @@ GPU_FLAGS = (
     ),
     XlaFlag(
         "xla_gpu_reduce_scatter_combine_threshold_bytes", str(2**20),
-        "keeps the reductions of sharded parameters (--jax.shard) apart for the same reason",
+        "keeps the reductions of sharded parameters (--dp_shard) apart for the same reason",
     ),
     XlaFlag(
         "xla_gpu_autotune_level", "4",

@@ -51,7 +51,14 @@ class RunRecord:
     unit: str = "samples"
     """The unit that the model counts, in the plural: images, tokens."""
     units_per_sample: int = 1
+    mesh: dict[str, int] | None = None
+    """Ranks along each axis, the outermost first; None in records from before it was stored."""
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Workers that have a batch of their own."""
+        return self.world_size if self.mesh is None else self.mesh["replicate"] * self.mesh["shard"]
 
     @property
     def counted(self) -> tuple[str, int]:
@@ -128,6 +135,8 @@ class EndRecord:
     """Graphs compiled in the whole run, evaluation included."""
     num_recompiles: int | None = None
     """Graphs compiled in training windows after the warm-up."""
+    state_bytes: int | None = None
+    """Bytes of parameters and optimizer state that rank 0 keeps between steps."""
     flops_per_sample: float | None = None
     """Floating point operations of products in a sample's forward and backward pass."""
     shape_changes: list[str] | None = None

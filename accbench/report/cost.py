@@ -106,7 +106,7 @@ def _break_even(
 
 def _samples_a_step(row: ComparisonRow) -> int | None:
     header = next((run.header for run in row.good if run.header), None)
-    return header.world_size * header.batch_size if header else None
+    return header.num_data_ranks * header.batch_size if header else None
 
 
 def _samples_per_epoch(row: ComparisonRow) -> int | None:

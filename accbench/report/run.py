@@ -115,7 +115,7 @@ class RecordedRun:
             "model": run.model,
             **self._size(run),
             "dtype": run.amp_dtype or "float32",
-            "global batch": run.world_size * run.batch_size,
+            "global batch": run.num_data_ranks * run.batch_size,
         }
 
 

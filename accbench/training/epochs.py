@@ -10,7 +10,6 @@ from torch import nn
 
 from accbench.distributed import process_group
 from accbench.engines import Engine
-from accbench.engines.common import optimizer_state
 from accbench.errors import NonFiniteLossError, StoppedError
 from accbench.logger import RunLogger
 from accbench.recording.records import EvalRecord, ResumeRecord
@@ -122,7 +121,7 @@ class Epochs:
         """Evaluate, and return the scores of the averaged weights if there are any."""
         models = [self.model]
         if self.task.ema_decay:
-            models.append(optimizer_state.AveragedModel(self.keeper.net, self.optimizer))
+            models.append(self.engine.averaged_model(self.keeper.net, self.optimizer))
         for model in models:
             scores = evaluate(self.engine, model, self.spec, loader, epoch)
             scores = dataclasses.replace(scores, averaged=model is not self.model)

@@ -122,8 +122,10 @@ class Keeper:
         by_name = {name: all_gather_tensor(state) for name, state in rng.items()}
         self.engine.gather_state()
         model_state.refuse_unsaved(self.net)
-        if self.writer is not None:
+        state = None
+        if self.writer is not None or self.engine.reads_together:
             state = self.engine.training_state(self.net, self.optimizer)
+        if self.writer is not None and state is not None:
             facts = CheckpointFacts(
                 step=step, epoch=epoch,
                 loader=None if num_batches is None else self.loader.state_dict(num_batches),

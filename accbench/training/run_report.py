@@ -109,6 +109,7 @@ def run_record(
         num_classes=num_classes,
         unit=getattr(spec, "unit", "samples"),
         units_per_sample=getattr(spec, "units_per_sample", 1),
+        mesh=engine.mesh.sizes,
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
@@ -120,7 +121,7 @@ def end_record(
     """Make the record's last line for a run that succeeded."""
     stats, steady = engine.compile_stats(), timer.steady
     assert engine.task.batch_size is not None
-    samples_a_step = engine.task.batch_size * engine.topology.world_size
+    samples_a_step = engine.task.batch_size * engine.mesh.num_data_ranks
     steps = timer.num_steady_steps
     return records.EndRecord(
         status="ok",
@@ -132,6 +133,7 @@ def end_record(
         num_graphs=steady.num_executions / steps if steps else None,
         num_fallbacks=(timer.warmup + steady).num_fallbacks,
         left_compiler=engine.left_compiler() or None,
+        state_bytes=engine.state_bytes(optimizer),
         skipped_steps=timer.num_steps - engine.applied_steps(optimizer),
         num_steps=timer.num_steps,
         num_samples=timer.num_samples_of_all,

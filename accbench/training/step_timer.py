@@ -109,7 +109,7 @@ class StepTimer:
     @property
     def num_samples_of_all(self) -> int:
         """Samples of all ranks in all steps so far, if each rank takes as many."""
-        return self.num_earlier_samples + self.num_samples * self.engine.topology.world_size
+        return self.num_earlier_samples + self.num_samples * self.engine.mesh.num_data_ranks
 
     def step_done(self, loss: torch.Tensor, num_samples: int | None = None) -> None:
         """Count a step, and close the window when it is full.

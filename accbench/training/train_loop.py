@@ -11,6 +11,7 @@ from accbench.data import nested
 from accbench.distributed.process_group import all_gather_values
 from accbench.engines import Batch, Engine
 from accbench.engines.loops import LoopEngine
+from accbench.errors import RequestError
 from accbench.recording.records import EvalRecord, finite_or_none
 from accbench.training.step_timer import StepTimer
 
@@ -77,14 +78,21 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: int) -> EvalRecord:
-    """Score the validation set: loss, and accuracy if the task has one; each rank its part."""
+    """Score the validation set: loss, and accuracy if the task has one; each rank its part.
+
+    Raises:
+        RequestError: ranks have to evaluate together, and one of them has no sample.
+    """
     model.eval()
     sums: torch.Tensor | None = None
+    missing = _num_missing_batches(loader) if engine.evaluates_together else 0
     with closing(engine.device_batches(loader)) as batches:
         for batch in batches:
             score = engine.run_score(model, spec, batch)
             sums = score if sums is None else sums + score
             engine.end_step()
+    for _ in range(missing):  # the others wait for this rank's forward pass
+        engine.run_score(model, spec, batch)
     # float64 on the host; a rank without samples adds nothing
     local_sums = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
     loss, top1, top5, num_samples = (
@@ -95,3 +103,15 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
         return finite_or_none(total / num_samples) if num_samples else None
 
     return EvalRecord(epoch, mean(loss), mean(top1), mean(top5), int(num_samples))
+
+
+def _num_missing_batches(loader: Any) -> int:
+    """Return how many batches fewer this rank has than the one that has most; all ranks call it."""
+    numbers = [int(number) for (number,) in all_gather_values([float(len(loader))])]
+    if max(numbers) and not min(numbers):
+        raise RequestError(
+            f"the validation set has samples for {sum(map(bool, numbers))} of {len(numbers)} "
+            "workers, which evaluate a sharded model together; use fewer workers, more samples, "
+            "or --eval_interval 0"
+        )
+    return max(numbers) - len(loader)

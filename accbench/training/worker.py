@@ -156,8 +156,9 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     logger = RunLogger(task.run_dir, topology.rank)
     source_name, location = config.data_name(task.data)
     engine = open_first_engine(task, topology)
+    data_topology = engine.mesh.data_topology(topology)
     source = plugins.load("data", source_name)(
-        location, task, task.options.get(source_name), topology
+        location, task, task.options.get(source_name), data_topology
     )
     header = run_record(task, engine, topology, source.num_classes)
     logger.write(header)
@@ -173,7 +174,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         model_state.check_loadable(model)
     net, model = model, engine.prepared(model)
     optimizer = engine.build_optimizer(model)
-    engine.seed(task.seed + topology.rank)  # dropout and the like differ by rank
+    engine.seed(task.seed + data_topology.rank)  # dropout and the like differ by batch
 
     train_loader, eval_loader = source.train_loader(), source.eval_loader()
     for loader in (train_loader, eval_loader):

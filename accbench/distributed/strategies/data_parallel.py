@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accbench.distributed import complex_parameters, used_parameters
 from accbench.distributed.complex_numbers import real
 from accbench.distributed.process_group import Topology
-from accbench.distributed.strategies import Strategy
+from accbench.distributed.strategies.torch_strategy import TorchStrategy
 from accbench.errors import RequestError
 
 # The flag's name from torch 2.15 on, and the one before, which warns there.
@@ -25,7 +25,7 @@ _SYNC_BUFFERS = (
 )
 
 
-class DataParallel(Strategy):
+class DataParallel(TorchStrategy):
     """Each rank has the whole model and a part of the batch.
 
     Args:
@@ -35,13 +35,11 @@ class DataParallel(Strategy):
         find_unused_parameters: look in every step for parameters that the loss does not depend on.
     """
 
-    collectives = "process_group"
-
     def __init__(
         self, topology: Topology, device: torch.device, engine: str, find_unused_parameters: bool
     ) -> None:
-        super().__init__(topology)
-        self.device, self.engine = device, engine
+        super().__init__(topology, device)
+        self.engine = engine
         self.find_unused_parameters = find_unused_parameters
         self._is_checked = self._will_average = False
         self._averaged: list[bool] = []

@@ -46,25 +46,34 @@ def read(net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Train
         for name, parameter in net.named_parameters()
         if parameter in optimizer.state
     }
-    return TrainingState(
-        model, optimizer_tensors, _read_scaler(scaler), model_state.read_extra(net)
-    )
+    return TrainingState(model, optimizer_tensors, read_scaler(scaler), model_state.read_extra(net))
 
 
 def load(
-    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, state: TrainingState
-) -> None:
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, state: TrainingState,
+    names: dict[int, str] | None = None,
+) -> None:  # fmt: skip
     """Load a state; the optimizer keeps its hyperparameters.
 
     What the state does not name stays unchanged: additional state of an optimizer, or the moments
     of a parameter without gradients.
+
+    Args:
+        net: the model, changed in place.
+        optimizer: changed in place.
+        scaler: the GradScaler, or None.
+        state: what to load.
+        names: id of what the optimizer steps with -> parameter name, where that is not the
+            parameter itself.
 
     Raises:
         NotLoadableError: model or optimizer have other tensors.
     """
     try:
         model_state.load(net, state.model, state.extra)
-        _load_optimizer(net, optimizer, state.optimizer)
+        if names is None:
+            names = {id(parameter): name for name, parameter in net.named_parameters()}
+        _load_optimizer(names, optimizer, state.optimizer)
         if _is_enabled(scaler) and state.scaler:
             saved = {**scaler.state_dict(), "scale": state.scaler["scale"]}
             saved["_growth_tracker"] = int(state.scaler["growth_tracker"])
@@ -75,14 +84,13 @@ def load(
 
 
 def _load_optimizer(
-    net: nn.Module, optimizer: torch.optim.Optimizer, parameter_states: dict[str, Tensors]
+    names: dict[int, str], optimizer: torch.optim.Optimizer, parameter_states: dict[str, Tensors]
 ) -> None:
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
     state_dict = optimizer.state_dict()
     state, index = dict(state_dict["state"]), 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            tensors = parameter_states.get(names.pop(id(parameter)))
+            tensors = parameter_states.get(names[id(parameter)])
             if tensors is not None:
                 copies = {key: _copy_like(tensor, parameter) for key, tensor in tensors.items()}
                 state[index] = {**state.get(index, {}), **copies}
@@ -110,7 +118,8 @@ def _is_enabled(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
 
 
-def _read_scaler(scaler: Any) -> dict[str, float]:
+def read_scaler(scaler: Any) -> dict[str, float]:
+    """Return the state of a GradScaler; empty without one."""
     if not _is_enabled(scaler):
         return {}
     state_dict = scaler.state_dict()

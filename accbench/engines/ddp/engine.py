@@ -15,11 +15,15 @@ from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.distributed import complex_parameters
+from accbench.distributed import complex_parameters, mesh
+from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import DataParallel
+from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
+from accbench.distributed.strategies.torch_strategy import ShardingStrategy, TorchStrategy
 from accbench.engines import optimizers
-from accbench.engines.common import optimizer_state, tied_parameters
+from accbench.engines.common import optimizer_state, sharded_state, tied_parameters
+from accbench.engines.common.training_state import TrainingState
 from accbench.engines.ddp import layouts
 from accbench.engines.loops import LoopEngine
 from accbench.recording import provenance
@@ -72,6 +76,19 @@ class Engine(LoopEngine):
                 )
         return None
 
+    @classmethod
+    def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
+        if task.script is not None:
+            return mesh.NOT_FOR_SCRIPTS
+        options = task.options.get(task.engine)
+        if shape.shard > 1 and options is not None and options.find_unused_parameters:
+            return (
+                f"--{task.engine}.find_unused_parameters is not for --dp_shard, which needs every "
+                "parameter's gradient on each worker; freeze those that are unused "
+                "(requires_grad = False)"
+            )
+        return None
+
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
@@ -80,15 +97,28 @@ class Engine(LoopEngine):
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.benchmark = True  # shapes do not change
-        # Scripts have the numbers of the plain script, to the bit.
-        is_last = options.channels_last and task.script is None
-        self.memory_format = torch.channels_last if is_last else torch.contiguous_format
         self.precision.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.precision.needs_loss_scale
         )
-        self.strategy: DataParallel = DataParallel(
-            topology, self.device, task.engine, options.find_unused_parameters
+        self.strategy: TorchStrategy = self._build_strategy()
+        # Scripts have the numbers of the plain script, to the bit.
+        may_be_last = task.script is None and not self.strategy.is_contiguous
+        is_last = options.channels_last and may_be_last
+        self.memory_format = torch.channels_last if is_last else torch.contiguous_format
+
+    def _build_strategy(self) -> TorchStrategy:
+        data_parallel = DataParallel(
+            self.topology, self.device, self.task.engine, self.options.find_unused_parameters
         )
+        if self.mesh.shard == 1:
+            return data_parallel
+        if mesh.zero_stage(self.task) == 1:
+            return ShardedOptimizer(self.topology, self.device, self.mesh, data_parallel)
+        # Imported here: its imports take time.
+        from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
+
+        keeps_gathered = mesh.zero_stage(self.task) == 2
+        return ShardedDataParallel(self.topology, self.device, self.mesh, keeps_gathered)
 
     @property
     def device_name(self) -> str:
@@ -136,7 +166,8 @@ class Engine(LoopEngine):
         entry = optimizers.of_task(self.task)
         fused = {"fused": True} if entry.has_fused else {}
         optimizer = complex_parameters.build_optimizer(
-            entry.torch_class, optimizer_state.groups(self.task, model),
+            entry.torch_class,
+            self.strategy.stepped_groups(optimizer_state.groups(self.task, model)),
             **entry.arguments(self.task), **fused,
         )  # fmt: skip
         optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
@@ -189,20 +220,28 @@ class Engine(LoopEngine):
         self.strategy.reduce_after_step(optimizer)
         with complex_parameters.as_real(optimizer):
             self._apply_gradients(optimizer)
+        self.strategy.after_update()
 
     def _apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         precision = self.precision
         if precision.skips_nonfinite:
             precision.find_nonfinite(optimizer)
+            self.strategy.share_overflow([precision.found_inf])
             if not precision.has_loss_scale:  # or it tells the optimizer, in these two
                 optimizer.grad_scale, optimizer.found_inf = None, precision.found_inf  # type: ignore[attr-defined]
-        if self.task.clip_norm is not None:
-            precision.scaler.unscale_(optimizer)
+        if self.task.clip_norm is not None or self.strategy.shards:
+            self.strategy.share_overflow(precision.unscale_and_look(optimizer))
         self.clip(optimizer)
         # A fused optimizer unscales and skips on overflow by a tensor, so nothing waits.
         if not (self._waits_to_skip() and precision.found_inf):
             precision.scaler.step(optimizer)
         precision.scaler.update()
+
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """See the base class."""
+        if self.task.clip_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.strategy.clip(parameters, self.task.clip_norm)
 
     def _waits_to_skip(self) -> bool:
         """Return whether the host skips a step, because the optimizer does not by a tensor."""
@@ -212,6 +251,47 @@ class Engine(LoopEngine):
     def output_for_loop(self, nest: Any) -> Any:
         """See the base class."""
         return layouts.contiguous(nest) if self.memory_format is torch.channels_last else nest
+
+    def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
+        score = super().run_score(model, spec, batch)
+        self.strategy.after_evaluation(model)
+        return score
+
+    @property
+    def evaluates_together(self) -> bool:
+        return self.strategy.gathers_in_forward
+
+    def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        if not self.strategy.shards:
+            return super().averaged_model(net, optimizer)
+        return sharded_state.ShardedAverages(net, optimizer, self.strategy)
+
+    def state_bytes(self, optimizer: torch.optim.Optimizer) -> int | None:
+        num_bytes = super().state_bytes(optimizer)
+        if num_bytes is None or not isinstance(self.strategy, ShardedOptimizer):
+            return num_bytes
+        shards = self.strategy.shards.values()  # beside rows it steps with it has them whole
+        return num_bytes + sum(s.parameter.nbytes - s.local.nbytes for s in shards)
+
+    @property
+    def reads_together(self) -> bool:
+        return bool(self.strategy.shards)
+
+    def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        strategy = self.strategy
+        if not isinstance(strategy, ShardingStrategy):
+            return super().training_state(net, optimizer)
+        return sharded_state.read(
+            net, optimizer, self.precision.scaler, strategy.shards, strategy.group
+        )
+
+    def load_training_state(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
+    ) -> None:
+        if not self.strategy.shards:
+            super().load_training_state(net, optimizer, saved)
+            return
+        sharded_state.load(net, optimizer, self.precision.scaler, self.strategy.shards, saved)
 
     def wait(self) -> None:
         if self.device.type == "cuda":

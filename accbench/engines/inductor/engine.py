@@ -23,6 +23,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from accbench import engines
 from accbench.config import TaskConfig
 from accbench.config.field import flag
+from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import requires_grad
 from accbench.engines.common import (
@@ -150,6 +151,12 @@ class Engine(ddp.Engine):
                 + extras.dependency_command("torch", "triton")
             )
         return super().unavailable_reason(task)
+
+    @classmethod
+    def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
+        if shape.shard > 1 and task.script is None:
+            return f"--dp_shard {task.dp_shard}: engine inductor does not shard; use --engine ddp"
+        return super().mesh_problem(task, shape)
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:

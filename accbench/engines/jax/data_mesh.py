@@ -1,6 +1,6 @@
 """A mesh of one device a rank, and its collectives: data parallel training.
 
-Each rank holds the whole state, or (`--jax.shard`) a shard of each large array as in ZeRO and
+Each rank holds the whole state, or (`--dp_shard`) a shard of each large array as in ZeRO and
 FSDP: a step gathers the parameters, and each rank gets the mean of its shard of a gradient.
 """
 

@@ -17,7 +17,7 @@ class MeshDataParallel(Strategy):
     Args:
         topology: the ranks.
         mesh: their devices.
-        shards: whether large arrays are reduced in parts (`--jax.shard`).
+        shards: whether large arrays are reduced in parts (`--dp_shard`).
         quietly: entered around the first collective, whose libraries print greetings.
     """
 

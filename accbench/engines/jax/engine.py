@@ -6,6 +6,7 @@ clipping, the optimizer) is in the same function. Parameters and all else that a
 live in JAX's arrays; the torch module has them whenever it is read.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,8 @@ from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
+from accbench.distributed import mesh
+from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology
 from accbench.engines import optimizers
 from accbench.engines.common import extra_inputs, optimizer_state
@@ -65,6 +68,30 @@ class Engine(engines.Engine):
         return None
 
     @classmethod
+    def with_current_flags(cls, task: TaskConfig) -> TaskConfig:
+        options = task.options.get("jax")
+        if options is None or not options.shard or task.dp_shard is not None:
+            return task
+        groups = {**task.options, "jax": dataclasses.replace(options, shard=False)}
+        return dataclasses.replace(task, dp_shard="auto", options=groups)
+
+    @classmethod
+    def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
+        if task.script is not None:
+            return mesh.NOT_FOR_SCRIPTS
+        if mesh.zero_stage(task) != 3:
+            return (
+                f"--zero {task.zero}: engine jax shards parameters and optimizer state alike; "
+                "use --zero 3, or --engine ddp"
+            )
+        if shape.shard > 1 and shape.replicate > 1:
+            return (
+                f"--dp_shard {task.dp_shard}: engine jax shards over all {shape.world_size} "
+                "workers; use --dp_shard auto, or --engine ddp"
+            )
+        return None
+
+    @classmethod
     def for_loops(cls) -> type[engines.Engine]:
         from accbench.engines.jax import loops
 
@@ -89,7 +116,7 @@ class Engine(engines.Engine):
         self.jax, self._mesh = jax, self._init_mesh()
         self.device = torch.device("cpu")  # where torch's tensors are
         self.strategy = data_parallel.MeshDataParallel(
-            topology, self._mesh, options.shard, self._greetings_to_log
+            topology, self._mesh, self.mesh.shard > 1, self._greetings_to_log
         )
         self.precision: JaxPrecision = JaxPrecision(task, options.lean, self._read_loss_scale)
         self._rules = runtime.lowering_rules(task.device, options)
@@ -107,7 +134,7 @@ class Engine(engines.Engine):
 
         data_mesh.init_distributed(self.topology, self.task.device, self.task.timeout_s)
         mesh = data_mesh.DataMesh(
-            self.topology, self.options.shard, by_gloo=self.task.device == "cpu"
+            self.topology, self.mesh.shard > 1, by_gloo=self.task.device == "cpu"
         )
         got = mesh.device.platform
         wanted = {"cuda": "gpu"}.get(self.task.device, self.task.device)
@@ -293,6 +320,10 @@ class Engine(engines.Engine):
     ) -> None:
         self._sync_to_torch()  # what is not in it stays as it is
         super().load_training_state(net, optimizer, saved)
+
+    def state_bytes(self, optimizer: torch.optim.Optimizer) -> int | None:
+        arrays = self.jax.tree.leaves((self._state_sync.state, self._state_sync.local_state))
+        return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
     def share_buffers(self, net: nn.Module) -> None:
         self._sync_to_torch()

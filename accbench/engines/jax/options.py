@@ -67,8 +67,7 @@ class JaxOptions(engines.Engine.Options):
     )
     shard: bool = flag(
         False,
-        "Shard parameters and their optimizer state over the workers: less memory on each, but "
-        "every step reduces gradients and gathers parameters.",
+        "The same as --dp_shard auto.",
     )
     find_unused_parameters: bool = flag(
         False,

@@ -28,7 +28,7 @@ class JaxTracingEngine(engine.Engine):
     def _init_mesh(self) -> Any:
         from accbench.engines.jax import data_mesh
 
-        return data_mesh.AbstractDataMesh(self.topology, self.options.shard)
+        return data_mesh.AbstractDataMesh(self.topology, self.mesh.shard > 1)
 
     def lowered(self, model: Any, spec: Any, optimizer: Any, batch: Any) -> Any:
         """Lower the step to the form that JAX has before it compiles."""

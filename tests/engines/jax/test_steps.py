@@ -89,7 +89,9 @@ def of_two(tmp_path_factory) -> dict:
     for name, engine in (("ddp", "ddp"), ("jax", "jax"), ("sharded", "jax")):
         (out / name).mkdir()
         flags = [*FLAGS, "--model=tests.nets:wide", f"--engine={engine}", "--clip_norm=0.5"]
-        done = two_ranks(STEPS, out / name, *flags, *(["--jax.shard"] if name == "sharded" else []))
+        done = two_ranks(
+            STEPS, out / name, *flags, *(["--dp_shard=auto"] if name == "sharded" else [])
+        )
         assert done.returncode == 0, done.stderr
         found[name] = [torch.load(out / name / f"rank{r}.pt", weights_only=True) for r in range(2)]
     return found

@@ -1,0 +1,141 @@
+"""Data parallel with sharded state: ZeRO's second and third stage, by torch's FSDP2.
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from accbench.distributed import parameter_shards
+from accbench.distributed.mesh import MeshShape
+from accbench.distributed.parameter_shards import ParameterShard
+from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies.torch_strategy import ShardingStrategy, refuse_unshardable
+
+
+class ShardedDataParallel(ShardingStrategy):
+    """Each rank has rows of every parameter, and gathers a block's before it computes with them.
+
+    With several replicas (HSDP) ranks of one replica shard, and gradients are averaged over all.
+
+    Args:
+        topology: the ranks.
+        device: this rank's.
+        shape: how the ranks are laid out.
+        keeps_gathered: whether parameters stay gathered until the backward pass (ZeRO's second
+            stage) rather than being gathered again there (the third).
+    """
+
+    gathers_in_forward = True
+
+    def __init__(
+        self, topology: Topology, device: torch.device, shape: MeshShape, keeps_gathered: bool
+    ) -> None:
+        super().__init__(topology, device, shape)
+        self.keeps_gathered = keeps_gathered
+        names = ("replicate", "shard") if shape.replicate > 1 else ("shard",)
+        self._data_mesh = self.mesh[names]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place, block by block.
+
+        Raises:
+            RequestError: it has a parameter that cannot be sharded.
+        """
+        refuse_unshardable(model)
+        self._fully_shard(model, units(model))
+        self._shards = {}
+        rank, num_ranks = self.group.rank(), self.group.size()
+        for name, parameter in model.named_parameters():
+            rows = parameter_shards.rows_of_rank(len(parameter), rank, num_ranks)
+            local: Any = parameter.to_local()  # type: ignore[attr-defined]
+            self._shards[name] = ParameterShard(
+                parameter, nn.Parameter(local.detach(), parameter.requires_grad),
+                tuple(parameter.shape), rows,
+            )  # fmt: skip
+        return model
+
+    @property
+    def shards(self) -> dict[str, ParameterShard]:
+        """See the base class."""
+        for shard in self._shards.values():
+            # FSDP pads uneven rows once more in the first forward pass, in memory of their own.
+            local: Any = shard.parameter.to_local()  # type: ignore[attr-defined]
+            if local.data_ptr() != shard.local.data_ptr():
+                shard.local.data = local.detach()
+        return self._shards
+
+    def _fully_shard(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        for module in (*blocks, model):
+            # The root's own parameters stay gathered, for the backward pass begins with them.
+            again = not self.keeps_gathered and module is not model
+            fully_shard(module, mesh=self._data_mesh, reshard_after_forward=again)
+        if self.device.type == "cpu":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    # Asked to average, gloo's reduce_scatter sums (torch 2.8).
+                    module.set_force_sum_reduction_for_comms(True)
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()  # a micro-batch's whole gradients would have to be kept
+
+    def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for shard in self.shards.values():
+            gradient: Any = shard.parameter.grad
+            shard.local.grad = None if gradient is None else gradient.to_local()
+            shard.parameter.grad = None  # it has moved, and the next step begins without
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def average_probe(self, value: float) -> list[float]:
+        size = self.topology.world_size
+        probe = nn.Linear(2, size, bias=False).to(self.device)
+        self._fully_shard(probe, [])
+        probe(torch.full((1, 2), value, device=self.device)).sum().backward()
+        gradient: Any = probe.weight.grad
+        whole = parameter_shards.all_gather_rows(gradient.to_local(), (size, 2), self.group)
+        averaged: list[float] = whole.flatten().tolist()
+        return averaged
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that are gathered one at a time: repeated modules, the outermost ones.
+
+    A block is one of several modules of one class in a ModuleList or Sequential, whose parameters
+    no module outside of it has as well.
+    """
+    blocks = _repeated(model)
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+
+    def is_apart(block: nn.Module) -> bool:
+        own: dict[int, int] = {}
+        for module in block.modules():
+            for parameter in module.parameters(recurse=False):
+                own[id(parameter)] = own.get(id(parameter), 0) + 1
+        return bool(own) and all(users[key] == number for key, number in own.items())
+
+    return [block for block in blocks if is_apart(block)]
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    children = [*module.children()]
+    for child in children:
+        alike = sum(type(other) is type(child) for other in children)
+        is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if is_container and alike > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found.append(child)
+        else:
+            found += _repeated(child)
+    return found

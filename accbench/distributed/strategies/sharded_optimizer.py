@@ -1,0 +1,68 @@
+"""Data parallel with a sharded optimizer: ZeRO's first stage.
+
+Gradients are averaged by DistributedDataParallel. Each rank then steps with its rows of every
+parameter, has moments for these alone, and all ranks gather what the others have stepped.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench.distributed import parameter_shards
+from accbench.distributed.mesh import MeshShape
+from accbench.distributed.parameter_shards import ParameterShard
+from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies.data_parallel import DataParallel
+from accbench.distributed.strategies.torch_strategy import ShardingStrategy, refuse_unshardable
+
+
+class ShardedOptimizer(ShardingStrategy):
+    """Each rank has the whole model, and the optimizer's state of its rows of every parameter.
+
+    Args:
+        topology: the ranks.
+        device: this rank's.
+        shape: how the ranks are laid out.
+        data_parallel: what averages the gradients.
+    """
+
+    def __init__(
+        self, topology: Topology, device: torch.device, shape: MeshShape,
+        data_parallel: DataParallel,
+    ) -> None:  # fmt: skip
+        super().__init__(topology, device, shape)
+        self.data_parallel = data_parallel
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap a model in DistributedDataParallel, and find this rank's rows.
+
+        Raises:
+            RequestError: it has a parameter that cannot be sharded.
+        """
+        refuse_unshardable(model)
+        rank, num_ranks = self.group.rank(), self.group.size()
+        self._shards = {}
+        for name, parameter in model.named_parameters():
+            rows = parameter_shards.rows_of_rank(len(parameter), rank, num_ranks)
+            local = nn.Parameter(parameter.detach()[rows], parameter.requires_grad)
+            self._shards[name] = ParameterShard(parameter, local, tuple(parameter.shape), rows)
+        return self.data_parallel.wrap(model)
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self.data_parallel.without_reduction(model)
+
+    def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for shard in self.shards.values():
+            gradient = shard.parameter.grad
+            shard.local.grad = None if gradient is None else gradient[shard.rows]
+            shard.parameter.grad = None  # it has moved, and the next step begins without
+        self.data_parallel.reduce_after_step(optimizer)
+
+    def after_update(self) -> None:
+        trained = (shard for shard in self.shards.values() if shard.parameter.requires_grad)
+        parameter_shards.fill_from_rows(trained, self.group)
+
+    def average_probe(self, value: float) -> list[float]:
+        return [*self.data_parallel.average_probe(value)]

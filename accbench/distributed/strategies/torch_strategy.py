@@ -1,0 +1,129 @@
+"""What engines that step with torch's own optimizers ask of a strategy."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accbench.distributed.mesh import MeshShape
+from accbench.distributed.parameter_shards import ParameterShard
+from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies import Strategy
+from accbench.errors import RequestError
+
+
+class TorchStrategy(Strategy):
+    """How the ranks share a step that torch runs; this class itself shards nothing.
+
+    Args:
+        topology: the ranks.
+        device: this rank's.
+    """
+
+    collectives = "process_group"
+    gathers_in_forward: bool = False
+    """Whether a forward pass waits for other ranks."""
+    is_contiguous: bool = False
+    """Whether parameters have to be contiguous, and so none in channels_last."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        super().__init__(topology)
+        self.device = device
+        self._shards: dict[str, ParameterShard] = {}
+
+    @property
+    def shards(self) -> dict[str, ParameterShard]:
+        """Shards by their parameter's first name; empty where ranks step with whole parameters."""
+        return self._shards
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model in a form that averages in its backward pass."""
+        return model
+
+    def rebuild(self, wrapper: nn.Module) -> None:
+        """Rebuild in place what `wrap` returned, after its parameters changed."""
+
+    def before_call(self, model: nn.Module) -> None:
+        """Note that a loop of a user's own is about to call what `wrap` returned."""
+
+    def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes need not average."""
+        return nullcontext()
+
+    def reduce_after_loop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients of a loop of a user's own, where its backward pass has not."""
+
+    def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finish the gradients that the optimizer is about to step with."""
+
+    def after_update(self) -> None:
+        """Let the model compute with what the optimizer has stepped."""
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        """Release what a forward pass without a backward pass has gathered."""
+
+    def stepped_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return parameter groups with the tensors that this rank's optimizer steps with."""
+        return groups
+
+    def share_overflow(self, flags: Sequence[torch.Tensor]) -> None:
+        """Set flags, float32 of one element, on all ranks where any rank has set them."""
+
+    def clip(self, parameters: list[torch.Tensor], max_norm: float) -> None:
+        """Scale gradients down to an L2 norm over all ranks' parameters; does not wait."""
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+class ShardingStrategy(TorchStrategy):
+    """A strategy whose ranks each step with their rows of the parameters.
+
+    Args:
+        topology: the ranks.
+        device: this rank's.
+        shape: how the ranks are laid out.
+    """
+
+    is_contiguous = True
+
+    def __init__(self, topology: Topology, device: torch.device, shape: MeshShape) -> None:
+        super().__init__(topology, device)
+        self.shape = shape
+        self.mesh = shape.device_mesh(device.type)
+        self.group: dist.ProcessGroup = self.mesh.get_group("shard")
+        """The ranks that have one model's shards."""
+
+    def stepped_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        local_of = {id(shard.parameter): shard.local for shard in self.shards.values()}
+        return [{**group, "params": [local_of[id(p)] for p in group["params"]]} for group in groups]
+
+    def share_overflow(self, flags: Sequence[torch.Tensor]) -> None:
+        for flag in flags:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)  # of all replicas, or they would part
+
+    def clip(self, parameters: list[torch.Tensor], max_norm: float) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        squares = nn.utils.get_total_norm(gradients) ** 2
+        dist.all_reduce(squares, group=self.group)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
+
+
+def refuse_unshardable(model: nn.Module) -> None:
+    """Check that every parameter has rows of real numbers.
+
+    Raises:
+        RequestError: one has not; the message names it.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise RequestError(
+                f"--dp_shard: the model's {name} is a single number, which has no rows to shard; "
+                "make it a tensor of shape (1,), or leave --dp_shard out"
+            )
+        if parameter.is_complex():
+            raise RequestError(
+                f"--dp_shard: the model's {name} is complex, which is not sharded; "
+                "leave --dp_shard out"
+            )

@@ -1,0 +1,130 @@
+"""Training state of which each rank has rows: gathered to whole tensors, and cut again."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accbench.distributed import parameter_shards
+from accbench.distributed.parameter_shards import ParameterShard
+from accbench.distributed.strategies.torch_strategy import TorchStrategy
+from accbench.engines.common import model_state, training_state
+from accbench.engines.common.optimizer_state import AVERAGE
+from accbench.engines.common.training_state import Tensors, TrainingState
+
+Shards = Mapping[str, ParameterShard]
+
+
+def read(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, shards: Shards,
+    group: dist.ProcessGroup,
+) -> TrainingState:  # fmt: skip
+    """Read the current state, whole on every rank; all ranks call it, and wait.
+
+    Args:
+        net: the model that was sharded.
+        optimizer: of the shards' rows.
+        scaler: the GradScaler, or None.
+        shards: by parameter name.
+        group: the ranks that have one model's shards.
+    """
+
+    def whole(shard: ParameterShard, value: torch.Tensor) -> torch.Tensor:
+        if shard.is_like(value):
+            value = parameter_shards.all_gather_rows(value, shard.shape, group)
+        return value.detach().to("cpu", copy=True)
+
+    model: Tensors = {}
+    for name, tensor in model_state.tensors(net).items():
+        shard = shards.get(name)
+        model[name] = (
+            tensor.detach().to("cpu", copy=True) if shard is None else whole(shard, shard.local)
+        )
+    states = {
+        name: {
+            key: whole(shard, value)
+            for key, value in optimizer.state[shard.local].items()
+            if isinstance(value, torch.Tensor)
+        }
+        for name, shard in shards.items()
+        if shard.local in optimizer.state
+    }
+    return TrainingState(
+        model, states, training_state.read_scaler(scaler), model_state.read_extra(net)
+    )
+
+
+def load(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, shards: Shards,
+    saved: TrainingState,
+) -> None:  # fmt: skip
+    """Load a whole state, of which each rank takes its rows.
+
+    Raises:
+        NotLoadableError: model or optimizer have other tensors.
+    """
+    model = dict(saved.model)
+    for name in shards.keys() & model.keys():
+        model[name] = _as_parameter(shards[name], model[name])
+    states = {
+        name: {
+            key: shards[name].cut(value)
+            if name in shards and tuple(value.shape) == shards[name].shape
+            else value
+            for key, value in state.items()
+        }
+        for name, state in saved.optimizer.items()
+    }
+    local_names = {id(shard.local): name for name, shard in shards.items()}
+    training_state.load(
+        net, optimizer, scaler, dataclasses.replace(saved, model=model, optimizer=states),
+        local_names,
+    )  # fmt: skip
+
+
+def _as_parameter(shard: ParameterShard, whole: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor in the form in which the model has the parameter."""
+    parameter: Any = shard.parameter
+    if not isinstance(parameter, DTensor) or tuple(whole.shape) != shard.shape:
+        return whole
+    rows = shard.cut(whole).to(shard.local.device, shard.local.dtype)
+    return DTensor.from_local(
+        rows, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+class ShardedAverages(nn.Module):
+    """A model that computes with the averages of its sharded parameters.
+
+    They stand in the parameters' place for each call, as no rank has all of them.
+    """
+
+    def __init__(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, strategy: TorchStrategy
+    ) -> None:
+        super().__init__()
+        self.net, self._optimizer, self._strategy = net, optimizer, strategy
+
+    @torch.no_grad()
+    def forward(self, *args: Any) -> Any:
+        """Call the model."""
+        kept = {n: shard.local.clone() for n, shard in self._strategy.shards.items()}
+        self._put({
+            name: self._optimizer.state[shard.local].get(AVERAGE, kept[name])
+            for name, shard in self._strategy.shards.items()
+        })  # fmt: skip
+        try:
+            return self.net(*args)
+        finally:
+            self._strategy.after_evaluation(self.net)
+            self._put(kept)
+
+    def _put(self, rows: Tensors) -> None:
+        for name, shard in self._strategy.shards.items():
+            shard.local.copy_(rows[name])
+        self._strategy.after_update()

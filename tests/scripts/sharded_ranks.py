@@ -1,0 +1,154 @@
+"""A rank of four that train in every way to shard, beside training that shards nothing.
+
+    sharded_ranks.py OUT
+
+Rank 0 writes OUT/found.json: case -> relative distances of losses and of all updates together.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accbench import config, models, resolving
+from accbench.config import plugins
+from accbench.distributed import process_group
+from accbench.distributed.process_group import Topology
+from accbench.training.train_loop import train_step
+
+STEPS, BATCH = 5, 8
+FLAGS = ("--device=cpu", "--amp_level=O0", "--threads=1", "--data=synthetic", "--seq_len=16",
+         "--image_size=16")  # fmt: skip
+SGD, ADAMW = ("--optimizer=sgd", "--lr=0.1"), ("--optimizer=adamw", "--lr=1e-3")
+UNTIED, TIED = "--model=llama_tiny", "--model=gpt2_tiny"
+BATCHNORM = "--model=tests.nets:sevenths"
+Case = tuple[tuple[str, ...], tuple[str, ...], str]
+ZERO_1, ZERO_2, ZERO_3 = (("--dp_shard=auto", f"--zero={stage}") for stage in (1, 2, 3))
+SGD_CLIPPED, ADAMW_TIED = (UNTIED, *SGD, "--clip_norm=0.5"), (TIED, *ADAMW)
+FLOAT16 = (UNTIED, *ADAMW, "--amp_level=O1", "--amp_dtype=float16")
+CASES: dict[str, Case] = {
+    "zero 1 sgd": (SGD_CLIPPED, ZERO_1, "whole"),
+    "zero 2 sgd": (SGD_CLIPPED, ZERO_2, "whole"),
+    "zero 3 sgd": (SGD_CLIPPED, ZERO_3, "whole"),
+    "zero 1 adamw": (ADAMW_TIED, ZERO_1, "whole"),
+    "zero 3 adamw": (ADAMW_TIED, ("--dp_shard=4",), "whole"),
+    "zero 1 batchnorm": ((BATCHNORM, *SGD), ZERO_1, "ddp"),
+    "zero 3 batchnorm": ((BATCHNORM, *SGD), ZERO_3, "ddp"),
+    "zero 1 overflow": (FLOAT16, ZERO_1, "ddp"),
+    "zero 3 overflow": (FLOAT16, ZERO_3, "ddp"),
+    "2 x 2 zero 1": (SGD_CLIPPED, ("--dp_shard=2", "--zero=1"), "whole"),
+    "2 x 2 zero 3": (SGD_CLIPPED, ("--dp_shard=2", "--zero=3"), "whole"),
+    "2 x 2 skipped": ((UNTIED, *SGD, "--on_nan=skip"), ("--dp_shard=2",), "ddp"),
+    "zero 1 accumulated": ((TIED, *SGD, "--accumulate=2"), ZERO_1, "whole"),
+    "zero 3 accumulated": ((TIED, *SGD, "--accumulate=2"), ZERO_3, "whole"),
+    "zero 3 dropout": ((TIED, *SGD), ZERO_3, "ddp"),
+}
+"""Case -> flags of both, flags of the sharded run, and what it is held against."""
+
+
+def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, Any]:
+    """Losses of five steps, parameters and buffers before and after, and what was kept."""
+    task = resolving.resolve(config.parse([*FLAGS, *flags, f"--batch_size={BATCH}"]))
+    engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
+    engine.strategy.prove()
+    spec = models.of_task(task)
+    torch.manual_seed(task.seed)
+    net = spec.build(64)
+    if "dropout" not in case:
+        for module in net.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    before = {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
+    model = engine.prepared(net)
+    optimizer = engine.build_optimizer(model)
+    data = engine.mesh.data_topology(topology)
+    engine.seed(data.rank)
+    losses = []
+    for step in range(STEPS):
+        batch = spec.synthetic_batch(BATCH, 64, torch.Generator().manual_seed(step))
+        if step == 2 and ("overflow" in case or "skipped" in case):
+            plant_infinity(engine, topology)
+        own = part(batch, data)
+        loss = engine.run_step(train_step, model, spec, optimizer, own).detach()
+        (mean,) = [
+            sum(v) / len(v)
+            for v in zip(*process_group.all_gather_values([loss.item()]), strict=True)
+        ]
+        losses.append(mean if topology.world_size > 1 else loss.item())
+    state = engine.training_state(net, optimizer)
+    found = {
+        "losses": losses, "before": before, "after": state.model,
+        "applied": engine.applied_steps(optimizer), "scale": engine.precision.loss_scale(),
+    }  # fmt: skip
+    again = {name: tensor * 2 for name, tensor in state.model.items()}
+    engine.load_training_state(net, optimizer, type(state)(again, state.optimizer, {}, state.extra))
+    reread = engine.training_state(net, optimizer)
+    found["rereads"] = all(torch.equal(again[n], t) for n, t in reread.model.items()) and all(
+        torch.equal(t, reread.optimizer[n][k])
+        for n, s in state.optimizer.items()
+        for k, t in s.items()
+    )
+    kept = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    kept += [p for group in optimizer.param_groups for p in group["params"]]
+    found["bytes"] = sum(t.numel() * t.element_size() for t in kept)
+    return found
+
+
+def part(batch: Any, data: Topology) -> Any:
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(data.world_size)[data.rank]
+
+    if isinstance(batch, dict):
+        return {name: cut(tensor) for name, tensor in batch.items()}
+    return tuple(map(cut, batch))
+
+
+def plant_infinity(engine: Any, topology: Topology) -> None:
+    """Have the last rank's own gradients alone overflow in the next step."""
+    strategy, reduce = engine.strategy, engine.strategy.reduce_after_step
+
+    def reduce_and_overflow(optimizer: torch.optim.Optimizer) -> None:
+        reduce(optimizer)
+        strategy.reduce_after_step = reduce
+        # Of unsharded training all ranks have the same gradients.
+        if topology.rank == topology.world_size - 1 or not strategy.shards:
+            optimizer.param_groups[0]["params"][0].grad[0] = float("inf")
+
+    strategy.reduce_after_step = reduce_and_overflow
+
+
+def distances(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    pairs = zip(found["losses"], other["losses"], strict=True)
+    moved = wanted = 0.0
+    for name, before in other["before"].items():
+        want = other["after"][name].double() - before
+        moved += (found["after"][name].double() - before - want).square().sum().item()
+        wanted += want.square().sum().item()
+    return {
+        "losses": max(abs(a - b) / abs(b) for a, b in pairs),
+        "updates": (moved / wanted) ** 0.5,
+        **{key: [found[key], other[key]] for key in ("applied", "scale", "bytes", "rereads")},
+    }
+
+
+def main(out: str) -> None:
+    topology = Topology.from_env()
+    torch.set_num_threads(1)
+    process_group.init_distributed(topology, "cpu", 120)
+    found, references = {}, {}
+    for case, (flags, sharded, beside) in CASES.items():
+        key = (flags, beside, "overflow" in case)
+        if key not in references:
+            alone = Topology() if beside == "whole" else topology
+            references[key] = train(flags, alone, case)
+        found[case] = distances(train((*flags, *sharded), topology, case), references[key])
+    if topology.rank == 0:
+        Path(out, "found.json").write_text(json.dumps(found))
+    process_group.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
