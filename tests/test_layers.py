@@ -85,8 +85,8 @@ def test_finding_plug_ins_imports_none_of_them():
 
 
 def test_plug_ins_are_those_that_are_documented():
-    assert {*plugins.modules("launchers")} == {"local", "elastic", "slurm", "dask"}
-    assert {*plugins.modules("engines")} == {"ddp", "inductor", "xla", "jax"}
+    assert {*plugins.modules("launchers")} >= {"local", "elastic", "slurm", "dask"}
+    assert {*plugins.modules("engines")} >= {"ddp", "inductor", "xla", "jax"}
 
 
 def test_every_module_of_a_folder_of_sources_is_a_plug_in():

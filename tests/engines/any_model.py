@@ -18,8 +18,8 @@ from accbench import config, models, resolving
 from accbench.config import plugins
 from accbench.distributed.process_group import Topology
 from accbench.engines.common import tied_parameters
-from accbench.training import worker
 from accbench.training.train_loop import train_step
+from tests.engines.beside_torch import open_engine, resolved_task
 
 NUM_STEPS, LR = 6, 1e-2
 # torch_xla compiles each of them, so only what is special about them is left in.
@@ -31,15 +31,11 @@ MODELS = (
 
 
 def train(name: str, engine_name: str) -> dict:
-    task = resolving.resolve(
-        config.parse(
-            [f"--engine={engine_name}", f"--model=tests.nets:{name}", "--data=synthetic",
-             "--synthetic.num_classes=10", "--batch_size=4", "--image_size=16", "--device=cpu",
-             "--amp_level=O0", f"--lr={LR}", "--threads=1", "--output_dir=unused",
-             *(("--checkpoint_modules=Sequential",) if name == "computed_again" else ())]
-        )
+    task = resolved_task(
+        engine_name, f"--model=tests.nets:{name}", "--synthetic.num_classes=10", "--batch_size=4",
+        "--image_size=16", "--amp_level=O0", f"--lr={LR}",
+        *(("--checkpoint_modules=Sequential",) if name == "computed_again" else ()),
     )  # fmt: skip
-    worker.apply_environment(task, Topology())
     spec = models.of_task(task)
     generator = torch.Generator().manual_seed(1)
     batches = [spec.synthetic_batch(4, 10, generator) for _ in range(NUM_STEPS)]
@@ -47,7 +43,7 @@ def train(name: str, engine_name: str) -> dict:
     net = spec.build(10)
     start = {k: v.detach().double().clone() for k, v in tensors_of(net)}
     # First, for torch_xla's device has to be there before anything is differentiated.
-    engine = plugins.load("engines", engine_name)(task, task.options.get(engine_name), Topology())
+    engine = open_engine(task)
     expected = reference(spec, net, batches)
     model = engine.prepared(net)
     optimizer = engine.build_optimizer(model)

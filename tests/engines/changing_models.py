@@ -6,7 +6,6 @@ Prints one line of JSON: case -> the losses of its steps and of those in plain t
 raised.
 """
 
-import copy
 import json
 import random
 import sys
@@ -16,11 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import config, resolving
-from accbench.config import plugins
-from accbench.distributed.process_group import Topology
-from accbench.training import worker
-from accbench.training.train_loop import train_step
+from tests.engines.beside_torch import StepsBesideTorch
 
 NUM_STEPS, CHANGED_AT = 10, 5
 scale = 1.0
@@ -118,48 +113,25 @@ def change(case: str, step: int, net: Any, spec: Spec) -> None:
         net.count = step
 
 
-def losses(case: str, net: nn.Module, step: Callable[[Spec, torch.Tensor], Any]) -> list[float]:
+def losses(case: str, net: nn.Module, step: Callable[[Spec, Any], Any]) -> list[float]:
     global scale
     scale, Net.factor, spec = 1.0, 1.0, Spec()
     random.seed(0)
-    found = []
+    losses = []
     inputs = torch.randn(NUM_STEPS, 8, 4, generator=torch.Generator().manual_seed(1))
     for number, batch in enumerate(inputs):
         change(case, number, net, spec)
-        found.append(float(step(spec, batch)))
-    return found
+        losses.append(float(step(spec, (batch,))))
+    return losses
 
 
 def train(case: str, engine_name: str) -> dict[str, Any]:
-    flags = [
-        f"--engine={engine_name}", "--data=synthetic", "--batch_size=8", "--device=cpu",
-        "--optimizer=sgd", "--momentum=0", "--weight_decay=0", "--lr=0.1", "--threads=1",
-        "--amp_level=O0", "--output_dir=unused",
-    ]  # fmt: skip
-    task = resolving.resolve(config.parse(flags))
-    worker.apply_environment(task, Topology())
-    engine = plugins.load("engines", engine_name)(task, task.options.get(engine_name), Topology())
     torch.manual_seed(0)
-    net = Net(case)
-    plain = copy.deepcopy(net)
-    sgd = torch.optim.SGD(plain.parameters(), 0.1)
-
-    def plain_step(spec: Spec, batch: torch.Tensor) -> torch.Tensor:
-        sgd.zero_grad()
-        loss = spec.loss(plain, (batch,))
-        loss.backward()
-        sgd.step()
-        return loss.detach()
-
-    model = engine.prepared(net)
-    optimizer = engine.build_optimizer(model)
-    model.train()
-
-    def step(spec: Spec, batch: torch.Tensor) -> torch.Tensor:
-        given = engine.to_device((batch,))
-        return engine.run_step(train_step, model, spec, optimizer, given)
-
-    return {"losses": losses(case, net, step), "plain": losses(case, plain, plain_step)}
+    steps = StepsBesideTorch(engine_name, Net(case), lr=0.1)
+    return {
+        "losses": losses(case, steps.net, steps.engine_step),
+        "plain": losses(case, steps.plain, steps.plain_step),
+    }
 
 
 def main() -> None:

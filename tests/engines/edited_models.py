@@ -7,7 +7,6 @@ JSON: edit -> the losses of its steps, those in plain torch, and whether it took
 the cache.
 """
 
-import copy
 import importlib
 import json
 import sys
@@ -19,11 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import config, resolving
-from accbench.config import plugins
-from accbench.distributed.process_group import Topology
-from accbench.training import worker
-from accbench.training.train_loop import train_step
+from tests.engines.beside_torch import StepsBesideTorch
 
 NUM_STEPS = 3
 HELPER = """
@@ -86,10 +81,10 @@ def edited(folder: Path, edit: str) -> ModuleType:
     return importlib.import_module("edited.model")
 
 
-def losses(spec: Any, step: Callable[[Any], Any]) -> list[float]:
+def losses(step: Callable[[Any, Any], Any]) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(NUM_STEPS, 2, 8, 16, dtype=torch.float32, generator=generator)
-    return [float(step((batch,))) for batch in batches]
+    return [float(step(Spec, (batch,))) for batch in batches]
 
 
 class Spec:
@@ -100,36 +95,11 @@ class Spec:
 
 def train(edit: str, engine_name: str, folder: Path) -> dict[str, Any]:
     torch.compiler.reset()
-    flags = [
-        f"--engine={engine_name}", "--data=synthetic", "--batch_size=2", "--device=cpu",
-        "--optimizer=sgd", "--momentum=0", "--weight_decay=0", "--lr=0.01", "--threads=1",
-        "--amp_level=O0", "--output_dir=unused",
-    ]  # fmt: skip
-    task = resolving.resolve(config.parse(flags))
-    worker.apply_environment(task, Topology())
-    engine = plugins.load("engines", engine_name)(task, task.options.get(engine_name), Topology())
     torch.manual_seed(0)
-    net = edited(folder, edit).Net().float()
-    plain = copy.deepcopy(net)
-    sgd = torch.optim.SGD(plain.parameters(), 0.01)
-
-    def plain_step(batch: Any) -> torch.Tensor:
-        sgd.zero_grad()
-        loss = Spec.loss(plain, batch)
-        loss.backward()
-        sgd.step()
-        return loss.detach()
-
-    model = engine.prepared(net)
-    optimizer = engine.build_optimizer(model)
-    model.train()
+    steps = StepsBesideTorch(engine_name, edited(folder, edit).Net().float(), lr=0.01)
     before = num_found(engine_name)
-
-    def step(batch: Any) -> torch.Tensor:
-        return engine.run_step(train_step, model, Spec, optimizer, engine.to_device(batch))
-
     return {
-        "losses": losses(Spec, step), "plain": losses(Spec, plain_step),
+        "losses": losses(steps.engine_step), "plain": losses(steps.plain_step),
         "found": num_found(engine_name) - before,
     }  # fmt: skip
 

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accbench import config, resolving
 from accbench.config import plugins
 from accbench.distributed.process_group import Topology
-from accbench.training import worker
 from accbench.training.train_loop import train_step
+from tests.engines.beside_torch import resolved_task
 
 FAULTS = (
     "norm", "key", "attribute", "shape", "cat", "assert", "own", "by value", "index", "loss",
@@ -85,12 +84,7 @@ def of_call(fault: str, kind: Any, task: Any, name: str) -> None:
 
 def main() -> None:
     name = sys.argv[1]
-    flags = [
-        f"--engine={name}", "--data=synthetic", "--batch_size=3", "--device=cpu", "--threads=1",
-        "--amp_level=O0", "--output_dir=unused",
-    ]  # fmt: skip
-    task = resolving.resolve(config.parse(flags))
-    worker.apply_environment(task, Topology())
+    task = resolved_task(name, "--batch_size=3", "--amp_level=O0")
     kind = plugins.load("engines", name)
     found: dict[str, Any] = {}
     for way in (of_step, of_call):

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from accbench import config, models, resolving
-from accbench.config import plugins
-from accbench.distributed.process_group import Topology
-from accbench.training import worker
+from accbench import models
 from accbench.training.train_loop import evaluate, train_step
+from tests.engines.beside_torch import open_engine, resolved_task
 
 NUM_STEPS = 6
 COMMON = (
-    "--data=synthetic", "--synthetic.num_classes=10", "--batch_size=4", "--image_size=16",
-    "--device=cpu", "--threads=1", "--output_dir=unused", "--lr=1e-2", "--seed=3",
+    "--synthetic.num_classes=10", "--batch_size=4", "--image_size=16", "--lr=1e-2", "--seed=3",
 )  # fmt: skip
 
 
@@ -26,17 +23,13 @@ class Training:
     """One engine with a model, on batches that are the same for all engines."""
 
     def __init__(self, engine: str, model: str, *flags: str) -> None:
-        self.task = resolving.resolve(
-            config.parse([*COMMON, f"--engine={engine}", f"--model={model}", *flags])
-        )
-        worker.apply_environment(self.task, Topology())
+        self.task = resolved_task(engine, f"--model={model}", *COMMON, *flags)
         self.spec = models.of_task(self.task)
         generator = torch.Generator().manual_seed(1)
         self.batches = [self.spec.synthetic_batch(4, 10, generator) for _ in range(NUM_STEPS)]
         torch.manual_seed(0)
         self.net = self.spec.build(10)
-        options = self.task.options.get(engine)
-        self.engine: Any = plugins.load("engines", engine)(self.task, options, Topology())
+        self.engine = open_engine(self.task)
         self.model = self.engine.prepared(self.net)
         self.optimizer = self.engine.build_optimizer(self.model)
         self.engine.seed(self.task.seed)

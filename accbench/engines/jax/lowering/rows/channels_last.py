@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from accbench.engines.jax.lowering.context import Context, Rules
-from accbench.engines.jax.lowering.dtypes import opmath
 from accbench.engines.jax.lowering.layout import (
     ChannelsLast,
     channels_last,
@@ -26,13 +25,15 @@ from accbench.engines.jax.lowering.rows import (
     torch_kernels,
     torch_norms,
 )
+from accbench.engines.jax.lowering.rows.convolution import (
+    add_bias,
+    bias_gradient,
+    convolve,
+    per_axis,
+)
 from accbench.engines.jax.lowering.rows.windows import window_geometry
 
 Sizes = Sequence[int]
-
-
-def _each(sizes: Sizes, rank: int) -> tuple[int, ...]:
-    return tuple(sizes) * rank if len(sizes) == 1 else tuple(sizes)
 
 
 def _convolve(
@@ -40,29 +41,19 @@ def _convolve(
 ) -> Any:
     """Convolve x (N, *spatial, C) with w (out, C / groups, *kernel) -> (N, *spatial, out)."""
     rank = x.ndim - 2
-    stride, padding = _each(stride, rank), _each(padding, rank)
+    stride, padding = per_axis(stride, rank), per_axis(padding, rank)
     if rules.products_for_1x1 and math.prod(w.shape[2:]) == 1 and groups == 1 and not any(padding):
         x = x[(slice(None),) + tuple(slice(None, None, s) for s in stride)]
         matrix = w.reshape(w.shape[:2])
         rows = x.reshape(-1, x.shape[-1])
         product = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
         return product.reshape(*x.shape[:-1], w.shape[0])
-    geometry = gemm_convolution.convolution_windows(x, w, stride, padding, _each(dilation, rank))
+    geometry = gemm_convolution.convolution_windows(x, w, stride, padding, per_axis(dilation, rank))
     if rules.products_for_patches and groups == 1 and gemm_convolution.are_patches(geometry):
         return gemm_convolution.convolve_patches(x, w, geometry)
     if rules.products_for_small_images and groups == 1 and gemm_convolution.is_small(geometry):
         return gemm_convolution.convolve(x, w, geometry)
-    spatial = "DHW"[3 - rank :]
-    kernel = jnp.moveaxis(w, (0, 1), (-1, -2))
-    return lax.conv_general_dilated(
-        x,
-        kernel,
-        window_strides=stride,
-        padding=[(p, p) for p in padding],
-        rhs_dilation=_each(dilation, rank),
-        feature_group_count=groups,
-        dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
-    )
+    return convolve(x, w, stride, padding, dilation, groups, channels_last=True)
 
 
 @channels_last("aten.convolution.default")
@@ -89,10 +80,7 @@ def convolution(
         return NotImplemented
     plain_args = (stride, padding, dilation, groups)
     y = _convolve(context.rules, to_channels_last(input), to_channels_first(weight), *plain_args)
-    if bias is not None:
-        wide = opmath(y.dtype)
-        y = (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
-    return ChannelsLast(y)
+    return ChannelsLast(add_bias(y, bias, channel_axis=-1))
 
 
 @channels_last("aten.convolution_backward.default")
@@ -126,7 +114,7 @@ def convolution_backward(
         pull = jax.vjp(lambda x: _convolve(context.rules, x, w, *plain_args), x)[1]
         input_grad = ChannelsLast(pull(g)[0])
     if output_mask[1] and not by_torch:
-        sizes = (_each(size, x.ndim - 2) for size in (stride, padding, dilation))
+        sizes = (per_axis(size, x.ndim - 2) for size in (stride, padding, dilation))
         geometry = gemm_convolution.convolution_windows(x, w, *sizes)
         patches = context.rules.products_for_patches and gemm_convolution.are_patches(geometry)
         by_image = context.rules.weights_by_image and gemm_convolution.is_large(geometry)
@@ -136,7 +124,7 @@ def convolution_backward(
             pull = jax.vjp(lambda w: _convolve(context.rules, x, w, *plain_args), w)[1]
             (weight_grad,) = pull(g)
     if output_mask[2]:
-        bias_grad = jnp.sum(g, tuple(range(g.ndim - 1)), opmath(g.dtype)).astype(g.dtype)
+        bias_grad = bias_gradient(g, channel_axis=-1)
     return input_grad, weight_grad, bias_grad
 
 
@@ -266,11 +254,10 @@ def avg_pool_backward(
     if not isinstance(self, ChannelsLast):
         return NotImplemented
     w = window_geometry(self, kernel_size, stride, padding, (1,), ceil_mode, self.ndim - 2)
-
-    def average(x: Any) -> Any:
-        return pooling.window_mean(x, w, count_include_pad, divisor_override, trailing=1)
-
-    return ChannelsLast(jax.vjp(average, self.array)[1](to_channels_last(grad_output))[0])
+    g = to_channels_last(grad_output)
+    return ChannelsLast(
+        pooling.window_mean_grad(g, self.array, w, count_include_pad, divisor_override, trailing=1)
+    )
 
 
 @channels_last("aten.mean.dim", "aten.sum.dim_IntList")

@@ -14,15 +14,27 @@ from accbench.engines.jax.lowering.table import lowering
 Sizes = Sequence[int]
 
 
-def convolve(x: Any, w: Any, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> Any:
-    """Convolve x (N, C, *spatial) with w (out, C / groups, *kernel) -> (N, out, *spatial)."""
+def convolve(
+    x: Any, w: Any, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
+    channels_last: bool = False,
+) -> Any:  # fmt: skip
+    """Convolve x (N, C, *spatial) with w (out, C / groups, *kernel) -> (N, out, *spatial).
+
+    With `channels_last`, x and the result are (N, *spatial, channels).
+    """
+    rank, dimension_numbers = x.ndim - 2, None
+    if channels_last:
+        spatial = "DHW"[3 - rank :]
+        dimension_numbers = f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"
+        w = jnp.moveaxis(w, (0, 1), (-1, -2))
     return lax.conv_general_dilated(
         x,
         w,
-        window_strides=_each(stride, x),
-        padding=[(p, p) for p in _each(padding, x)],
-        rhs_dilation=_each(dilation, x),
+        window_strides=per_axis(stride, rank),
+        padding=[(p, p) for p in per_axis(padding, rank)],
+        rhs_dilation=per_axis(dilation, rank),
         feature_group_count=groups,
+        dimension_numbers=dimension_numbers,
     )
 
 
@@ -40,25 +52,40 @@ def convolve_transposed(
     It is the gradient of a convolution with respect to its input: a plain convolution of the
     dilated input with the mirrored kernel. Returns (N, out, *spatial).
     """
-    kernel = w.shape[2:]
+    kernel, rank = w.shape[2:], x.ndim - 2
     w = w.reshape(groups, w.shape[0] // groups, *w.shape[1:]).swapaxes(1, 2)
     w = jnp.flip(w.reshape(-1, *w.shape[2:]), range(2, 2 + len(kernel)))
-    extents = [d * (k - 1) for d, k in zip(_each(dilation, x), kernel, strict=True)]
-    pads = zip(extents, _each(padding, x), _each(output_padding, x), strict=True)
+    extents = [d * (k - 1) for d, k in zip(per_axis(dilation, rank), kernel, strict=True)]
+    pads = zip(extents, per_axis(padding, rank), per_axis(output_padding, rank), strict=True)
     return lax.conv_general_dilated(
         x,
         w,
         window_strides=(1,) * len(kernel),
         padding=[(r - p, r - p + extra) for r, p, extra in pads],
-        lhs_dilation=_each(stride, x),
-        rhs_dilation=_each(dilation, x),
+        lhs_dilation=per_axis(stride, rank),
+        rhs_dilation=per_axis(dilation, rank),
         feature_group_count=groups,
     )
 
 
-def _each(sizes: Sizes, x: Any) -> tuple[int, ...]:
-    """Return one size for each axis; torch allows one for all."""
-    return tuple(sizes) * (x.ndim - 2) if len(sizes) == 1 else tuple(sizes)
+def per_axis(sizes: Sizes, rank: int) -> tuple[int, ...]:
+    """Return one size for each of `rank` axes; torch allows one for all."""
+    return tuple(sizes) * rank if len(sizes) == 1 else tuple(sizes)
+
+
+def add_bias(y: Any, bias: Any, channel_axis: int = 1) -> Any:
+    """Add a bias (channels,), or None, to y in the precision of sums."""
+    if bias is None:
+        return y
+    wide = opmath(y.dtype)
+    per_channel = bias.astype(wide).reshape(-1, *[1] * (y.ndim - 1 - channel_axis % y.ndim))
+    return (y.astype(wide) + per_channel).astype(y.dtype)
+
+
+def bias_gradient(g: Any, channel_axis: int = 1) -> Any:
+    """Sum the gradient of a convolution's result over all axes but the channels'."""
+    others = tuple(axis for axis in range(g.ndim) if axis != channel_axis % g.ndim)
+    return jnp.sum(g, others, opmath(g.dtype)).astype(g.dtype)
 
 
 def _apply(
@@ -89,12 +116,7 @@ def convolution(
     groups: int,
 ) -> Any:
     conv_args = (stride, padding, dilation, transposed, output_padding, groups)
-    y = _apply(input, weight, *conv_args)
-    if bias is None:
-        return y
-    wide = opmath(y.dtype)
-    per_channel = bias.astype(wide).reshape(-1, *[1] * (y.ndim - 2))
-    return (y.astype(wide) + per_channel).astype(y.dtype)
+    return add_bias(_apply(input, weight, *conv_args), bias)
 
 
 @lowering("aten.convolution_backward.default")
@@ -121,12 +143,8 @@ def convolution_backward(
     if output_mask[1]:
         (weight_grad,) = jax.vjp(lambda w: _apply(input, w, *conv_args), weight)[1](grad_output)
     if output_mask[2]:
-        bias_grad = _sum_but_channels(grad_output)
+        bias_grad = bias_gradient(grad_output)
     return input_grad, weight_grad, bias_grad
-
-
-def _sum_but_channels(g: Any) -> Any:
-    return jnp.sum(g, (0, *range(2, g.ndim)), opmath(g.dtype)).astype(g.dtype)
 
 
 @lowering("aten.im2col.default")

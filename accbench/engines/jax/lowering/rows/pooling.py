@@ -23,7 +23,7 @@ def _lowest(dtype: Any) -> Any:
     return -np.inf if is_floating(dtype) else jnp.iinfo(dtype).min
 
 
-def _per_axis(ndim: int, sizes: Sequence[Any], other: Any, trailing: int) -> tuple[Any, ...]:
+def _size_of_axis(ndim: int, sizes: Sequence[Any], other: Any, trailing: int) -> tuple[Any, ...]:
     """Return a value for each axis: `sizes` for the pooled ones, `other` for the rest.
 
     The last `trailing` axes are not pooled.
@@ -40,10 +40,10 @@ def window_max(x: Any, w: WindowGeometry, trailing: int = 0) -> Any:
         x,
         _lowest(x.dtype),
         lax.max,
-        _per_axis(x.ndim, w.kernel, 1, trailing),
-        _per_axis(x.ndim, w.stride, 1, trailing),
-        _per_axis(x.ndim, w.pads(), (0, 0), trailing),
-        window_dilation=_per_axis(x.ndim, w.dilation, 1, trailing),
+        _size_of_axis(x.ndim, w.kernel, 1, trailing),
+        _size_of_axis(x.ndim, w.stride, 1, trailing),
+        _size_of_axis(x.ndim, w.pads(), (0, 0), trailing),
+        window_dilation=_size_of_axis(x.ndim, w.dilation, 1, trailing),
     )
 
 
@@ -176,18 +176,31 @@ for _rank in (2, 3):
 def window_mean(
     x: Any, w: WindowGeometry, count_include_pad: bool, divisor: int | None, trailing: int = 0
 ) -> Any:
+    """Return the mean of each window, over the axes before the last `trailing`."""
     wide = x.astype(opmath(x.dtype))
     sums = lax.reduce_window(
         wide,
         np.zeros((), wide.dtype)[()],
         lax.add,
-        _per_axis(x.ndim, w.kernel, 1, trailing),
-        _per_axis(x.ndim, w.stride, 1, trailing),
-        _per_axis(x.ndim, w.pads(), (0, 0), trailing),
+        _size_of_axis(x.ndim, w.kernel, 1, trailing),
+        _size_of_axis(x.ndim, w.stride, 1, trailing),
+        _size_of_axis(x.ndim, w.pads(), (0, 0), trailing),
     )
     counts = np.full((1,) * w.rank, divisor) if divisor else _counts(w, count_include_pad)
     counts = counts.reshape(counts.shape + (1,) * trailing)
     return (sums / jnp.asarray(counts, wide.dtype)).astype(x.dtype)
+
+
+def window_mean_grad(
+    grad_output: Any, x: Any, w: WindowGeometry, count_include_pad: bool, divisor: int | None,
+    trailing: int = 0,
+) -> Any:  # fmt: skip
+    """Return the gradient of `x` through `window_mean`."""
+
+    def average(x: Any) -> Any:
+        return window_mean(x, w, count_include_pad, divisor, trailing)
+
+    return jax.vjp(average, x)[1](grad_output)[0]
 
 
 def _counts(w: WindowGeometry, count_include_pad: bool) -> Any:
@@ -230,11 +243,7 @@ def _avg_pool_backward(rank: int) -> Any:
         divisor_override: int | None,
     ) -> Any:
         w = window_geometry(self, kernel_size, stride, padding, (1,), ceil_mode, rank)
-
-        def average(x: Any) -> Any:
-            return window_mean(x, w, count_include_pad, divisor_override)
-
-        return jax.vjp(average, self)[1](grad_output)[0]
+        return window_mean_grad(grad_output, self, w, count_include_pad, divisor_override)
 
     return row
 
