@@ -113,18 +113,18 @@ def _wait(
         context: torch elastic's handle of the workers.
         error_files: rank -> file that the worker writes its error to.
         signals: stop signals to this process.
-        saves: whether a worker takes the first SIGTERM as a wish, saves and ends.
+        saves: whether a worker saves and ends at the first SIGTERM.
     """
     pids = list(context.pids().values())
     passed_on = False
     result = None
     try:
         while result is None:
-            # The order is looked at before the workers, which a Ctrl-C may reach as well.
-            if signals.order or (signals.wish and not saves):
+            # A forced stop is looked at before the workers, which a Ctrl-C may reach as well.
+            if signals.forced or (signals.graceful and not saves):
                 context.close(death_sig=signal.SIGKILL if saves else signal.SIGTERM)
                 break
-            if signals.wish and not passed_on:
+            if signals.graceful and not passed_on:
                 failures.send(signal.SIGTERM, pids)
                 passed_on = True
             result = context.wait(timeout=0)
@@ -136,7 +136,7 @@ def _wait(
         if console.is_terminal:
             console.show_cursor()  # rank 0's progress bar may have died with it hidden
     stopped = None
-    if number := signals.order or signals.wish:
+    if number := signals.forced or signals.graceful:
         stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
     if result is None:
         return stopped

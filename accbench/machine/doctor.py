@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": memory_bytes,
         "free_disk_bytes": free_disk_bytes,
         "free_port": _has_free_port(),
-        **_of_user(),
+        **_user_facts(),
         "gpus": [dataclasses.asdict(gpu) for gpu in driver.gpus],
         "gpu_problem": driver.problem,
         "driver": _driver_version(),
@@ -104,7 +104,7 @@ def _lines(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "processor", f"{facts['cpu']}, {facts['cores']} cores to use"
     yield "memory", f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     yield "free disk here", f"{facts['free_disk_bytes'] / 2**30:.0f} GiB"
-    yield from _lacking(facts)
+    yield from _user_problems(facts)
     yield "port on localhost", "can be opened" if facts["free_port"] else "cannot be opened"
     for gpu in facts["gpus"]:
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
@@ -125,7 +125,7 @@ _CACHES = {
 }
 
 
-def _of_user() -> dict[str, Any]:
+def _user_facts() -> dict[str, Any]:
     """Return what this process's user lacks: a name, a home, a temporary folder, shared memory."""
     shared = shared_memory.sizes()
     caches = "run" if cache_folders.temporary() is None else "temporary"
@@ -138,7 +138,7 @@ def _of_user() -> dict[str, Any]:
     }
 
 
-def _lacking(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _user_problems(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
     if not facts.get("user_has_name", True):
         yield "user", "has no name; workers are given one"
     if "caches" in facts:

@@ -1,6 +1,6 @@
 """Stop signals such as SIGTERM and Ctrl-C.
 
-The first signal is a wish to save and end; a further one is an order to end at once.
+The first signal asks for a graceful stop, to save and end; a further one forces an end at once.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 # systemd, `timeout` and Slurm signal a process both directly and through its parent: signals closer
-# together than this are one wish.
-SAME_WISH_S = 1.0
+# together than this are one request.
+SAME_SIGNAL_S = 1.0
 # The kernel may deliver the first of two signals to another thread, and Python handles it only when
 # that thread runs; this is how long to wait for that.
 _DELIVERY_S = 0.3
@@ -80,15 +80,15 @@ class StopSignals:
     """A recorder of the stop signals that come while its block runs; its owner acts on them.
 
     Signals that the process ignores, such as a hangup under `nohup`, stay ignored. A hangup after a
-    wish is not an order, nor is a Ctrl-C after that: the terminal or the notebook's cell that the
-    wish came from has gone. Outside the main thread, where Python delivers no signals, it records
-    none.
+    first signal forces nothing, nor does a Ctrl-C after that: the terminal or the notebook's cell
+    that the first signal came from has gone. Outside the main thread, where Python delivers no
+    signals, it records none.
     """
 
     def __init__(self) -> None:
-        self.wish: signal.Signals | None = None
-        self.order: signal.Signals | None = None
-        self._wished_at = 0.0
+        self.graceful: signal.Signals | None = None
+        self.forced: signal.Signals | None = None
+        self._graceful_at = 0.0
         self._has_hung_up = False
 
     def __enter__(self) -> "StopSignals":
@@ -109,20 +109,20 @@ class StopSignals:
                 signal.signal(number, signal.SIG_IGN if ignored else self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        passed_s = time.monotonic() - self._wished_at
-        if number == signal.SIGHUP and self.wish is not None:
+        passed_s = time.monotonic() - self._graceful_at
+        if number == signal.SIGHUP and self.graceful is not None:
             self._has_hung_up = True
             return
-        if number == signal.SIGINT and self.wish is not None:
+        if number == signal.SIGINT and self.graceful is not None:
             if not self._has_hung_up:
                 time.sleep(_DELIVERY_S)  # a hangup's own handler runs in here
             if self._has_hung_up:
                 return
-        if number == signal.SIGQUIT or (self.wish is not None and passed_s > SAME_WISH_S):
-            self.order = self.order or signal.Signals(number)
-            self.ordered()
-        elif self.wish is None:
-            self.wish, self._wished_at = signal.Signals(number), time.monotonic()
+        if number == signal.SIGQUIT or (self.graceful is not None and passed_s > SAME_SIGNAL_S):
+            self.forced = self.forced or signal.Signals(number)
+            self.on_forced()
+        elif self.graceful is None:
+            self.graceful, self._graceful_at = signal.Signals(number), time.monotonic()
 
-    def ordered(self) -> None:
-        """Handle an order; called from the signal handler. Subclasses override it."""
+    def on_forced(self) -> None:
+        """Handle a forced stop; called from the signal handler. Subclasses override it."""

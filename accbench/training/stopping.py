@@ -117,7 +117,7 @@ class StopRequests:
     @property
     def received(self) -> bool:
         """Whether this rank was asked to stop."""
-        return self.signals.wish is not None
+        return self.signals.graceful is not None
 
     def agreed(self) -> bool:
         """Return whether all ranks stop now; all of them call this once after each step.
@@ -139,6 +139,6 @@ class StopRequests:
 
 
 class _EndsAtOnce(StopSignals):
-    def ordered(self) -> None:
-        assert self.order is not None
-        os._exit(128 + self.order)
+    def on_forced(self) -> None:
+        assert self.forced is not None
+        os._exit(128 + self.forced)

@@ -169,7 +169,7 @@ def test_after_a_hangup_ctrl_c_is_no_order(tmp_path, monkeypatch):
     with under_way(run_dir, command(*flags), 1) as process:
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=1.2)  # or they would be the same wish
+            process.wait(timeout=1.2)  # or they would be the same request
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=HANG_S)

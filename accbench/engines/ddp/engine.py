@@ -127,15 +127,15 @@ class Engine(LoopEngine):
         return provenance.cpu_name()
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return self._in_channels_last(self.strategy.wrap(self._moved(model)))
+        return self._use_channels_last(self.strategy.wrap(self._move_to_device(model)))
 
-    def _in_channels_last(self, net: nn.Module) -> nn.Module:
+    def _use_channels_last(self, net: nn.Module) -> nn.Module:
         """Keep a network in channels_last, or contiguous if its first call needs that."""
 
-        def give_in() -> None:
+        def fall_back_to_contiguous() -> None:
             self.memory_format = torch.contiguous_format
             layouts.make_contiguous(net, self._optimizer)
-            self._forget_compiled()
+            self._reset_compiled_code()
             self.strategy.rebuild(net)  # which has gradients laid out as they were
             if self.topology.rank == 0:
                 log.info(
@@ -145,10 +145,10 @@ class Engine(LoopEngine):
                 )
 
         if self.memory_format is torch.channels_last:
-            layouts.watch_first_call(net, give_in)
+            layouts.watch_first_call(net, fall_back_to_contiguous)
         return net
 
-    def _moved(self, model: nn.Module) -> nn.Module:
+    def _move_to_device(self, model: nn.Module) -> nn.Module:
         ties = tied_parameters.find_ties(model)
         model = model.to(self.device)
         tied_parameters.restore_ties(ties)  # a move makes one buffer for each slot
@@ -159,7 +159,7 @@ class Engine(LoopEngine):
                 tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
         return model
 
-    def _forget_compiled(self) -> None:
+    def _reset_compiled_code(self) -> None:
         """Forget code that was compiled for parameters in channels_last."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -44,13 +44,13 @@ from accbench.system import cache_folders, extras
 _PHASES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")
 
 
-def _in_a_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
+def _graph_break_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
     where = source_location.find_model_line(stack)
     what = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
     return f"the graph breaks: {what}{f' at {where}' if where else ''}"
 
 
-def for_several_backwards(task: TaskConfig) -> contextlib.AbstractContextManager[Any]:
+def allow_repeated_backward(task: TaskConfig) -> contextlib.AbstractContextManager[Any]:
     """Compile so that a loop of a user's own may go back twice (retain_graph, create_graph).
 
     What is saved for a backward pass would be memory for its results else.
@@ -185,7 +185,7 @@ class Engine(ddp.Engine):
 
         return str(cache_dir())
 
-    def _compiled(self, model: nn.Module) -> nn.Module:
+    def _compile(self, model: nn.Module) -> nn.Module:
         from torch._dynamo import trace_rules
         from torch._dynamo.external_utils import wrap_inline
 
@@ -213,31 +213,33 @@ class Engine(ddp.Engine):
         # where the last axis is not contiguous (torch 2.8). Real ones are not touched.
         for operation in (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar):
             rules.pop(operation, None)
-        mended: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        apply_patches: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
         if self.device.type == "cpu":
             pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
             if patches.needed():
-                mended = patches.applied
+                apply_patches = patches.applied
         config_patches: dict[str, Any] = (
             {} if self.mode == "default" else list_mode_options(self.mode)
         )
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             differentiable = self._differentiable(graph)
-            # Donated buffers are none in a script (`for_several_backwards`).
+            # Donated buffers are none in a script (`allow_repeated_backward`).
             tag = compile_cache_key.tag(self.device.type, self.task.script is not None)
 
-            def in_turn(*args: Any, **kwargs: Any) -> Any:
+            def compile_locked(*args: Any, **kwargs: Any) -> Any:
                 # A backward pass is compiled later, outside of what is entered below.
-                with self._compiling_alone(), mended(), compile_cache_key.tagged(tag):
+                with self._compile_lock(), apply_patches(), compile_cache_key.tagged(tag):
                     return compile_fx_inner(*args, **kwargs)
 
-            with compile_cache_key.tagged(tag), mended(), for_several_backwards(self.task):
+            with compile_cache_key.tagged(tag), apply_patches(), allow_repeated_backward(self.task):
                 compiled = compile_fx(
-                    graph, inputs, inner_compile=in_turn, config_patches=config_patches,
+                    graph, inputs, inner_compile=compile_locked, config_patches=config_patches,
                     decompositions=rules,
                 )  # fmt: skip
-            return self._counted(compiled, differentiable)
+            return self._count_calls(compiled, differentiable)
 
         return backend
 
@@ -250,7 +252,7 @@ class Engine(ddp.Engine):
     def _count_eager_gradient(self) -> None:
         self.num_eager_gradients += 1
 
-    def _counted(
+    def _count_calls(
         self, compiled: Any, differentiable: DifferentiableGraph | None
     ) -> Callable[..., Any]:
         self.num_compiles += 1
@@ -262,7 +264,7 @@ class Engine(ddp.Engine):
         return counted
 
     @contextlib.contextmanager
-    def _compiling_alone(self) -> Iterator[None]:
+    def _compile_lock(self) -> Iterator[None]:
         """Let one worker compile on a CPU, and the others then load what it made.
 
         They would all compile the same graph at once otherwise, on the same cores. On
@@ -280,15 +282,17 @@ class Engine(ddp.Engine):
             yield
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return self._in_channels_last(self.strategy.wrap(self._compiled(self._moved(model))))
+        return self._use_channels_last(
+            self.strategy.wrap(self._compile(self._move_to_device(model)))
+        )
 
-    def _forget_compiled(self) -> None:
+    def _reset_compiled_code(self) -> None:
         torch._dynamo.reset_code_caches()  # its guards don't look at how parameters are laid out
 
     def left_compiler(self) -> list[str]:
         from torch._dynamo.utils import graph_break_reasons
 
-        lines = [_in_a_line(str(r.reason), r.user_stack) for r in graph_break_reasons]
+        lines = [_graph_break_line(str(r.reason), r.user_stack) for r in graph_break_reasons]
         if self.num_eager_gradients:
             lines.append("second derivatives (create_graph=True) are computed eagerly")
         return [*dict.fromkeys(lines)]

@@ -59,10 +59,10 @@ class Engine(inductor.Engine):
         return self._cache
 
     @contextlib.contextmanager
-    def _compiling_alone(self) -> Iterator[None]:
+    def _compile_lock(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if Path(self._cache).is_absolute():
-                stack.enter_context(super()._compiling_alone())
+                stack.enter_context(super()._compile_lock())
             yield
 
     def _backend(self) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
@@ -98,9 +98,9 @@ class Engine(inductor.Engine):
                 )
                 with (
                     traceable.attention_backends(runtime.keeps_attention(self._rules, dtype)),
-                    kernel_dtypes.patch_fake_mode(), inductor.for_several_backwards(self.task),
+                    kernel_dtypes.patch_fake_mode(), inductor.allow_repeated_backward(self.task),
                 ):  # fmt: skip
-                    run = self._counted(to_functions(graph, inputs), differentiable)
+                    run = self._count_calls(to_functions(graph, inputs), differentiable)
                     return _checked(run, check)
             finally:
                 self._in_dynamo = False
@@ -138,7 +138,7 @@ class Engine(inductor.Engine):
             jax.ShapeDtypeStruct([n for n in t.shape if n != 1], lowering.jax_dtype(t.dtype))
             for t in inputs
         ]
-        with self._compiling_alone():
+        with self._compile_lock():
             key_data = jax.ShapeDtypeStruct((2,), "uint32")
             compiled = jax.jit(run).lower(squeezed, key_data).compile()
 

@@ -297,7 +297,7 @@ class Engine(LoopEngine):
         return nested.mapped(nest, torch.clone, doing="copied under torch.inference_mode")
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        self._index_watch.look()
+        self._index_watch.check()
         try:
             with autocast.rules_active():
                 self.precision.scaled(loss).backward(retain_graph=retain_graph)

@@ -74,7 +74,7 @@ class IndexWatch:
             self._tracer = IndexTracer(tensor for _, tensor, _ in watched)
             self._tracer.__enter__()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise RequestError if an index used so far is out of range."""
         if self._tracer is not None:
             self._tracer.log.ranges().refuse(*self._inputs)

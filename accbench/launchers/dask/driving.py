@@ -96,7 +96,7 @@ def drive(
             failure = run.failure()
     finally:
         (task.run_dir / token).unlink(missing_ok=True)
-    if number := signals.order or signals.wish:
+    if number := signals.forced or signals.graceful:
         stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
         return stopped if failure is None or failure.status == "error" else failure
     return failure
@@ -146,9 +146,9 @@ class _RunMonitor:
             if has_failed or any(f.status in ("error", "cancelled") for f in self.futures):
                 failed_at = failed_at or time.monotonic()
             is_overdue = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
-            if is_overdue or signals.order or (signals.wish and not saves):
+            if is_overdue or signals.forced or (signals.graceful and not saves):
                 self._request_stop(training.STOP_NOW, requested)
-            elif signals.wish:
+            elif signals.graceful:
                 self._request_stop(training.SAVE_AND_STOP, requested)
             if training.STOP_NOW in requested and self._is_overdue():
                 self.client.cancel(pending, force=True)

@@ -86,7 +86,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
-        if self.signals.wish and not self.forwarded:
+        if self.signals.graceful and not self.forwarded:
             self._remaining_restarts = 0
             failures.send(signal.SIGTERM, self._pcontext.pids().values())
             self.forwarded = True

@@ -43,7 +43,7 @@ def wait_for_agent(
         failures.end_groups(_read_json(folder / PIDS_FILE) or [])
     outcome = _read_json(folder / OUTCOME_FILE) or {}
     failure = _failure_of(outcome, folder, task.nproc_per_node, why)
-    if number := signals.order or signals.wish:
+    if number := signals.forced or signals.graceful:
         stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
         return stopped if failure is None or failure.status == "error" else failure
     return failure
@@ -65,9 +65,9 @@ def _watch(
     while agent.poll() is None:
         time.sleep(POLL_S)
         now = time.monotonic()
-        if signals.order or (signals.wish and not (folder / PIDS_FILE).exists()):
+        if signals.forced or (signals.graceful and not (folder / PIDS_FILE).exists()):
             return "stopped"
-        if signals.wish and not forwarded:
+        if signals.graceful and not forwarded:
             agent.send_signal(signal.SIGTERM)
             forwarded = True
         if ended_at is None and (folder / OUTCOME_FILE).exists():
@@ -78,7 +78,7 @@ def _watch(
             checked_at = now
             if rendezvous.is_reachable(endpoint):
                 reached_at = now
-            elif now - reached_at > (_CHECK_S if signals.wish else task.timeout_s + _CHECK_S):
+            elif now - reached_at > (_CHECK_S if signals.graceful else task.timeout_s + _CHECK_S):
                 return f"node 0 at {endpoint} was out of reach for {now - reached_at:.0f} s"
     return None
 

@@ -106,7 +106,7 @@ def _wait_for_job(job: str, run_dir: Path) -> Failure | None:
     """Wait for the job's end; a signal to this process cancels the job."""
     with StopSignals() as signals:
         while job_state(job) not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
-            if signals.wish or signals.order:
+            if signals.graceful or signals.forced:
                 subprocess.run(["scancel", job])
             time.sleep(_POLL_S)
     path = run_dir / RECORDS_FILE

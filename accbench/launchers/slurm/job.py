@@ -90,8 +90,8 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
         path.unlink()
     with contextlib.suppress(OSError):
         job_dir.rmdir()
-    if failure is not None and failure.status == "error" and signals.wish:
-        return Failure("interrupted", f"stopped by {signals.wish.name}", exit_status=130)
+    if failure is not None and failure.status == "error" and signals.graceful:
+        return Failure("interrupted", f"stopped by {signals.graceful.name}", exit_status=130)
     return failure
 
 
@@ -110,7 +110,7 @@ def _wait(
         if failed_at is None and any(error["name"] != "StoppedError" for error in errors):
             failed_at = time.monotonic()
         is_overdue = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
-        if signals.order or is_overdue:
+        if signals.forced or is_overdue:
             process.terminate()  # which srun forwards
             failed_at = time.monotonic()
 
