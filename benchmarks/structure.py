@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+LONG_MODULE = 400
 # First words that a sentence in the imperative does not have.
 NO_VERBS = frozenset({
     "A", "All", "An", "And", "Any", "As", "At", "Before", "Behind", "Beside", "Between",
@@ -116,6 +117,10 @@ def main() -> None:
         "methods of Engine": f"{engine}, {abstract} abstract",
         "docstrings of functions that are fragments": f"{fragments} of {len(words)}, "
         f"{fragments / len(words):.1%}",
+        f"modules of more than {LONG_MODULE} lines": sum(
+            len(path.read_text().splitlines()) > LONG_MODULE
+            for path in (root / "accbench").rglob("*.py")
+        ),
         "lines of README": len((root / "README.md").read_text().splitlines()),
     }
     print("| | |\n| --- | ---: |")

@@ -10,7 +10,7 @@ host in between.
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,19 @@ from accbench.config import TaskConfig
 from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed.process_group import Topology
-from accbench.engines.common import (
-    model_state,
-    tied_parameters,
-    training_state,
-)
+from accbench.engines.common import model_state, tied_parameters, training_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
 from accbench.engines.loops import LoopEngine
 from accbench.engines.xla import (
     autocast,
+    barriers,
     call_checks,
     cuda,
     device_module,
     host_to_device,
     index_watch,
+    inference_mode,
     kernels,
     lazy_import,
     metrics,
@@ -62,6 +60,7 @@ class Engine(LoopEngine):
     Options = XlaOptions
     compiler = "xla"
     step_tracer = "accbench.preflight.tracing.xla"
+    recompute_barrier = staticmethod(barriers.recompute_barrier)
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -166,20 +165,6 @@ class Engine(LoopEngine):
     def _check_calls(self, model: nn.Module) -> None:
         call_checks.check_calls(model)
 
-    @staticmethod
-    def recompute_barrier(inputs: Any, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        # XLA would find what was computed before, and keep that. A barrier hides that it is the
-        # same, and has it wait for the gradient: else all would be computed again at once.
-        import torch_xla.core.xla_model as xm
-
-        tensors = nested.tensors_of(inputs)
-        copies = [tensor.detach().clone() for tensor in tensors]
-        gradient = gradient.clone()
-        xm.optimization_barrier_([gradient, *copies])
-        for tensor, copy in zip(tensors, copies, strict=True):
-            copy.requires_grad_(tensor.requires_grad)
-        return nested.with_tensors(inputs, copies), gradient
-
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from accbench.engines.xla import sync_free, task_optimizer
 
@@ -275,12 +260,7 @@ class Engine(LoopEngine):
 
     @contextmanager
     def calling(self, model: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.autocast())
-            if torch.is_inference_mode_enabled():
-                # There torch_xla 2.8 has no views of tensors that were made outside of it.
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
+        with self.autocast(), inference_mode.replaced_by_no_grad():
             yield
 
     def batch_for_loop(self, batch: engines.Batch) -> engines.Batch:
@@ -291,10 +271,7 @@ class Engine(LoopEngine):
         self._index_watch.leave()
 
     def output_for_loop(self, nest: Any) -> Any:
-        # Of what was made inside of it there are views.
-        if not torch.is_inference_mode_enabled():
-            return nest
-        return nested.mapped(nest, torch.clone, doing="copied under torch.inference_mode")
+        return inference_mode.viewable(nest)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         self._index_watch.check()
@@ -347,12 +324,9 @@ class Engine(LoopEngine):
 
     def run_step(
         self,
-        step: Callable[..., torch.Tensor],
-        model: nn.Module,
-        spec: Any,
-        optimizer: torch.optim.Optimizer,
-        batch: engines.Batch,
-    ) -> torch.Tensor:
+        step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,
+        optimizer: torch.optim.Optimizer, batch: engines.Batch,
+    ) -> torch.Tensor:  # fmt: skip
         self._num_steps += 1
         before = self.compile_stats().num_fallbacks if self._num_steps == 1 else 0
         self._index_watch.begin(batch, is_fixed=True)
