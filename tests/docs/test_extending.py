@@ -108,12 +108,13 @@ def test_a_launcher_starts_all_ranks_and_tells_their_failure_once(tmp_path):
 
 
 def test_a_report_column_takes_two_places(plain_run, tmp_path):
-    """The page's lines, put into the two modules of a copy."""
+    """The page's lines, added to two modules of a copy."""
     shutil.copytree(ROOT / "accbench", tmp_path / "accbench")
     report = tmp_path / "accbench" / "report"
-    insert(report / "summary.py", "    error: str | None\n", block_with("steady_s: float | None"))
-    insert(report / "summary.py", "        error=end.error ", block_with("steady_s=wall_s"))
-    insert(report / "table.py", '    "status": lambda', block_with('"steady s": lambda'))
+    field, value, column = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    apply(field, report / "summary.py")
+    apply(value, report / "summary.py")
+    apply(column, report / "table.py")
     done = subprocess.run(
         [sys.executable, "-m", "accbench", "report", str(plain_run), "--format=md"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
@@ -125,10 +126,13 @@ def test_a_report_column_takes_two_places(plain_run, tmp_path):
     assert cells[titles.index(" steady s ")].strip() == expected
 
 
-def insert(path: Path, before: str, lines: str) -> None:
-    text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, lines + before))
+def apply(diff: str, path: Path) -> None:
+    """Add a block's new lines before the line that it ends with."""
+    *added, (mark, *context) = diff.splitlines(keepends=True)
+    text, line = path.read_text(), "".join(context)
+    assert mark == " "
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, "".join(a.removeprefix("+") for a in added) + line))
 
 
 def train(engine: str, folder: Path, *flags: str) -> list[float]:
