@@ -207,7 +207,7 @@ KINDS = (
 """In the order in which they are tried."""
 
 
-def of(nest: Any) -> ContainerKind | None:
+def find_kind(nest: Any) -> ContainerKind | None:
     """Return the container's kind; None for a tensor, and for what is not a known container."""
     if isinstance(nest, _LEAVES):
         return None
@@ -221,7 +221,7 @@ def moves_itself(nest: Any) -> bool:
     """
     if isinstance(nest, _LEAVES) or not callable(getattr(nest, "to", None)):
         return False
-    kind = of(nest)
+    kind = find_kind(nest)
     return kind is None or kind.parts is _attribute_parts
 
 
@@ -232,7 +232,7 @@ def held(thing: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str,
         return
     if isinstance(thing, _PLAIN) or not depth or inspect.isroutine(thing):
         return
-    kind = of(thing)
+    kind = find_kind(thing)
     parts = kind.parts(thing) if kind is not None else _attributes(thing)
     for path, part in parts:
         yield from held(part, f"{name}{path}", depth - 1)

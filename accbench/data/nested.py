@@ -32,7 +32,7 @@ def mapped(
         return change(nest)
     if by_itself is not None and nest_kinds.moves_itself(nest):
         return by_itself(nest)
-    kind = nest_kinds.of(nest)
+    kind = nest_kinds.find_kind(nest)
     if kind is None:
         nest_kinds.refuse_holder(nest, doing)
         return nest
@@ -45,7 +45,7 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
 
     They include tensors that objects of no known kind hold.
     """
-    kind = nest_kinds.of(nest)
+    kind = nest_kinds.find_kind(nest)
     if kind is None:
         yield from nest_kinds.held(nest, name)
         return
@@ -75,7 +75,7 @@ def _rows(nest: Any) -> Iterator[int]:
         if nest.dim():
             yield len(nest)
         return
-    kind = nest_kinds.of(nest)
+    kind = nest_kinds.find_kind(nest)
     if kind is None or nest_kinds.moves_itself(nest):
         for name in ("num_graphs", "batch_size"):
             size = getattr(nest, name, None)
@@ -117,7 +117,7 @@ def _refuse_packed(nest: Any) -> None:
             "--accumulate cannot split a packed sequence, whose rows are time steps; give padded "
             "sequences, or leave it out"
         )
-    kind = nest_kinds.of(nest)
+    kind = nest_kinds.find_kind(nest)
     for _, part in kind.parts(nest) if kind is not None else ():
         _refuse_packed(part)
 

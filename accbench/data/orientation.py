@@ -13,7 +13,7 @@ UPRIGHT = 1
 _FIRST_TRANSPOSED = 5
 
 
-def of(encoded: bytes | memoryview) -> int:
+def read_exif(encoded: bytes | memoryview) -> int:
     """Read the orientation, 1 to 8, that the caller has to apply; 1 if the file has none."""
     try:
         with Image.open(io.BytesIO(encoded)) as image:

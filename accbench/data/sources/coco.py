@@ -217,7 +217,7 @@ class CocoImages(data.ReadableSamples):
         if self.exif == "ignore" or (self.exif == "auto" and stored == size):
             turn = orientation.UPRIGHT
         else:
-            turn = orientation.of(encoded)
+            turn = orientation.read_exif(encoded)
         if orientation.turned_size(*stored, turn) == size:
             return turn
         turned = f" (turned by EXIF's orientation {turn})" if turn != orientation.UPRIGHT else ""

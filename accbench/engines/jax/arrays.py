@@ -93,7 +93,7 @@ class PendingTensor(torch.Tensor):
     _array: jax.Array
 
     @staticmethod
-    def of(array: jax.Array) -> "PendingTensor":
+    def from_array(array: jax.Array) -> "PendingTensor":
         pending: PendingTensor = torch.empty(array.shape).as_subclass(PendingTensor)
         pending._array = array
         return pending
@@ -103,7 +103,7 @@ class PendingTensor(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is torch.Tensor.add and all(isinstance(a, PendingTensor) for a in args):
-            return PendingTensor.of(args[0]._array + args[1]._array)
+            return PendingTensor.from_array(args[0]._array + args[1]._array)
         computed = [to_torch(a._array).clone() if isinstance(a, PendingTensor) else a for a in args]
         return function(*computed, **(kwargs or {}))
 

@@ -212,7 +212,7 @@ class Engine(engines.Engine):
         self._state_sync.set_arrays(state, local_state)
         for source, num_read in zip(extra_inputs.sources, compiled.reads, strict=True):
             source.position[0] += num_read
-        return arrays.PendingTensor.of(self._mesh.local_data(loss, is_per_rank=True))
+        return arrays.PendingTensor.from_array(self._mesh.local_data(loss, is_per_rank=True))
 
     def _compiled_step(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: engines.Batch

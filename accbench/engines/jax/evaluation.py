@@ -63,7 +63,7 @@ class CompiledEvaluation:
         names, tensors = zip(*nested.named_tensors(batch), strict=True)
         ranges.refuse(tensors, names)
         self.stats += CompileStats(num_executions=1)
-        return arrays.PendingTensor.of(function(weights, inputs))
+        return arrays.PendingTensor.from_array(function(weights, inputs))
 
     def _compile(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
         start = time.perf_counter()
