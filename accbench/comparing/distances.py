@@ -5,12 +5,13 @@ does: by the norm of the gradient, of the parameter's change or of the buffer's 
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from accbench.comparing.pieces import in_float64, square_sum
 from accbench.comparing.reference_pass import LOSS_SCALE, Reference
-from accbench.distributed.complex_numbers import wide
 from accbench.engines.common import extra_state, optimizer_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 
@@ -18,6 +19,8 @@ Extra = dict[str, Any] | None
 
 GRADIENT, SCALE, UPDATE, SECOND_MOMENT = "gradient", "scale", "update", "second moment"
 AVERAGE = "average"
+# What is compared with the optimizer's formula besides the parameter, and its key in the state.
+_COMPARED = {SECOND_MOMENT: "exp_avg_sq", AVERAGE: optimizer_state.AVERAGE}
 BUFFER, STATE = "buffer", "state"
 # Stands for infinity, which JSON lacks, and for tensors that cannot be compared.
 _FURTHEST = 1e30
@@ -46,7 +49,7 @@ def relative(actual: float, expected: float) -> float:
 
 def of_update(actual: torch.Tensor | None, before: torch.Tensor, expected: torch.Tensor) -> float:
     """Return a tensor's distance after a step, as a fraction of the change that was expected."""
-    return _distance(actual, expected) / (_norm(wide(expected) - wide(before)) or 1.0)
+    return _distance(actual, expected) / (_difference(expected, before) or 1.0)
 
 
 def of_weights(actual: Tensors, start: Tensors, expected: Tensors) -> dict[str, float]:
@@ -59,7 +62,7 @@ def of_weights(actual: Tensors, start: Tensors, expected: Tensors) -> dict[str, 
     squared_error = squared_path = squared_expected_path = 0.0
     for name, first in start.items():
         squared_error += _distance(actual.get(name), expected[name]) ** 2
-        squared_expected_path += _norm(wide(expected[name]) - wide(first)) ** 2
+        squared_expected_path += _difference(expected[name], first) ** 2
         squared_path += _distance(actual.get(name), first) ** 2
     return {
         "parameters": math.sqrt(squared_error / (squared_expected_path or 1.0)),
@@ -72,13 +75,18 @@ def of_weights(actual: Tensors, start: Tensors, expected: Tensors) -> dict[str, 
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(wide(tensor)))
+    return math.sqrt(sum(square_sum(values) for (values,) in in_float64([tensor])))
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the norm of the difference of two tensors of one shape."""
+    return math.sqrt(sum(square_sum(x - y) for x, y in in_float64([a, b])))
 
 
 def _distance(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
     if actual is None or actual.shape != expected.shape:
         return _FURTHEST
-    return _norm(wide(actual) - wide(expected))
+    return _difference(actual, expected)
 
 
 def of_start(actual: TrainingState, expected: TrainingState) -> dict[str, float]:
@@ -99,6 +107,8 @@ def not_loaded(actual: TrainingState, loaded: TrainingState) -> str | None:
             (f"{key} of {name}", tensor, of_engine.get(key)) for key, tensor in tensors.items()
         ]
     for name, tensor, engine_tensor in pairs:
+        if engine_tensor is not None and torch.equal(engine_tensor, tensor):
+            continue
         if not _distance(engine_tensor, tensor) <= _LOADED * _norm(tensor):
             return f"{name} is not what was loaded"
     if actual.scaler and actual.scaler != loaded.scaler:
@@ -109,7 +119,7 @@ def not_loaded(actual: TrainingState, loaded: TrainingState) -> str | None:
 def of_step(actual: TrainingState, reference: Reference) -> dict[str, float]:
     """Compare one step from the reference's state: gradients, update, buffers and counts."""
     return {
-        **of_gradients(_engine_gradients(actual, reference), reference.gradients),
+        **_of_engine_gradients(actual, reference),
         **_of_updates(actual, reference),
         **of_buffers(actual.model, reference.buffers, reference.buffers_after),
         **of_extra(actual.extra, reference.extra, reference.extra_after),
@@ -120,44 +130,69 @@ def of_step(actual: TrainingState, reference: Reference) -> dict[str, float]:
 def of_draw(actual: TrainingState, reference: Reference) -> dict[str, float]:
     """Compare a step from perturbed weights: gradients and buffers, without the optimizer."""
     return {
-        **of_gradients(_engine_gradients(actual, reference), reference.gradients),
+        **_of_engine_gradients(actual, reference),
         **of_buffers(actual.model, reference.buffers, reference.buffers_after),
     }
 
 
-def _engine_gradients(actual: TrainingState, reference: Reference) -> Tensors:
-    return {
-        name: reference.rule.gradient(
-            actual.optimizer[name],
-            reference.weights.state[name],
-            reference.weights.parameters[name],
-        )
-        for name in reference.gradients
-        if name in actual.optimizer
-    }
+def _of_engine_gradients(actual: TrainingState, reference: Reference) -> dict[str, float]:
+    def pairs(name: str) -> Pairs | None:
+        if name not in actual.optimizer:
+            return None
+        return _engine_gradient(actual, reference, name, [reference.gradients[name]])
+
+    return _of_gradient_pairs(pairs, reference.gradients)
+
+
+def _engine_gradient(
+    actual: TrainingState, reference: Reference, name: str, beside: Sequence[torch.Tensor]
+) -> Iterator[list[torch.Tensor]]:
+    """Yield the pieces of the gradient that the engine used, and those of tensors beside it."""
+    rule, parameter = reference.rule, reference.weights.parameters[name]
+    key, decay = rule.moment_key, rule.decay(parameter)
+    moments = [actual.optimizer[name][key], reference.weights.state[name][key]]
+    for after, before, p, *others in in_float64([*moments, parameter, *beside]):
+        yield [rule.gradient_piece(after, before, p, decay), *others]
+
+
+Pairs = Iterator[list[torch.Tensor]]
+"""Pieces of a gradient and of the one that is expected, both in float64."""
 
 
 def of_gradients(gradients: Tensors, all_expected: Tensors) -> dict[str, float]:
     """Compare each gradient's direction and scale, and those of all gradients together."""
+
+    def pairs(name: str) -> Pairs | None:
+        gradient = gradients.get(name)
+        return None if gradient is None else in_float64([gradient, all_expected[name]])
+
+    return _of_gradient_pairs(pairs, all_expected)
+
+
+def _of_gradient_pairs(
+    pairs_of: Callable[[str], Pairs | None], all_expected: Tensors
+) -> dict[str, float]:
     distances = {}
-    squares = {name: float(wide(g).square().sum()) for name, g in all_expected.items()}
+    squares = {name: _norm(expected) ** 2 for name, expected in all_expected.items()}
     total, num_values = sum(squares.values()), sum(g.numel() for g in all_expected.values())
     product = squared_error = 0.0
     for name, expected in all_expected.items():
-        gradient = gradients.get(name)
-        if gradient is None:
+        pairs = pairs_of(name)
+        if pairs is None:
             squared_error += squares[name]
             distances[f"{GRADIENT} of {name}"] = _FURTHEST
             continue
-        distance = _norm(wide(gradient) - wide(expected))
-        inner_product = float((wide(gradient) * wide(expected)).sum())
+        squared_distance = inner_product = 0.0
+        for gradient, expected_piece in pairs:
+            squared_distance += square_sum(gradient - expected_piece)
+            inner_product += float(torch.dot(gradient, expected_piece))
         typical_size = math.sqrt(total * expected.numel() / num_values)
         size = max(math.sqrt(squares[name]), _NEGLIGIBLE * typical_size) or 1.0
-        distances[f"{GRADIENT} of {name}"] = distance / size
+        distances[f"{GRADIENT} of {name}"] = math.sqrt(squared_distance) / size
         if math.sqrt(squares[name]) == size:
             distances[f"{SCALE} of {name}"] = inner_product / squares[name] - 1
         product += inner_product
-        squared_error += distance**2
+        squared_error += squared_distance
     distances[GRADIENT] = math.sqrt(squared_error / (total or 1.0))
     distances[SCALE] = product / total - 1 if total else 0.0
     return distances
@@ -166,28 +201,49 @@ def of_gradients(gradients: Tensors, all_expected: Tensors) -> dict[str, float]:
 def _of_updates(actual: TrainingState, reference: Reference) -> dict[str, float]:
     """Compare parameters with the optimizer's formula, applied to the engine's gradients."""
     distances = {}
-    gradients = _engine_gradients(actual, reference)
     before, lr = reference.weights, reference.rule.task.lr
     for name, parameter in before.parameters.items():
-        if name not in gradients:  # it should not have moved; a step is about lr an element
+        if name in reference.gradients and name in actual.optimizer:
+            distances |= _of_update(name, actual, reference)
+        else:  # it should not have moved; a step is about lr an element
             size = lr * math.sqrt(parameter.numel()) or 1.0
             distances[f"{UPDATE} of {name}"] = _distance(actual.model.get(name), parameter) / size
-            continue
-        expected, after = reference.rule.step(
-            parameter, before.state[name], gradients[name], before.num_steps[name] + 1
-        )
-        moved = _norm(wide(expected) - wide(parameter)) or 1.0
-        distances[f"{UPDATE} of {name}"] = _distance(actual.model.get(name), expected) / moved
-        for kind, key in ((SECOND_MOMENT, "exp_avg_sq"), (AVERAGE, optimizer_state.AVERAGE)):
-            if key in after:
-                changed = _norm(wide(after[key]) - wide(before.state[name][key]))
-                if kind == AVERAGE:  # its change may be too small for float32 to represent
-                    changed += _HELD * _norm(after[key])
-                distance = _distance(actual.optimizer[name].get(key), after[key])
-                # Denormal second moments come from gradients of about 1e-19, and AdamW adds an
-                # epsilon of 1e-8 to their root.
-                distance = max(0.0, distance - _AS_ZERO * math.sqrt(after[key].numel()))
-                distances[f"{kind} of {name}"] = distance / (changed or 1.0)
+    return distances
+
+
+def _of_update(name: str, actual: TrainingState, reference: Reference) -> dict[str, float]:
+    """Compare a parameter, its second moment and its average with the optimizer's formula."""
+    rule, before = reference.rule, reference.weights
+    parameter, state = before.parameters[name], before.state[name]
+    keys = {kind: key for kind, key in _COMPARED.items() if key in state}
+    after = {UPDATE: actual.model.get(name)}
+    after |= {kind: actual.optimizer[name].get(key) for kind, key in keys.items()}
+    fitting = {k: t for k, t in after.items() if t is not None and t.shape == parameter.shape}
+    errors, changes, sizes = (dict.fromkeys(after, 0.0) for _ in range(3))
+    beside = [parameter, *state.values(), *fitting.values()]
+    for g, p, *others in _engine_gradient(actual, reference, name, beside):
+        p_state = dict(zip(state, others[: len(state)], strict=True))
+        values = dict(zip(fitting, others[len(state) :], strict=True))
+        num_steps = before.num_steps[name] + 1
+        moved, moved_state = rule.step_piece(p, p_state, g, num_steps, rule.decay(parameter))
+        expected = {UPDATE: (moved, p)}
+        expected |= {kind: (moved_state[key], p_state[key]) for kind, key in keys.items()}
+        for kind, (value, value_before) in expected.items():
+            changes[kind] += square_sum(value - value_before)
+            sizes[kind] += square_sum(value)
+            if kind in values:
+                errors[kind] += square_sum(values[kind] - value)
+    distances = {}
+    for kind in after:
+        distance = math.sqrt(errors[kind]) if kind in fitting else _FURTHEST
+        changed = math.sqrt(changes[kind])
+        if kind == AVERAGE:  # its change may be too small for float32 to represent
+            changed += _HELD * math.sqrt(sizes[kind])
+        if kind != UPDATE:
+            # Denormal second moments come from gradients of about 1e-19, and AdamW adds an
+            # epsilon of 1e-8 to their root.
+            distance = max(0.0, distance - _AS_ZERO * math.sqrt(parameter.numel()))
+        distances[f"{kind} of {name}"] = distance / (changed or 1.0)
     return distances
 
 
@@ -196,7 +252,7 @@ def of_buffers(actual: Tensors, before: Tensors, after: Tensors) -> dict[str, fl
     distances = {}
     for name, expected in after.items():
         # The distance of a buffer that the reference does not change is relative to its size.
-        size = _norm(wide(expected) - wide(before[name])) or _norm(expected) or 1.0
+        size = _difference(expected, before[name]) or _norm(expected) or 1.0
         distances[f"{BUFFER} {name}"] = _distance(actual.get(name), expected) / size
     return distances
 

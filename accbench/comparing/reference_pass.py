@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accbench import config, models
-from accbench.comparing import shared_dropout, update_rules
+from accbench.comparing import pieces, shared_dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested
@@ -117,11 +117,15 @@ class _Float64Model:
         """Move a batch to the device and convert its float32 tensors to float64."""
         return nested.mapped(batch, lambda t: complex_numbers.doubled(t.to(self.device)))
 
-    def load_rank(self, rank: int) -> None:
-        """Copy the weights and a rank's buffers and extra state into the model."""
+    def load_weights(self) -> None:
+        """Copy the weights, which all ranks share, into the model."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.weights.parameters[name])
+
+    def load_rank(self, rank: int) -> None:
+        """Copy a rank's buffers and extra state into the model."""
+        with torch.no_grad():
             for name, buffer in self.net.named_buffers():
                 buffer.copy_(self.buffers[rank][name])
         model_state.load_extra(self.net, self.extra[rank])
@@ -133,14 +137,14 @@ class _Float64Model:
         }
         self.extra[rank] = model_state.read_extra(self.net, wide=False)
 
-    def loss_and_gradients(self, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-        """Compute the loss of a batch, and the gradients of the parameters that have any.
+    def add_gradients(self, batch: Batch, sums: Tensors) -> float:
+        """Compute the mean loss of a batch, and add the gradients of the parameters that have any.
 
-        Returns:
-            The mean loss, and name -> float64 gradient on the host.
+        Args:
+            batch: a batch on the host.
+            sums: parameter -> float64 on the host, to which the gradients are added.
         """
         trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        sums: dict[str, torch.Tensor] = {}
         mean_loss = 0.0
         parts = nested.chunks(self.send(batch), self.task.accumulate)
         for part in parts:
@@ -148,9 +152,11 @@ class _Float64Model:
             gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             mean_loss += loss.item()
             for name, gradient in zip(trained, gradients, strict=True):
-                if gradient is not None:
-                    sums[name] = sums.get(name, 0) + gradient.cpu()
-        return mean_loss, sums
+                if gradient is not None and name in sums:
+                    sums[name] += gradient.cpu()
+                elif gradient is not None:  # autograd may give one tensor for two parameters
+                    sums[name] = gradient.to("cpu", copy=True)
+        return mean_loss
 
     @torch.no_grad()
     def score(self, batch: Batch) -> float:
@@ -202,20 +208,19 @@ def _train(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> 
                 draws, draws_otherwise = _learn_draws(task, model, first_batches[0])
             sums: dict[str, torch.Tensor] = {}
             losses.append([])
+            model.load_weights()
             for rank, batch in enumerate(batches):
                 model.load_rank(rank)
                 draws.begin(step, rank, model.send)
-                loss, gradients = model.loss_and_gradients(batch)
+                losses[-1].append(model.add_gradients(batch, sums))
                 model.keep_buffers(rank)
-                losses[-1].append(loss)
-                for name, gradient in gradients.items():
-                    sums[name] = sums[name] + gradient if name in sums else gradient
-            averaged = _clipped(
-                {n: total / num_shards for n, total in sums.items()}, task.clip_norm
-            )
+            for total in sums.values():
+                total /= num_shards
+            averaged = _clipped(sums, task.clip_norm)
             _save(folder / _step_file(step), {_GRADIENT: averaged}, model)
             model.weights = model.weights.after(rule, averaged)
         scores = []
+        model.load_weights()
         for rank, batch in enumerate(first_batches):
             model.load_rank(rank)
             scores.append(model.score(batch))
@@ -230,25 +235,24 @@ def _train(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> 
 
 def _clipped(gradients: Tensors, max_norm: float | None) -> Tensors:
     """Clip gradients as `torch.nn.utils.clip_grad_norm_` does, and round them to float32."""
-    factor = 1.0
     if max_norm is not None:
-        squares = sum(
-            float(complex_numbers.wide(gradient).square().sum()) for gradient in gradients.values()
-        )
+        values = (v for gradient in gradients.values() for (v,) in pieces.in_float64([gradient]))
+        squares = sum(pieces.square_sum(piece) for piece in values)
         factor = min(1.0, max_norm / (math.sqrt(squares) + 1e-6))
-    return {
-        name: complex_numbers.singled(factor * gradient) for name, gradient in gradients.items()
-    }
+        for gradient in gradients.values():
+            gradient *= factor
+    return {name: complex_numbers.singled(gradient) for name, gradient in gradients.items()}
 
 
 def _learn_draws(
     task: TaskConfig, model: _Float64Model, batch: Batch
 ) -> tuple[shared_dropout.Draws, bool]:
     """Record a forward pass's dropout, and whether the model draws other random numbers."""
+    model.load_weights()
     model.load_rank(0)
     draws = shared_dropout.Draws(task.seed)
     before = _generator_states(model.device)
-    draws.learn(lambda: model.loss_and_gradients(batch))
+    draws.learn(lambda: model.add_gradients(batch, {}))
     after = _generator_states(model.device)
     return draws, any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -9,9 +9,11 @@ task does not have.
 import abc
 import dataclasses
 import math
+from typing import ClassVar
 
 import torch
 
+from accbench.comparing import pieces
 from accbench.config import TaskConfig
 from accbench.distributed import complex_numbers
 from accbench.engines import optimizers
@@ -28,6 +30,9 @@ class Rule(abc.ABC):
 
     task: TaskConfig
 
+    moment_key: ClassVar[str]
+    """Key of the state that the gradient of a step can be read from."""
+
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of a parameter's optimizer state, each a tensor of the parameter's shape."""
@@ -37,17 +42,38 @@ class Rule(abc.ABC):
     def step(
         self, parameter: torch.Tensor, state: Tensors, gradient: torch.Tensor, num_steps: int
     ) -> tuple[torch.Tensor, Tensors]:
-        """Compute a parameter and its state after the `num_steps`th step (from 1), in float64."""
-        # Complex numbers as pairs of reals, as torch's optimizers treat them.
-        before = {key: complex_numbers.wide(tensor) for key, tensor in state.items()}
-        p, g = complex_numbers.wide(parameter), complex_numbers.wide(gradient)
-        moved, after = self._step(p, before, g, num_steps, self._decay(parameter))
+        """Compute a parameter and its state after the `num_steps`th step (from 1) in float64.
+
+        Returns:
+            Both rounded to float32, or to complex64 of a complex parameter.
+        """
+        decay = self.decay(parameter)
+        single = torch.complex64 if parameter.is_complex() else torch.float32
+        moved = torch.empty(parameter.shape, dtype=single)
+        after = {key: torch.empty_like(moved) for key in state}
+        results = [pieces.flat(tensor) for tensor in (moved, *after.values())]
+        start = 0
+        for p, g, *values in pieces.in_float64([parameter, gradient, *state.values()]):
+            before = dict(zip(state, values, strict=True))
+            p_after, state_after = self.step_piece(p, before, g, num_steps, decay)
+            for result, piece in zip(
+                results, [p_after, *(state_after[key] for key in state)], strict=True
+            ):
+                result[start : start + len(p)] = piece
+            start += len(p)
+        return moved, after
+
+    def step_piece(
+        self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Compute a piece of a parameter, (N,) in float64, and of its state after a step.
+
+        Complex numbers are pairs of reals, as torch's optimizers treat them.
+        """
+        moved, after = self._step(p, state, g, num_steps, decay)
         if self.task.ema_decay:
-            average = before[optimizer_state.AVERAGE]
+            average = state[optimizer_state.AVERAGE]
             after[optimizer_state.AVERAGE] = average + (1 - self.task.ema_decay) * (moved - average)
-        if parameter.is_complex():
-            after = {key: torch.view_as_complex(tensor) for key, tensor in after.items()}
-            return torch.view_as_complex(moved), after
         return moved, after
 
     @abc.abstractmethod
@@ -55,7 +81,6 @@ class Rule(abc.ABC):
         self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
     ) -> tuple[torch.Tensor, Tensors]: ...
 
-    @abc.abstractmethod
     def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
         """Compute the gradient that an optimizer used, from its state before and after a step.
 
@@ -69,13 +94,26 @@ class Rule(abc.ABC):
         Returns:
             float64; (..., 2) for complex numbers.
         """
+        key, wide = self.moment_key, complex_numbers.wide
+        return self.gradient_piece(
+            wide(after[key]), wide(before[key]), wide(parameter), self.decay(parameter)
+        )
 
-    def _decay(self, parameter: torch.Tensor) -> float:
+    @abc.abstractmethod
+    def gradient_piece(
+        self, after: torch.Tensor, before: torch.Tensor, p: torch.Tensor, decay: float
+    ) -> torch.Tensor:
+        """Compute a piece of the gradient from the moment `moment_key`, all (N,) in float64."""
+
+    def decay(self, parameter: torch.Tensor) -> float:
+        """Return the weight decay of a parameter."""
         return self.task.weight_decay if optimizer_state.decays(self.task, parameter) else 0.0
 
 
 class AdamWRule(Rule):
     """AdamW: decoupled weight decay and two moments."""
+
+    moment_key = "exp_avg"
 
     def _step(
         self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
@@ -88,13 +126,16 @@ class AdamWRule(Rule):
         moved = p * (1 - lr * decay) - lr * m_hat_factor * m / root
         return moved, {"exp_avg": m, "exp_avg_sq": v}
 
-    def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
-        m = complex_numbers.wide(after["exp_avg"])
-        return (m - BETA1 * complex_numbers.wide(before["exp_avg"])) / (1 - BETA1)
+    def gradient_piece(
+        self, after: torch.Tensor, before: torch.Tensor, p: torch.Tensor, decay: float
+    ) -> torch.Tensor:
+        return (after - BETA1 * before) / (1 - BETA1)
 
 
 class SGDRule(Rule):
     """SGD: an L2 penalty in the gradient, and momentum without dampening, optionally Nesterov's."""
+
+    moment_key = "momentum_buffer"
 
     def _step(
         self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
@@ -104,10 +145,10 @@ class SGDRule(Rule):
         direction = g + self.task.momentum * buffer if self.task.nesterov else buffer
         return p - self.task.lr * direction, {"momentum_buffer": buffer}
 
-    def gradient(self, after: Tensors, before: Tensors, parameter: torch.Tensor) -> torch.Tensor:
-        carried_over = self.task.momentum * complex_numbers.wide(before["momentum_buffer"])
-        penalty = self._decay(parameter) * complex_numbers.wide(parameter)
-        return complex_numbers.wide(after["momentum_buffer"]) - carried_over - penalty
+    def gradient_piece(
+        self, after: torch.Tensor, before: torch.Tensor, p: torch.Tensor, decay: float
+    ) -> torch.Tensor:
+        return after - self.task.momentum * before - decay * p
 
 
 RULES: dict[str, type[Rule]] = {"adamw": AdamWRule, "sgd": SGDRule}
@@ -168,7 +209,7 @@ class Weights:
         parameters, state, num_steps = dict(self.parameters), dict(self.state), dict(self.num_steps)
         for name, gradient in gradients.items():
             num_steps[name] += 1
-            moved, after = rule.step(parameters[name], state[name], gradient, num_steps[name])
-            parameters[name] = complex_numbers.singled(moved)
-            state[name] = {key: complex_numbers.singled(t) for key, t in after.items()}
+            parameters[name], state[name] = rule.step(
+                parameters[name], state[name], gradient, num_steps[name]
+            )
         return Weights(parameters, state, num_steps)
