@@ -48,7 +48,10 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def run(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: int = 0) -> None:
+def run(
+    task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: int = 0,
+    draws_free_run: bool = True,
+) -> None:  # fmt: skip
     """Hold `task.engine` against a reference and record the distances.
 
     Args:
@@ -56,10 +59,53 @@ def run(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: in
         topology: this worker's rank.
         reference_dir: the run folder of the reference.
         num_draws: how often to repeat each step from weights that are off by some roundings.
+        draws_free_run: whether to repeat the free run as often; `draw_free_runs` can do it later.
 
     Raises:
         RequestError: there is no reference, or it is of another task.
     """
+    check, source = _open(task, topology, reference_dir, num_draws, task.run_dir.name)
+    try:
+        with shared_dropout.shared_dropout():
+            check.steps(source)
+            check.evaluation(source)
+            check.overflow(source)
+            check.free_run()
+            if draws_free_run:
+                check.draw_free_runs()
+    except NotLoadableError as error:  # on all ranks
+        check.write("not loadable", 0, {}, note=str(error))
+    check.dropout()
+    check.end()
+
+
+def draw_free_runs(
+    task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: int, floor: str
+) -> None:
+    """Repeat plain ddp's free run from weights that are off by some roundings.
+
+    Args:
+        task: the task of engine ddp.
+        topology: this worker's rank.
+        reference_dir: the run folder of the reference.
+        num_draws: how often to repeat it.
+        floor: the name of the folder of plain ddp's pass, which the draws belong to.
+
+    Raises:
+        RequestError: there is no reference, or it is of another task.
+    """
+    check, _ = _open(task, topology, reference_dir, num_draws, floor)
+    with shared_dropout.shared_dropout():
+        for step in range(check.num_steps):
+            check.reference.read(step)
+        check.draw_free_runs()
+    check.end()
+
+
+def _open(
+    task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: int, name: str
+) -> "tuple[CheckPass, Any]":
+    """Open engine, reference and data source, and build the model."""
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
     engine = open_first_engine(task, topology)
@@ -71,19 +117,9 @@ def run(task: TaskConfig, topology: Topology, reference_dir: Path, num_draws: in
     (source,) = reference_pass.sources(task, [topology])
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
     engine.strategy.prove()
-    check = CheckPass(task, topology, engine, reference, logger, num_draws)
+    check = CheckPass(task, topology, engine, reference, logger, num_draws, name)
     check.build(source.num_classes)
-    try:
-        with shared_dropout.shared_dropout():
-            check.steps(source)
-            check.evaluation(source)
-            check.overflow(source)
-            check.free_run()
-    except NotLoadableError as error:  # on all ranks
-        check.write("not loadable", 0, {}, note=str(error))
-    check.dropout()
-    logger.write(records.EndRecord("ok", num_steps=task.max_steps))
-    engine.close()
+    return check, source
 
 
 class CheckPass:
@@ -91,7 +127,7 @@ class CheckPass:
 
     def __init__(
         self, task: TaskConfig, topology: Topology, engine: Engine, reference: Reference,
-        logger: RunLogger, num_draws: int = 0,
+        logger: RunLogger, num_draws: int, name: str,
     ) -> None:  # fmt: skip
         """Prepare the pass.
 
@@ -102,8 +138,9 @@ class CheckPass:
             reference: what to hold it against.
             logger: the run's record.
             num_draws: how often to repeat each step, to measure the effect of rounding in it.
+            name: part of the seed of the draws, which differ from pass to pass.
         """
-        self.num_draws = num_draws
+        self.num_draws, self.name = num_draws, name
         self.task, self.topology, self.engine = task, topology, engine
         self.reference, self.logger = reference, logger
         self.spec = models.of_task(task)
@@ -162,7 +199,7 @@ class CheckPass:
         Each pass perturbs them differently, as there are two floors. The caller has loaded the
         exact state before, so that it is known to be loadable.
         """
-        name = f"{self.logger.path.parent.name} {self.task.seed} {step} {draw}"
+        name = f"{self.name} {self.task.seed} {step} {draw}"
         weights = {n: state.model[n] for n in self.reference.weights.parameters}
         dtype = self.engine.precision.autocast_dtype
         weights = roundings.perturbed(weights, dtype, zlib.crc32(name.encode()))
@@ -220,6 +257,9 @@ class CheckPass:
         """Check as many steps from the start, with nothing loaded or read between them."""
         self._load(self.reference.start_state)
         self._train_freely("free")
+
+    def draw_free_runs(self) -> None:
+        """Repeat the free run from weights that are off by some roundings."""
         for draw in range(self.num_draws):
             self._load_perturbed(self.reference.start_state, self.num_steps + 1, draw)
             with roundings.norms_with_xla_variance(self.engine.precision.autocast_dtype):
@@ -263,6 +303,11 @@ class CheckPass:
                 not_tried = f"its own dropout could not be tried: {_one_line(error)}"
         num_problems = {"problems": float(problem is not None)}
         self.write("own dropout", self.num_steps, num_problems, note=problem or not_tried)
+
+    def end(self) -> None:
+        """End the record and close the engine."""
+        self.logger.write(records.EndRecord("ok", num_steps=self.num_steps))
+        self.engine.close()
 
     def _batches(self, source: Any) -> Generator[Batch, None, None]:
         return reference_pass.epochs(source.train_loader(), self.engine.device_batches)

@@ -3,7 +3,8 @@
 `python -m accbench.comparing.numerics reference NUM_SHARDS FLAGS` makes a reference in the
 run's folder; `... check REFERENCE FLAGS` holds an engine against it and leaves a run's
 folder whose records hold `numerics` lines in place of windows. `... floor REFERENCE FLAGS` does
-that for plain ddp, and repeats each step to measure the effect of rounding in it.
+that for plain ddp, and repeats each step to measure the effect of rounding in it. `... free_draws
+REFERENCE FLAGS` repeats plain ddp's free run, where a row's verdict depends on that.
 
 Before each checked step the engine loads the reference's state, so that every step is a test of
 its own and errors do not accumulate. Then it trains freely from the start, as in a run. Nothing
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from accbench.errors import RequestError
 from accbench.launchers.common.run import run
 
-PARTS = ("reference", "floor", "check")
+PARTS = ("reference", "floor", "check", "free_draws")
 _WORKER = ("-m", "accbench.comparing.numerics_worker_process")
 
 

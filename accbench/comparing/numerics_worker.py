@@ -14,6 +14,7 @@ from accbench.comparing import (
 from accbench.comparing.numerics import check_part
 from accbench.config import TaskConfig
 from accbench.distributed.process_group import Topology
+from accbench.report.comparison import FREE_DRAWS
 from accbench.training import worker
 
 
@@ -38,8 +39,11 @@ def main(argv: Sequence[str], started: float) -> int:
             reference_pass.run(task, int(argument))
         elif task.script is not None:
             script_check_pass.run(task, topology, Path(argument))
+        elif part == "free_draws":
+            floor = task.run_dir.name.removesuffix(FREE_DRAWS)
+            check_pass.draw_free_runs(task, topology, Path(argument), roundings.NUM_DRAWS, floor)
         else:
             num_draws = roundings.NUM_DRAWS if part == "floor" else 0
-            check_pass.run(task, topology, Path(argument), num_draws)
+            check_pass.run(task, topology, Path(argument), num_draws, draws_free_run=False)
 
     return worker.main(flags, started, job)

@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accbench import config, launchers
+from accbench.comparing import passes
 from accbench.comparing.order import round_orders
 from accbench.comparing.plan import CompareRequest, parse
 from accbench.comparing.run import JobKind, run_to_its_end
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
-from accbench.report import analysis, comparison, conditions, publish
+from accbench.report import analysis, comparison, conditions, numerics, publish
 from accbench.report import run as runs
 from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
 from accbench.system import folders
@@ -40,7 +41,9 @@ class Job:
     """The round, from 1; round 1 starts with empty compile caches. None if it is not timed."""
     kind: JobKind = "run"
     argument: str = ""
-    """For a numerics pass: the number of the reference's ranks, or the reference's folder."""
+    """For a numerics pass: the number of the reference's ranks, or the reference's folder.
+
+    For a copy: the folder of the pass to copy."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -224,15 +227,39 @@ def _numerics_jobs(
     yield Job(
         "numerics  float64 reference", row, reference, exact, None, "reference", str(num_ranks)
     )
+    floors = []
     for name, channels_last in zip(FLOORS, (True, False), strict=True):
         at = comparison.numerics_folder(folder, name)
         floor = {**plain, "ddp": {"channels_last": channels_last}}
         label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
-        yield Job(label, row, at, floor, None, "floor", str(reference))
+        floors.append(Job(label, row, at, floor, None, "floor", str(reference)))
+    yield from floors
     for row, row_task in rows:
         at = comparison.numerics_folder(folder, row.folder)
-        checked = {**row_task, **steps}
-        yield Job(f"numerics  {row.name}", row, at, checked, None, "check", str(reference))
+        check = Job(
+            f"numerics  {row.name}", row, at, {**row_task, **steps}, None, "check", str(reference)
+        )
+        yield _copy_of_floor(check, floors) or check
+    draws = [comparison.free_draws_folder(floor.folder) for floor in floors]
+    is_begun = any(at.exists() for at in draws)
+    if is_begun or numerics.needs_free_draws(comparison.of_plan(plan, folder, allow_mixed=True)):
+        for floor_job, at in zip(floors, draws, strict=True):
+            label = f"{floor_job.label}, free run again"
+            yield dataclasses.replace(floor_job, label=label, folder=at, kind="free_draws")
+
+
+def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:
+    """Return a job that copies plain ddp's pass for a row that is plain ddp; None for others."""
+
+    def parsed(job: Job) -> config.TaskConfig:
+        return config.parse(config.as_flags(job.task))
+
+    for floor in floors:
+        if parsed(check) == parsed(floor):
+            label = f"{check.label}, as {floor.label.removeprefix('numerics  ')}"
+            argument = str(floor.folder)
+            return dataclasses.replace(check, label=label, kind="copy", argument=argument)
+    return None
 
 
 def _plain(task: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +348,8 @@ def _is_done(job: Job, tensors: Path, plan: ComparisonPlan, folder: Path) -> boo
     is_ok = runs.read_if_there(job.folder).status == "ok"
     if not is_ok or job.kind != "reference" or tensors.exists():
         return is_ok
-    checks = (other for other in jobs(plan, folder) if other.kind in ("floor", "check"))
+    kinds = ("floor", "check", "free_draws")
+    checks = (other for other in jobs(plan, folder) if other.kind in kinds)
     return all(runs.read_if_there(check.folder).status == "ok" for check in checks)
 
 
@@ -336,7 +364,8 @@ def _outcome(run: runs.RecordedRun) -> str:
     if run.status != "ok" or run.end is None:
         return f"{run.status}: {run.end.error if run.end else 'no end'}"
     if run.numerics:
-        return f"{sum(record.phase in ('step', 'reference') for record in run.numerics)} steps"
+        phases = ("step", "reference", "noise of free")
+        return f"{sum(record.phase in phases for record in run.numerics)} steps"
     if not run.samples_per_s:
         return "no steps after the warm-up"
     unit, units_per_sample = run.counted
@@ -349,6 +378,9 @@ def _outcome(run: runs.RecordedRun) -> str:
 def run(job: Job, cache: Path) -> runs.RecordedRun:
     """Run a job in a process of its own, and return its record, also when the job failed."""
     shutil.rmtree(job.folder, ignore_errors=True)
+    if job.kind == "copy":
+        passes.copy_without_draws(Path(job.argument), job.folder)
+        return runs.read_if_there(job.folder)
     if job.number == 1:
         shutil.rmtree(cache, ignore_errors=True)
     job.folder.parent.mkdir(parents=True, exist_ok=True)

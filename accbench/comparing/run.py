@@ -21,7 +21,7 @@ from accbench.recording import records
 from accbench.recording.device_watch import DeviceWatch
 from accbench.system import standard_streams
 
-JobKind = Literal["run", "reference", "floor", "check"]
+JobKind = Literal["run", "reference", "floor", "check", "free_draws", "copy"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
 _GRACE_S = 15
 # Keeps Python (3.11 and later) from looking for modules in the current folder first, where a user's

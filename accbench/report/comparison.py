@@ -19,6 +19,8 @@ _UNDECIDED = ("ok", "not run")
 REFERENCE = "float64-reference"
 # Passes of plain ddp that give the noise: in its default memory layout, and in the other one.
 FLOORS = ("plain-ddp", "plain-ddp-other-layout")
+# What the folder of a floor's repeated free runs adds to the floor's name.
+FREE_DRAWS = "-free-draws"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,19 +156,39 @@ def numerics_folder(folder: Path, name: str) -> Path:
     return folder / "numerics" / name
 
 
+def free_draws_folder(floor: Path) -> Path:
+    """Return the folder of the repeated free runs of a pass of plain ddp, which few rows need."""
+    return floor.with_name(f"{floor.name}{FREE_DRAWS}")
+
+
+def _read_floor(folder: Path) -> RecordedRun:
+    floor = runs.read_if_there(folder)
+    draws = runs.read_if_there(free_draws_folder(folder))
+    end = floor.end if draws.status in _UNDECIDED else draws.end
+    return dataclasses.replace(floor, numerics=(*floor.numerics, *draws.numerics), end=end)
+
+
 def read(folder: Path, allow_mixed: bool = False) -> Comparison:
     """Read a comparison and all its runs.
 
     Raises:
         RequestError: there is no comparison, or its runs cannot be compared.
     """
-    plan = ComparisonPlan.read(folder)
+    return of_plan(ComparisonPlan.read(folder), folder, allow_mixed)
+
+
+def of_plan(plan: ComparisonPlan, folder: Path, allow_mixed: bool = False) -> Comparison:
+    """Read all runs of a plan in `folder`.
+
+    Raises:
+        RequestError: the runs cannot be compared.
+    """
     rows = read_rows(plan, folder)
     mixed = check_mixed([run for row in rows for run in row.rounds], allow_mixed)
     return Comparison(
         folder.name, plan, rows,
         reference=runs.read_if_there(numerics_folder(folder, REFERENCE)),
-        floors=tuple(runs.read_if_there(numerics_folder(folder, name)) for name in FLOORS),
+        floors=tuple(_read_floor(numerics_folder(folder, name)) for name in FLOORS),
         mixed=mixed,
     )  # fmt: skip
 

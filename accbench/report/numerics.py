@@ -18,6 +18,7 @@ from accbench.report.statistics import lower_quartile
 
 SAME, DIFFERS, NOT_CHECKED = "trains the same", "differs", "not checked"
 _TOO_NOISY = "too noisy"
+_AWAITS_DRAWS = "plain ddp's free run was not repeated, which decides about this row's"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +110,28 @@ def judge_run(run: RecordedRun, reference: RecordedRun, floors: Sequence[Recorde
     if refused and not findings.any:
         return Numerics(NOT_CHECKED, dtype, f"the reference's state cannot be loaded: {refused}")
     findings.steps(step_distances(run), noise)
+    differs_in_steps = findings.any
     findings.free_run(run, floors)
+    if findings.any and not differs_in_steps and _lack_free_draws(floors):
+        return Numerics(NOT_CHECKED, dtype, _AWAITS_DRAWS)
     return findings.verdict(noise, run)
+
+
+def needs_free_draws(comparison: Comparison) -> bool:
+    """Return whether a row's verdict depends on draws of the free run, which are still missing.
+
+    Draws only widen the limits of a free run. So they matter only where the two floors alone would
+    call a row's free run different, and nothing else of the row differs.
+    """
+    reference, floors = comparison.reference, comparison.floors
+    verdicts = (judge_run(row.numerics, reference, floors) for row in comparison.rows)
+    return any(verdict.reason == _AWAITS_DRAWS for verdict in verdicts)
+
+
+def _lack_free_draws(floors: Sequence[RecordedRun]) -> bool:
+    """Return whether steps were drawn and free runs not; older passes have neither."""
+    phases = [{record.phase for record in floor.numerics} for floor in floors]
+    return any("noise" in names and "noise of free" not in names for names in phases)
 
 
 def _missing_pass(

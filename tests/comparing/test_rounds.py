@@ -117,6 +117,12 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     assert [line.split()[2].rstrip(":") for line in lines] == [*first, *second]
     assert "planted crash" in next(line for line in lines if "crashes" in line)
     assert "--order_seed 6" in out
+    # Rows that are plain ddp are checked once, by the passes that give the noise.
+    assert "numerics  ddp, as plain ddp: 2 steps" in out
+    assert "numerics  ddp:channels_last=false, as plain ddp, other layout: 2 steps" in out
+    passes = comparison.read(folder)
+    assert {r.phase for r in passes.floors[0].numerics} >= {"step", "free", "noise"}
+    assert not any(r.phase.startswith("noise") for r in passes.rows[0].numerics.numerics)
 
 
 def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):

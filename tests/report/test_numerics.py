@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from accbench.recording.records import EndRecord, NumericsRecord
-from accbench.report import numerics
+from accbench.report import comparison, numerics
 from accbench.report.noise import Noise
 from accbench.report.run import RecordedRun
+from tests.report import fakes
 
 
 def passed(scale: float, vanishing: bool = False) -> RecordedRun:
@@ -46,3 +47,30 @@ def test_in_16_bits_the_size_of_a_tensors_gradient_may_be_that_of_draws_in_most_
     assert Noise(drawn, "bfloat16").scales_of_all("scale of w")[1] == pytest.approx(1.021)
     # All gradients together are steady, and their size is not drawn.
     assert Noise(drawn, "bfloat16").scales_of_all("scale") == few.scales_of_all("scale")
+
+
+def freely(error: float, *drawn: float) -> RecordedRun:
+    """A pass of four steps and a free run whose losses are `error` off, and in draws others."""
+    free = [NumericsRecord("free", step, {"loss": error}) for step in range(1, 5)]
+    draws = [NumericsRecord("noise of free", 1, {"loss": off}) for off in drawn]
+    noise = NumericsRecord("noise", 1, {"loss": 1e-7, "scale": 0.0})
+    steps = passed(1e-7)
+    return dataclasses.replace(steps, numerics=(*steps.numerics, *free, noise, *draws))
+
+
+def test_free_runs_are_drawn_only_where_that_decides():
+    def judged(row: RecordedRun, *drawn: float) -> tuple[str, bool]:
+        floors = (freely(1e-4, *drawn),) * 2
+        made = comparison.Comparison(
+            "c", fakes.plan(), (comparison.ComparisonRow("xla", (), numerics=row),),
+            reference=passed(0.0), floors=floors,
+        )  # fmt: skip
+        verdict = numerics.judge_run(row, passed(0.0), floors).verdict
+        return verdict, numerics.needs_free_draws(made)
+
+    assert judged(freely(5e-4)) == (numerics.SAME, False)
+    assert judged(freely(5e-3)) == (numerics.NOT_CHECKED, True)
+    assert judged(freely(5e-3), 2e-3) == (numerics.SAME, False)
+    assert judged(freely(5e-3), 1e-4) == (numerics.DIFFERS, False)
+    both = (*passed(0.1).numerics, *freely(5e-3).numerics[4:8])
+    assert judged(dataclasses.replace(passed(0.1), numerics=both)) == (numerics.DIFFERS, False)
