@@ -367,7 +367,7 @@ class CheckPass:
         if self.topology.world_size == 1:
             return 0
         names = sorted(dict(self.net.named_parameters()))
-        sums = [float(zlib.crc32(pieces.flat(state.model[n]).numpy())) for n in names]
+        sums = [float(zlib.crc32(pieces.flat(state.model[n]).numpy().data)) for n in names]
         return sum(len(set(rank_sums)) > 1 for rank_sums in zip(*_gather(sums), strict=True))
 
 

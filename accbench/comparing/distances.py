@@ -200,7 +200,7 @@ def _of_gradient_pairs(
 
 def _of_updates(actual: TrainingState, reference: Reference) -> dict[str, float]:
     """Compare parameters with the optimizer's formula, applied to the engine's gradients."""
-    distances = {}
+    distances: dict[str, float] = {}
     before, lr = reference.weights, reference.rule.task.lr
     for name, parameter in before.parameters.items():
         if name in reference.gradients and name in actual.optimizer:
