@@ -15,6 +15,7 @@ from accbench.config.field import flag
 from accbench.errors import RequestError
 from accbench.report import conditions
 from accbench.report.comparison import ComparisonPlan, RowPlan
+from accbench.report.disturbance import RepeatRule
 from accbench.report.sequential import FIRST_LOOK
 
 
@@ -36,8 +37,23 @@ class CompareFlags(TaskConfig):
     )
     repeats: int = flag(
         8,
-        "Rounds at most, 2 or more; each runs every engine once in a fresh process. With 4 or "
-        "more, a row that is decided after 3 rounds or later is measured no further.",
+        "Rounds, 2 or more; each runs every engine once in a fresh process. With 4 or more, a row "
+        "that is decided after 3 rounds or later is measured no further.",
+    )
+    max_repeats: int | None = flag(
+        None,
+        "Rounds of a row whose interval is too wide for a verdict after --repeats. Unset: twice "
+        "--repeats, and no more than it where that is 2 or 3.",
+    )
+    max_minutes: float | None = flag(
+        None,
+        "Begin no round that would end later than so many minutes after the start; two are made in "
+        "any case. Unset: no limit.",
+    )
+    repeat_disturbed: bool = flag(
+        True,
+        "Measure a round again in which other programs, the hypervisor, heat or swapping took much "
+        "of the machine; once each, and at most every second.",
     )
     min_effect: float = flag(
         0.02,
@@ -181,7 +197,8 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps, input_round=flags.input_round and not flags.script,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
-        stops_when_decided=flags.repeats > FIRST_LOOK,
+        stops_when_decided=flags.repeats > FIRST_LOOK, takes_medians=True,
+        repeat_rule=_repeat_rule(flags, len(rows)),
     )  # fmt: skip
     folder = config.expand_home("--output_dir", flags.output_dir)
     return CompareRequest(
@@ -189,10 +206,21 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
     )
 
 
+def _max_repeats(repeats: int) -> int:
+    return 2 * repeats if repeats > FIRST_LOOK else repeats
+
+
+def _repeat_rule(flags: Any, num_rows: int) -> RepeatRule | None:
+    if not flags.repeat_disturbed:
+        return None
+    return RepeatRule(max_repeats=max(2, num_rows * flags.repeats // 2))
+
+
 def _check(flags: Any) -> None:
     for name, minimum in {"repeats": 2, "min_effect": 0, "numerics_steps": 0}.items():
         if not getattr(flags, name) >= minimum:
             raise RequestError(f"--{name} must be at least {minimum}, not {getattr(flags, name)}")
+    _check_rounds(flags)
     if flags.price_per_hour is not None and not flags.price_per_hour > 0:
         raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
     if flags.compiler_opt or flags.engine != TaskConfig.engine:
@@ -216,6 +244,21 @@ def _check(flags: Any) -> None:
         raise RequestError(
             "compare measures from the start and keeps no checkpoints: leave out "
             "--resume, --max_restarts, --save_interval and --save_steps"
+        )
+
+
+def _check_rounds(flags: Any) -> None:
+    if flags.max_minutes is not None and not flags.max_minutes > 0:
+        raise RequestError(f"--max_minutes must be more than 0, not {flags.max_minutes}")
+    most = flags.max_repeats
+    if most is not None and most < flags.repeats:
+        raise RequestError(
+            f"--max_repeats {most} is less than --repeats {flags.repeats}: give as many or more"
+        )
+    if most is not None and most > flags.repeats <= FIRST_LOOK:
+        raise RequestError(
+            f"--max_repeats {most} goes on after looks, which begin with --repeats "
+            f"{FIRST_LOOK + 1}: raise --repeats, or leave --max_repeats out"
         )
 
 

@@ -170,7 +170,10 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
 
 
 def _rounds(plan: ComparisonPlan) -> str:
-    return f"{'at most ' if plan.stops_when_decided else ''}{plan.repeats} rounds"
+    if not plan.stops_when_decided:
+        return f"{plan.repeats} rounds"
+    more = f", {plan.most_rounds} where they scatter" if plan.most_rounds > plan.repeats else ""
+    return f"at most {plan.repeats} rounds{more}"
 
 
 def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
@@ -179,7 +182,7 @@ def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
     The flags of a later run can depend on the record of an earlier one.
     """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
-    for number, turn in enumerate(round_orders(rows, plan.repeats, plan.order_seed), start=1):
+    for number, turn in enumerate(round_orders(rows, plan.most_rounds, plan.order_seed), start=1):
         needed = comparison.rounds_needed(plan, comparison.read_rows(plan, folder))
         for row, task in turn:
             if number > needed[row.name]:
@@ -188,7 +191,8 @@ def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
             # Each round has a seed of its own, the same for all rows: the spread of losses between
             # seeds is the measure for differences between engines.
             seeded = {**task, "seed": task["seed"] + number - 1}
-            yield Job(f"round {number}/{plan.repeats}  {row.name}", row, at, seeded, number)
+            total = plan.repeats if number <= plan.repeats else plan.most_rounds
+            yield Job(f"round {number}/{total}  {row.name}", row, at, seeded, number)
     for row, task in rows if plan.input_round else []:
         if config.data_name(task["data"])[0] != "synthetic":
             at = comparison.synthetic_folder(folder, row)
@@ -292,7 +296,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     num_jobs = sum(1 for _ in jobs(plan, folder))
     tensors = comparison.numerics_folder(folder, REFERENCE) / REFERENCE_TENSORS
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
-    decided: set[str] = set()
+    told: set[str] = set()
     for row in plan.rows:
         if row.task is None:
             console.print(f"{row.name}: {row.reason}", markup=False)
@@ -301,31 +305,79 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
         for job in jobs(plan, folder):
             progress.update(bar, description=job.label)
             if job.row.name not in failed and not _is_done(job, tensors, plan, folder):
-                finished = run(job, cache_folder(folder, job.row))
-                progress.console.print(f"{job.label}: {_outcome(finished)}", markup=False)
+                finished = _run_and_tell(job, folder, progress.console)
+                if why := _reason_to_repeat(plan, folder, job, finished):
+                    _set_aside(job, folder)
+                    progress.console.print(f"{job.label}: repeated, as {why}", markup=False)
+                    finished = _run_and_tell(job, folder, progress.console)
                 if job.number is not None and finished.status != "ok":
                     failed.add(job.row.name)
                 elif job.number is not None:
                     _refuse_without_speed(finished)
-                decided |= _report_decided(plan, folder, job.number, decided, progress.console)
+                if job.number is not None:
+                    for line in _news(plan, folder, job.number):
+                        if line not in told:
+                            progress.console.print(line, markup=False)
+                        told.add(line)
             progress.advance(bar)
     shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
 
 
-def _report_decided(
-    plan: ComparisonPlan, folder: Path, number: int | None, before: set[str], console: Console
-) -> set[str]:
-    """Print a line for each row that the runs so far decide, and return these rows' names."""
-    if number is None or number >= plan.repeats or not plan.stops_when_decided:
-        return set()
-    decided = set()
-    for row in comparison.read_rows(plan, folder):
-        rounds = len(row.rounds)
-        if row.name == plan.baseline or row.name in before or not len(row.good) == rounds == number:
+def _run_and_tell(job: Job, folder: Path, console: Console) -> runs.RecordedRun:
+    finished = run(job, cache_folder(folder, job.row))
+    console.print(f"{job.label}: {_outcome(finished)}", markup=False)
+    return finished
+
+
+def _reason_to_repeat(
+    plan: ComparisonPlan, folder: Path, job: Job, finished: runs.RecordedRun
+) -> str | None:
+    """Return what disturbed a round's run, if the plan's rule has it measured again."""
+    rule = plan.repeat_rule
+    if rule is None or job.number is None or finished.status != "ok":
+        return None
+    rows = comparison.read_rows(plan, folder)
+    set_aside = [aside.run for row in rows for aside in row.set_aside]
+    of_rounds = [run for row in rows for run in row.rounds if run.status == "ok"]
+    is_repeat = comparison.set_aside_folder(folder, job.number, job.row).exists()
+    if not rule.asks_to_repeat(finished, [*of_rounds, *set_aside], len(set_aside), is_repeat):
+        return None
+    return rule.disturbance_of(finished)
+
+
+def _set_aside(job: Job, folder: Path) -> None:
+    """Move a run's folder and its log to where the comparison keeps repeated runs."""
+    assert job.number is not None
+    target = comparison.set_aside_folder(folder, job.number, job.row)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    log = _log_of(job.folder)
+    log.rename(_log_of(target))
+    job.folder.rename(target)
+
+
+def _log_of(folder: Path) -> Path:
+    """Return the file for the output of the launcher of a run."""
+    return folder.parent / f"{folder.name}.log"
+
+
+def _news(plan: ComparisonPlan, folder: Path, number: int) -> Iterator[str]:
+    """Yield a line for each row that ends or goes on because of this round."""
+    rows = comparison.read_rows(plan, folder)
+    baseline = next(row for row in rows if row.name == plan.baseline)
+    for row in rows:
+        if row is baseline or len(row.good) < number or len(baseline.good) < number:
             continue
-        decided.add(row.name)
-        console.print(f"{row.name} is decided after {rounds} rounds", markup=False)
-    return decided
+        end = comparison.find_end(plan, row, baseline)
+        if end.is_decided and end.num_rounds == number < plan.repeats:
+            yield f"{row.name} is decided after {number} rounds"
+        elif end.num_rounds > number == plan.repeats:
+            yield (
+                f"{row.name} is not decided after {number} rounds: measuring up to "
+                f"{plan.most_rounds}"
+            )
+    is_whole = all(len(row.good) >= min(number, len(row.rounds)) for row in rows)
+    if is_whole and comparison.rounds_in_time(plan, rows) == number < plan.most_rounds:
+        yield f"--max_minutes {plan.max_minutes:g} has no time for a round after {number}"
 
 
 def _refuse_without_speed(finished: runs.RecordedRun) -> None:
@@ -384,7 +436,7 @@ def run(job: Job, cache: Path) -> runs.RecordedRun:
     if job.number == 1:
         shutil.rmtree(cache, ignore_errors=True)
     job.folder.parent.mkdir(parents=True, exist_ok=True)
-    log = job.folder.parent / f"{job.folder.name}.log"
+    log = _log_of(job.folder)
     log.write_bytes(b"")  # a launcher that is killed at once leaves none
     flags = config.as_flags(job.task)
     num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0

@@ -99,6 +99,17 @@ class WindowRecord:
     """Mean over ranks and the window's steps; None where it was not finite."""
     lr: float | None = None
     """The learning rate of its last step."""
+    other_cpu_share: float | None = None
+    """Share of the processors' time that others took, 0..1.
+
+    This and the fields below are those of the machine with the largest, since the last window that
+    has them: shorter windows than half a second are not sampled one by one."""
+    stolen_cpu_share: float | None = None
+    """Share of the processors' time that the hypervisor gave to other machines, 0..1."""
+    throttled_cpu_share: float | None = None
+    """Share of the processors' time held back by heat or by the container's limit, 0..1."""
+    swapped_in_bytes: int | None = None
+    """Memory that had to be read back from swap space, of all programs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,18 @@ from accbench.report import cost, numerics, sequential, statistics, verdict
 from accbench.report.comparison import Comparison, ComparisonPlan, ComparisonRow
 from accbench.report.cost import Cost
 from accbench.report.numerics import Numerics
+from accbench.report.run import RecordedRun
 
 SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DisturbedRound:
+    """A round of a row in which something else used the machine."""
+
+    number: int
+    """From 1."""
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +53,14 @@ class RowResult:
     """Share of the time that synthetic data saves, 0..1."""
     cost: Cost
     numerics: Numerics
+    speedup_of_means: float | None = None
+    """The same mean of ratios of whole runs, where `speedup` is of their median windows."""
+    decided_after: int | None = None
+    """Rounds after which a look decided the row; None: it was not, or nobody looked."""
+    repeated_rounds: tuple[DisturbedRound, ...] = ()
+    """Rounds that were measured again."""
+    disturbed_rounds: tuple[DisturbedRound, ...] = ()
+    """Rounds that stand although they were disturbed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +75,17 @@ class ComparisonResult:
     """The fastest row that is not compiled by XLA."""
     min_effect: float
     repeats: int
+    max_repeats: int
+    """Rounds of a row whose interval stays too wide for a verdict."""
+    max_minutes: float | None
+    """Minutes after which no round begins; None: no limit."""
     price_per_hour: float | None
     order_seed: int | None
     """Seed of the rows' order within the rounds."""
     mixed: tuple[str, ...]
     rows: tuple[RowResult, ...]
+    takes_medians: bool = False
+    """Whether a run is judged by the median of its windows, or by its mean."""
     counted: tuple[str, int] = ("samples", 1)
     """The unit that tables and charts tell speeds in, and units a sample."""
     schema_version: int = SCHEMA_VERSION
@@ -79,20 +103,12 @@ def judge(comparison: Comparison) -> ComparisonResult:
     result = ComparisonResult(
         name=comparison.name, headline="", setting=setting, baseline=plan.baseline,
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
+        max_repeats=plan.most_rounds, max_minutes=plan.max_minutes,
         price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
+        takes_medians=plan.takes_medians,
         mixed=comparison.mixed, rows=rows, counted=comparisons.counted(comparison),
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))
-
-
-def ratios(row: ComparisonRow, other: ComparisonRow) -> list[float]:
-    """Return the ratios of two rows' speeds, over the rounds in which both ended well."""
-    pairs = zip(row.rounds, other.rounds, strict=False)
-    return [
-        a.samples_per_s / b.samples_per_s
-        for a, b in pairs
-        if a.status == b.status == "ok" and a.samples_per_s and b.samples_per_s
-    ]
 
 
 def _best(comparison: Comparison) -> ComparisonRow | None:
@@ -114,11 +130,13 @@ def _row_result(
     comparison: Comparison, row: ComparisonRow, best: ComparisonRow | None
 ) -> RowResult:
     baseline = comparison.baseline
-    speed_ratios = ratios(row, baseline)
+    plan = comparison.plan
+    speed_ratios = _ratios(plan, row, baseline)
     speedup, interval = _speedup(speed_ratios, comparison.plan)
-    ratios_to_best = ratios(row, best) if best is not None and best is not row else []
+    ratios_to_best = _ratios(plan, row, best) if best is not None and best is not row else []
     best_speedup, best_interval = _speedup(ratios_to_best, comparison.plan)
     checked = numerics.judge(comparison, row)
+    end = comparisons.find_end(plan, row, baseline)
     verdict_word, reasons = _verdict(comparison, row, speed_ratios, checked)
     header = next((run.header for run in row.rounds if run.header), None)
     speed, synthetic = row.median("samples_per_s"), row.synthetic.samples_per_s
@@ -142,7 +160,30 @@ def _row_result(
         input_share=max(0.0, 1 - speed / synthetic) if speed and synthetic else None,
         cost=cost.compute_cost(row, baseline, comparison.plan.price_per_hour),
         numerics=checked,
+        speedup_of_means=_speedup_of_means(plan, row, baseline),
+        decided_after=end.num_rounds if end.is_decided else None,
+        repeated_rounds=_disturbed(plan, {aside.number: aside.run for aside in row.set_aside}),
+        disturbed_rounds=_disturbed(plan, dict(enumerate(row.rounds, start=1))),
     )  # fmt: skip
+
+
+def _disturbed(plan: ComparisonPlan, runs: dict[int, RecordedRun]) -> tuple[DisturbedRound, ...]:
+    if plan.repeat_rule is None:
+        return ()
+    reasons = {number: plan.repeat_rule.disturbance_of(run) for number, run in runs.items()}
+    return tuple(DisturbedRound(number, why) for number, why in reasons.items() if why)
+
+
+def _speedup_of_means(
+    plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow
+) -> float | None:
+    of_means = dataclasses.replace(plan, takes_medians=False)
+    return _speedup(_ratios(of_means, row, baseline), plan)[0] if plan.takes_medians else None
+
+
+def _ratios(plan: ComparisonPlan, row: ComparisonRow, other: ComparisonRow) -> list[float]:
+    found = comparisons.round_ratios(plan, row, other)
+    return [ratio for ratio in found if ratio is not None]
 
 
 def _speedup(
@@ -158,7 +199,7 @@ def _mean_with_interval(
     ratios: list[float], plan: ComparisonPlan
 ) -> tuple[float, tuple[float, float]]:
     if plan.stops_when_decided:
-        return sequential.mean_with_interval(ratios, plan.repeats)
+        return sequential.mean_with_interval(ratios, plan.repeats, plan.most_rounds)
     return statistics.mean_with_interval(ratios)
 
 

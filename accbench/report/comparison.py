@@ -10,12 +10,15 @@ from typing import Any
 from accbench.errors import RequestError
 from accbench.report import run as runs
 from accbench.report import sequential
+from accbench.report.disturbance import RepeatRule
 from accbench.report.run import RecordedRun
+from accbench.report.sequential import RowEnd
 
 PLAN_FILE = "comparison.json"
 SCHEMA_VERSION = 2
 # What a run may be without having failed.
 _UNDECIDED = ("ok", "not run")
+_FEWEST_ROUNDS = 2
 REFERENCE = "float64-reference"
 # Passes of plain ddp that give the noise: in its default memory layout, and in the other one.
 FLOORS = ("plain-ddp", "plain-ddp-other-layout")
@@ -56,7 +59,27 @@ class ComparisonPlan:
     stops_when_decided: bool = False
     """Look after each round, and measure a row that is decided no further. False in comparisons of
     before, whose rows all have `repeats` rounds."""
+    takes_medians: bool = False
+    """Judge a run by the median of its windows. False in comparisons of before, which are judged by
+    the mean."""
+    repeat_rule: RepeatRule | None = None
+    """When a disturbed run is measured again; None: never."""
+    max_repeats: int | None = None
+    """Rounds of a row whose interval stays too wide for a verdict; None: `repeats`."""
+    max_minutes: float | None = None
+    """Begin no round that would end later, beyond the second; None: no limit."""
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def most_rounds(self) -> int:
+        """The rounds that no row goes beyond."""
+        return self.repeats if self.max_repeats is None else self.max_repeats
+
+    def judged_speed(self, run: RecordedRun) -> float | None:
+        """Return the samples/s that ratios are made of; None unless the run ended well."""
+        if run.status != "ok":
+            return None
+        return run.median_samples_per_s if self.takes_medians else run.samples_per_s
 
     def write(self, folder: Path) -> None:
         """Write the plan into `folder`."""
@@ -74,11 +97,23 @@ class ComparisonPlan:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             rows = tuple(RowPlan(**row) for row in values.pop("rows"))
-            return ComparisonPlan(rows=rows, **values)
+            rule = values.pop("repeat_rule", None)
+            return ComparisonPlan(
+                rows=rows, repeat_rule=None if rule is None else RepeatRule(**rule), **values
+            )
         except OSError as error:
             raise RequestError(f"cannot read {file}: {error.strerror}") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise RequestError(f"{file} is not a comparison of this version of accbench") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class SetAsideRun:
+    """A disturbed run of a round that was measured again."""
+
+    number: int
+    """The round, from 1."""
+    run: RecordedRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +125,7 @@ class ComparisonRow:
     synthetic: RecordedRun = dataclasses.field(default_factory=lambda: RecordedRun("synthetic"))
     numerics: RecordedRun = dataclasses.field(default_factory=lambda: RecordedRun("numerics"))
     reason: str | None = None
+    set_aside: tuple[SetAsideRun, ...] = ()
 
     @property
     def good(self) -> tuple[RecordedRun, ...]:
@@ -146,6 +182,11 @@ def round_folder(folder: Path, number: int, row: RowPlan) -> Path:
     return folder / "rounds" / f"{number:02}" / row.folder
 
 
+def set_aside_folder(folder: Path, number: int, row: RowPlan) -> Path:
+    """Return where a disturbed run of a round is kept once it is measured again."""
+    return folder / "set_aside" / f"{number:02}" / row.folder
+
+
 def synthetic_folder(folder: Path, row: RowPlan) -> Path:
     """Return the folder of the run on synthetic data."""
     return folder / "synthetic" / row.folder
@@ -200,11 +241,12 @@ def read_rows(plan: ComparisonPlan, folder: Path) -> tuple[ComparisonRow, ...]:
             name=row.name,
             rounds=tuple(
                 runs.read_if_there(round_folder(folder, number, row))
-                for number in range(1, plan.repeats + 1)
+                for number in range(1, plan.most_rounds + 1)
             ),
             synthetic=runs.read_if_there(synthetic_folder(folder, row)),
             numerics=runs.read_if_there(numerics_folder(folder, row.folder)),
             reason=row.reason,
+            set_aside=_read_set_aside(plan, folder, row),
         )
         for row in plan.rows
     )
@@ -212,32 +254,74 @@ def read_rows(plan: ComparisonPlan, folder: Path) -> tuple[ComparisonRow, ...]:
     return tuple(dataclasses.replace(row, rounds=row.rounds[: needed[row.name]]) for row in rows)
 
 
+def _read_set_aside(plan: ComparisonPlan, folder: Path, row: RowPlan) -> tuple[SetAsideRun, ...]:
+    runs_by_round = {
+        number: runs.read_if_there(set_aside_folder(folder, number, row))
+        for number in range(1, plan.most_rounds + 1)
+    }
+    return tuple(SetAsideRun(n, run) for n, run in runs_by_round.items() if run.header)
+
+
 def rounds_needed(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> dict[str, int]:
     """Return how many rounds each row is measured in, as far as its runs tell by now.
 
     The baseline goes on as long as any other row does.
     """
+    limit = rounds_in_time(plan, rows)
     if not plan.stops_when_decided:
-        return {row.name: plan.repeats for row in rows}
+        return {row.name: min(plan.repeats, limit) for row in rows}
     baseline = next(row for row in rows if row.name == plan.baseline)
     needed = {
-        row.name: _rounds_until_decided(plan, row, baseline) for row in rows if row is not baseline
+        row.name: min(_rounds_until_ended(plan, row, baseline), limit)
+        for row in rows
+        if row is not baseline
     }
     return needed | {baseline.name: max(needed.values(), default=plan.repeats)}
 
 
-def _rounds_until_decided(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> int:
+def rounds_in_time(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> int:
+    """Return the rounds that `max_minutes` leaves, as far as the runs tell by now.
+
+    A round is expected to take as long as the one before it. Two are made in any case: without them
+    there is no verdict.
+    """
+    if plan.max_minutes is None:
+        return plan.most_rounds
+    elapsed_s = 0.0
+    for number in range(1, plan.most_rounds):
+        round_runs = [row.rounds[number - 1] for row in rows if len(row.rounds) >= number]
+        round_runs += [a.run for row in rows for a in row.set_aside if a.number == number]
+        round_s = sum(run.duration_s for run in round_runs)
+        elapsed_s += round_s
+        if number >= _FEWEST_ROUNDS and elapsed_s + round_s > 60 * plan.max_minutes:
+            return number
+    return plan.most_rounds
+
+
+def round_ratios(
+    plan: ComparisonPlan, row: ComparisonRow, other: ComparisonRow
+) -> list[float | None]:
+    """Return the ratios of two rows' speeds by round; None unless both runs ended well."""
+    speeds = [
+        (plan.judged_speed(a), plan.judged_speed(b))
+        for a, b in zip(row.rounds, other.rounds, strict=False)
+    ]
+    return [a / b if a and b else None for a, b in speeds]
+
+
+def _rounds_until_ended(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> int:
     failed = next((n for n, run in enumerate(row.rounds, 1) if run.status not in _UNDECIDED), None)
     if row.reason is not None or failed is not None:  # it is measured no further
         return failed or 0
-    ratios = [
-        a.samples_per_s / b.samples_per_s
-        if a.status == b.status == "ok" and a.samples_per_s and b.samples_per_s
-        else None
-        for a, b in zip(row.rounds, baseline.rounds, strict=True)
-    ]
-    decided = sequential.rounds_until_decided(ratios, plan.repeats, plan.min_effect)
-    return plan.repeats if decided is None else decided
+    return find_end(plan, row, baseline).num_rounds
+
+
+def find_end(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> RowEnd:
+    """Return how many rounds a row needs, and whether a look decides it; see `sequential`."""
+    if not plan.stops_when_decided or row is baseline:
+        return RowEnd(plan.repeats, False)
+    ratios = round_ratios(plan, row, baseline)
+    return sequential.find_end(ratios, plan.repeats, plan.most_rounds, plan.min_effect)
 
 
 def check_mixed(run_list: list[RecordedRun], allow_mixed: bool) -> tuple[str, ...]:

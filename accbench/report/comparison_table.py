@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench.report import markdown, numerics, verdict
+from accbench.report import markdown, numerics, sequential, verdict
 from accbench.report.analysis import ComparisonResult, RowResult
 
 _NOT_KNOWN = "-"
@@ -83,7 +83,9 @@ LEFT = ("engine", "verdict", "numerics")
 
 def _rounds(result: ComparisonResult) -> str:
     counts = sorted({row.rounds_ok for row in result.rows if row.rounds_ok})
-    return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(result.repeats)
+    if len(counts) > 1:
+        return f"{counts[0]} to {counts[-1]}"
+    return str(counts[0] if counts else result.repeats)
 
 
 def notes(result: ComparisonResult) -> list[str]:
@@ -97,6 +99,11 @@ def notes(result: ComparisonResult) -> list[str]:
         f"rounds; speedup over {result.baseline}, geometric mean of the rounds' ratios; "
         f"differences under {result.min_effect:.0%} do not count"
     )
+    if result.takes_medians:
+        lines.append(
+            "speedups compare the median window of each run, which a stall of seconds does not "
+            f"move; {result.counted[0]}/s are of the whole time, stalls included"
+        )
     if any(row.rounds_ok < result.repeats and row.speedup is not None for row in result.rows):
         lines.append("a row that is decided is measured no further; intervals hold for all looks")
     if result.order_seed is not None:
@@ -109,7 +116,7 @@ def notes(result: ComparisonResult) -> list[str]:
         tested = numerics.describe_coverage(row.numerics)
         if tested:
             lines.append(f"{row.name}: numerics: {tested}")
-        lines += _extras(row, result)
+        lines += _extras(row, result) + _round_notes(row, result)
     if any(row.numerics.is_too_noisy for row in result.rows):
         lines.append(_SHARPER)
     return lines
@@ -141,6 +148,42 @@ def _extras(row: RowResult, result: ComparisonResult) -> list[str]:
             f"{cost.power_w:,.0f} W, {cost.joules_per_1000_samples:,.0f} J a thousand samples"
         )
     return [f"{row.name}: {'; '.join(facts)}"] if facts else []
+
+
+def _round_notes(row: RowResult, result: ComparisonResult) -> list[str]:
+    """Return what happened in the row's rounds, one line each."""
+    lines = []
+    num_rounds = len(row.samples_per_s_rounds)
+    if row.decided_after is None and num_rounds > result.repeats:
+        lines.append(f"{row.name}: was measured up to {num_rounds} rounds, as it was not decided")
+    if row.decided_after is not None:
+        looks = row.decided_after - sequential.FIRST_LOOK + 1
+        lines.append(
+            f"{row.name}: decided after {row.decided_after} rounds, at look {looks} of those after "
+            "each round"
+        )
+    for repeated in row.repeated_rounds:
+        lines.append(f"round {repeated.number} of {row.name} was repeated: {repeated.reason}")
+    if row.disturbed_rounds:
+        first = row.disturbed_rounds[0]
+        lines.append(
+            f"{row.name}: {len(row.disturbed_rounds)} of {num_rounds} rounds stand though "
+            f"disturbed; in round {first.number} {first.reason}"
+        )
+    if _differs_from_means(row):
+        lines.append(
+            f"{row.name}: with the stalls of its runs and of the baseline's the speedup is "
+            f"{row.speedup_of_means:.3f}"
+        )
+    return lines
+
+
+def _differs_from_means(row: RowResult) -> bool:
+    """Return whether the speedup of whole runs lies outside the interval of median windows."""
+    if row.speedup_of_means is None or row.speedup_ci95 is None:
+        return False
+    low, high = row.speedup_ci95
+    return not low <= row.speedup_of_means <= high
 
 
 def as_markdown(result: ComparisonResult) -> str:

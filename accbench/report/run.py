@@ -1,6 +1,7 @@
 """One run's records, sorted by kind, with the few rates that everything else starts from."""
 
 import dataclasses
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +47,19 @@ class RecordedRun:
         return self._per_wall(sum(window.num_samples for window in self.steady))
 
     @property
+    def median_samples_per_s(self) -> float | None:
+        """The median of the steady windows' speeds, so that a stall costs no more than it lasts.
+
+        Windows of less than half the steps of the longest one are left out."""
+        longest = max((window.num_steps for window in self.steady), default=0)
+        speeds = [
+            window.num_samples / window.wall_s
+            for window in self.steady
+            if window.wall_s > 0 and 2 * window.num_steps >= longest
+        ]
+        return statistics.median(speeds) if speeds else None
+
+    @property
     def counted(self) -> tuple[str, int]:
         """The unit that speed is told in, and units a sample; see `RunRecord.counted`."""
         return self.header.counted if self.header else ("samples", 1)
@@ -64,6 +78,14 @@ class RecordedRun:
     def dispatch_share(self) -> float | None:
         """Part of the steady wall time in which the host traced or ran steps, 0..1."""
         return self._per_wall(sum(window.dispatch_s for window in self.steady))
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the launcher's start to its end, or as much of it as is known."""
+        if self.device is not None:
+            return self.device.wall_s
+        start_s = self.end.time_to_first_step_s if self.end else None
+        return (start_s or 0.0) + sum(window.wall_s for window in self.windows)
 
     @property
     def peak_memory_bytes(self) -> int | None:

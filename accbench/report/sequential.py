@@ -12,42 +12,54 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from accbench.report.statistics import direction, t_quantile
+from accbench.report.statistics import direction, is_too_wide, t_quantile
 
 FIRST_LOOK = 3
 """Rounds before the first look."""
 # Student's t in the place of the normal distribution errs a little more often in few rounds:
-# spent by all looks together, this holds 5 %.
+# spent by all looks together, these hold 5 % (docs/compare.md): where there are no rounds beyond
+# `repeats`, and where there are, up to `repeats` and beyond it.
 _ALPHA = 0.035
-# From so many rounds on, the largest and the smallest ratio are set aside: one bad round then rules
-# nothing.
-_TRIMMED_FROM = 8
+_ALPHA_UNTIL_REPEATS, _ALPHA_BEYOND = 0.032, 0.008
+# Of so many ratios the largest and the smallest are set aside, and of twice as many two at each
+# end: one bad round then rules nothing.
+_TRIMMED_OF = 8
 _GRID = 1501
 
 
+def _spent(num_rounds: int, repeats: int, max_repeats: int) -> float:
+    """Return what the looks may have erred after so many rounds: t^2 at first, then evenly."""
+    if num_rounds > repeats:
+        share = (num_rounds - repeats) / (max_repeats - repeats)
+        return _ALPHA_UNTIL_REPEATS + _ALPHA_BEYOND * share
+    alpha = _ALPHA if max_repeats == repeats else _ALPHA_UNTIL_REPEATS
+    return alpha * (num_rounds / repeats) ** 2
+
+
 @cache
-def levels(repeats: int) -> dict[int, float]:
+def levels(repeats: int, max_repeats: int) -> dict[int, float]:
     """Return the two-sided level of the look after each round: rounds -> level.
 
     The rows that no look has decided have a density, of the sum of their rounds' results. Each look
     cuts off its tails, so wide that they hold what it may spend (Armitage, McPherson and Rowe,
-    Repeated significance tests on accumulating data, 1969).
+    Repeated significance tests on accumulating data, 1969). Which rows go on beyond `repeats` has
+    no part in it: those that end before cannot err in a later look.
     """
     import numpy as np  # these take a moment, and few commands need them
     from scipy import special
 
     first = min(FIRST_LOOK, repeats)
-    spent = _ALPHA * (first / repeats) ** 2
+    spent = _spent(first, repeats, max_repeats)
     z = float(special.ndtri(1 - spent / 2))
     sums = np.linspace(-z, z, _GRID) * math.sqrt(first)
     density = np.exp(-(sums**2) / (2 * first)) / math.sqrt(2 * math.pi * first)
     result = {first: _level(z)}
-    for num_rounds in range(first + 1, repeats + 1):
+    for num_rounds in range(first + 1, max_repeats + 1):
         mass = density * np.gradient(sums)
         mass[[0, -1]] /= 2
-        may_spend = _ALPHA * (num_rounds / repeats) ** 2 - spent
+        may_spend = _spent(num_rounds, repeats, max_repeats) - spent
         z = _boundary(sums, mass, num_rounds, may_spend)
         new_sums = np.linspace(-z, z, _GRID) * math.sqrt(num_rounds)
         # One more round adds a standard normal number.
@@ -76,24 +88,27 @@ def _level(z: float) -> float:
     return round(math.erfc(z / math.sqrt(2)), 6)
 
 
-def mean_with_interval(ratios: Sequence[float], repeats: int) -> tuple[float, tuple[float, float]]:
+def mean_with_interval(
+    ratios: Sequence[float], repeats: int, max_repeats: int
+) -> tuple[float, tuple[float, float]]:
     """Compute the mean of ratios after any of the looks, and its repeated confidence interval.
 
-    It is the geometric mean; from eight rounds on without the largest and the smallest ratio, with
-    the interval of a trimmed mean (Yuen, The two-sample trimmed t for unequal population variances,
-    1974).
+    It is the geometric mean; from eight rounds on without the largest and the smallest ratio, of
+    sixteen without two at each end, with the interval of a trimmed mean (Yuen, The two-sample
+    trimmed t for unequal population variances, 1974).
 
     Args:
         ratios: of the rounds so far.
-        repeats: rounds after which the comparison ends at the latest.
+        repeats: rounds after which a row ends that has an interval narrow enough for a verdict.
+        max_repeats: rounds after which every row ends.
     """
     logs = sorted(math.log(ratio) for ratio in ratios)
     num = len(logs)
     if num < 2:
         return math.exp(statistics.fmean(logs)), (0.0, math.inf)
     # Before the first look nothing is decided, and the interval says so by its width.
-    level = levels(max(repeats, num)).get(num, _ALPHA / 100)
-    trim = 1 if num >= _TRIMMED_FROM else 0
+    level = levels(repeats, max(max_repeats, num)).get(num, _ALPHA / 100)
+    trim = num // _TRIMMED_OF
     middle_logs = logs[trim : num - trim]
     winsorized = [min(max(log, middle_logs[0]), middle_logs[-1]) for log in logs]
     left = len(middle_logs)
@@ -103,31 +118,46 @@ def mean_with_interval(ratios: Sequence[float], repeats: int) -> tuple[float, tu
     return math.exp(middle), (math.exp(middle - half), math.exp(middle + half))
 
 
-def is_decided(ratios: Sequence[float], repeats: int, min_effect: float) -> bool:
-    """Return whether more rounds can be spared: a direction is shown, or that there is none.
+class RowEnd(NamedTuple):
+    """The end of a row's rounds, as far as its ratios tell by now."""
 
-    That there is none is shown by an interval within `min_effect` of 1 to both sides.
+    num_rounds: int
+    is_decided: bool
+    """Whether a look found a direction, or that there is none."""
+
+
+def find_end(
+    ratios: Sequence[float | None], repeats: int, max_repeats: int, min_effect: float
+) -> RowEnd:
+    """Return how many rounds a row needs.
+
+    It is decided where its interval shows a direction, or lies within `min_effect` of 1 to both
+    sides. Undecided it ends after `repeats` rounds, or later once the interval is not too wide for
+    a verdict, and at the latest after `max_repeats`.
+
+    Args:
+        ratios: by round; None where the row or the baseline has no speed (yet), after which
+            nothing is decided.
+        repeats: rounds of a row that nothing decides.
+        max_repeats: rounds of a row whose interval stays too wide.
+        min_effect: the smallest difference that matters.
     """
-    if len(ratios) < FIRST_LOOK:
-        return False
-    speedup, interval = mean_with_interval(ratios, repeats)
+    for num_rounds in range(min(FIRST_LOOK, repeats), max_repeats):
+        so_far = [ratio for ratio in ratios[:num_rounds] if ratio is not None]
+        if len(so_far) < num_rounds:
+            return RowEnd(max(num_rounds, repeats), False)
+        speedup, interval = mean_with_interval(so_far, repeats, max_repeats)
+        if num_rounds >= FIRST_LOOK and _is_decided(speedup, interval, min_effect):
+            return RowEnd(num_rounds, True)
+        if num_rounds >= repeats and not is_too_wide(speedup, interval, min_effect):
+            return RowEnd(num_rounds, False)
+    so_far = [ratio for ratio in ratios[:max_repeats] if ratio is not None]
+    is_whole = len(so_far) == max_repeats >= FIRST_LOOK
+    last = mean_with_interval(so_far, repeats, max_repeats) if is_whole else None
+    return RowEnd(max_repeats, last is not None and _is_decided(*last, min_effect))
+
+
+def _is_decided(speedup: float, interval: tuple[float, float], min_effect: float) -> bool:
     low, high = interval
     same = low > 1 / (1 + min_effect) and high < 1 + min_effect
     return same or direction(speedup, interval, min_effect) != 0
-
-
-def rounds_until_decided(
-    ratios: Sequence[float | None], repeats: int, min_effect: float
-) -> int | None:
-    """Return the number of rounds after which a row was decided; None if it was not.
-
-    Args:
-        ratios: by round; None where the row or the baseline has no speed, which decides nothing.
-        repeats: rounds at most.
-        min_effect: the smallest difference that matters.
-    """
-    for num_rounds in range(FIRST_LOOK, len(ratios) + 1):
-        so_far = [ratio for ratio in ratios[:num_rounds] if ratio is not None]
-        if len(so_far) == num_rounds and is_decided(so_far, repeats, min_effect):
-            return num_rounds
-    return None

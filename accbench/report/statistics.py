@@ -4,6 +4,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+# Width of the 95 % interval, as a part of the speedup. Beyond it "no difference shown" would only
+# say that no difference could have been shown.
+MAX_INTERVAL_WIDTH = 0.25
+
 
 def mean_with_interval(
     ratios: Sequence[float], confidence: float = 0.95
@@ -30,6 +34,12 @@ def direction(speedup: float, interval: tuple[float, float], min_effect: float) 
     if low > 1 and speedup >= 1 + min_effect:
         return 1
     return -1 if high < 1 and speedup <= 1 / (1 + min_effect) else 0
+
+
+def is_too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -> bool:
+    """Return whether an interval without a direction is too wide for "no difference shown"."""
+    width = (interval[1] - interval[0]) / speedup
+    return direction(speedup, interval, min_effect) == 0 and width > MAX_INTERVAL_WIDTH
 
 
 def t_quantile(confidence: float, degrees: int) -> float:

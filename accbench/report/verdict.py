@@ -5,14 +5,11 @@ import statistics
 from accbench.report import losses, numerics
 from accbench.report.comparison import Comparison, ComparisonRow
 from accbench.report.numerics import Numerics
-from accbench.report.statistics import direction
+from accbench.report.statistics import direction, is_too_wide
 
 MAX_DATA_WAIT_SHARE = 0.10
 MAX_OTHER_CPU_SHARE = 0.20
 MAX_THROTTLED_SHARE = 0.10
-# Width of the 95 % interval, as a part of the speedup. Beyond it "no difference shown" would only
-# say that no difference could have been shown.
-MAX_INTERVAL_WIDTH = 0.25
 
 FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference shown"
 NOT_VALID, FAILED, BASELINE = "not valid", "failed", "baseline"
@@ -25,16 +22,13 @@ def judge_interval(speedup: float, interval: tuple[float, float], min_effect: fl
 
 def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -> str | None:
     """Return the reason why the repeats differ too much for any answer; None if they do not."""
+    if not is_too_wide(speedup, interval, min_effect):
+        return None
     width = (interval[1] - interval[0]) / speedup
-    if (
-        judge_interval(speedup, interval, min_effect) == NO_DIFFERENCE
-        and width > MAX_INTERVAL_WIDTH
-    ):
-        return (
-            f"spread between repeats too wide: the interval spans {width:.0%} of the speedup; "
-            "more --repeats, more --max_steps or a quieter machine"
-        )
-    return None
+    return (
+        f"spread between repeats too wide: the interval spans {width:.0%} of the speedup; "
+        "more --repeats, more --max_steps or a quieter machine"
+    )
 
 
 def reasons_against(comparison: Comparison, row: ComparisonRow, checked: Numerics) -> list[str]:

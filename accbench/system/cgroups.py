@@ -41,6 +41,21 @@ def _of_version_1(folder: Path) -> str:
     return f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
 
 
+def throttled_s() -> float | None:
+    """Return the processor seconds for which this process's groups were held back so far.
+
+    None where the kernel does not count them.
+    """
+    total_s, is_counted = 0.0, False
+    for folder in _folders("cpu"):
+        for line in _read(folder / "cpu.stat").splitlines():
+            name, _, value = line.partition(" ")
+            units = {"throttled_usec": 1e-6, "throttled_time": 1e-9}  # of version 2 and of 1
+            if name in units:
+                total_s, is_counted = total_s + int(value) * units[name], True
+    return total_s if is_counted else None
+
+
 def memory_limit_bytes() -> int | None:
     """Return the memory allowed in bytes; None without a limit."""
     limits = []

@@ -13,6 +13,7 @@ import torch
 from accbench.distributed.process_group import all_gather_values
 from accbench.engines import Batch, CompileStats, Engine
 from accbench.errors import NonFiniteLossError, RecompiledError, remedy_of_overflow
+from accbench.recording.machine_use import MachineWatch
 from accbench.recording.records import WindowRecord, finite_or_none
 from accbench.training.shapes import ShapeWatch
 
@@ -60,6 +61,7 @@ class StepTimer:
         self._losses: list[torch.Tensor] = []
         self._window_started = 0.0
         self._stats = CompileStats()
+        self._machine = MachineWatch()
         self._in_warmup = True
 
     def start(self, epoch: int) -> None:
@@ -154,10 +156,13 @@ class StepTimer:
             self._dispatch_s,
             float(self.engine.peak_memory_bytes()),
             float(self.num_samples - self._samples_before),
+            *self._machine.sample(),
         ]
+        by_rank = all_gather_values(local_values)
         losses, mean_losses, data_waits_s, dispatches_s, peaks, samples = zip(
-            *all_gather_values(local_values), strict=True
+            *(values[:6] for values in by_rank), strict=True
         )
+        machine_use = self._machine.summarize([values[6:] for values in by_rank])
         world_size = len(losses)
         stats = self.engine.compile_stats()
         in_window, self._stats = stats - self._stats, stats
@@ -174,6 +179,7 @@ class StepTimer:
             num_compiles=in_window.num_compiles,
             warmup=self._in_warmup,
             mean_loss=finite_or_none(sum(mean_losses) / world_size),
+            **machine_use._asdict(),
         )
         if self._in_warmup:
             self.warmup += in_window

@@ -1,6 +1,7 @@
 """`accbench compare` as a user runs it, on tiny nets."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -11,16 +12,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from accbench import cli
 from accbench.comparing import rounds
 from accbench.comparing.order import round_orders
 from accbench.comparing.plan import parse
-from accbench.report import comparison
+from accbench.report import analysis, comparison, publish
+from accbench.report import run as runs
 from benchmarks import planted
 from tests.conftest import HANG_S, ROOT, TINY, processes_of, wait_until
+from tests.report import fakes
 
-FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu")
+# Other tests beside these would disturb their rounds.
+FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu", "--no-repeat_disturbed")
 
 
 def start(folder, *flags, plugins=None, script=("tests.compared",)) -> subprocess.Popen:
@@ -242,6 +247,48 @@ def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_pat
     assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
 
 
+def test_a_disturbed_round_is_measured_again_once_and_named(tmp_path, monkeypatch):
+    """By what was seen of the machine; a machine that is always busy repeats nothing for long."""
+    plan, _ = parse([*FAST, "--engines=ddp,xla", "--numerics_steps=0", "--repeats=4",
+                     "--order_seed=1", "--repeat_disturbed"], "accbench compare")  # fmt: skip
+    shares: dict[tuple[int, str], list[float]] = {(2, "xla"): [0.4, 0.0], (3, "ddp"): [0.4, 0.3]}
+    order: list[tuple[int, str]] = []
+
+    def measured(job, cache):
+        name = job.row.folder
+        order.append((job.number, name))
+        share = shares.get((job.number, name), [usual]).pop(0)
+        found = [
+            dataclasses.replace(record, other_cpu_share=share) if hasattr(record, "wall_s") and
+            hasattr(record, "lr") else record
+            for record in fakes.run(name, job.number)
+        ]  # fmt: skip
+        fakes.write_run(job.folder, found)
+        (job.folder.parent / f"{name}.log").write_text("")
+        return runs.read(job.folder)
+
+    monkeypatch.setattr(rounds, "run", measured)
+    usual, folder = 0.02, tmp_path / "c"
+    with rounds.claim(plan, str(folder)):
+        rounds.measure(plan, folder, Console(quiet=True))
+    assert [order.count(which) for which in ((2, "xla"), (3, "ddp"), (1, "ddp"))] == [2, 2, 1]
+    ddp, xla = analysis.judge(comparison.read(folder)).rows
+    assert xla.repeated_rounds == (
+        analysis.DisturbedRound(2, "others used 40% of the machine in 3 of 3 windows"),
+    )
+    assert [what.number for what in (*ddp.repeated_rounds, *ddp.disturbed_rounds)] == [3, 3]
+    page = publish.render([comparison.read(folder)], "md")
+    assert "round 2 of xla was repeated: others used 40% of the machine" in page
+    assert "ddp: 1 of 3 rounds stand though disturbed; in round 3 others used 30%" in page
+
+    order.clear()
+    shares.clear()
+    usual, folder = 0.4, tmp_path / "busy"
+    with rounds.claim(plan, str(folder)):
+        rounds.measure(plan, folder, Console(quiet=True))
+    assert len(order) - len(set(order)) == 2 < plan.repeat_rule.max_repeats
+
+
 def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = parse([*FAST, "--engines=ddp,ddp"], "accbench compare").plan
@@ -262,6 +309,9 @@ def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
         (["--synthetic.num_batches=0"], "--synthetic.num_batches must be at least 1"),
         (["--engines=ddp,xla", "--baseline=eager"], "none of the rows: ddp, xla"),
         (["--repeats=1"], "--repeats must be at least 2"),
+        (["--max_minutes=0"], "--max_minutes must be more than 0"),
+        (["--repeats=8", "--max_repeats=7"], "--max_repeats 7 is less than --repeats 8"),
+        (["--repeats=3", "--max_repeats=7"], "looks, which begin with --repeats 4"),
         (["--price_per_hour=-1"], "--price_per_hour must be more than 0"),
         (["--compiler-opt"], "takes --engines"),
         (["--engines=ddp,xla", "--fail_if=jax slower"], "begins with none of the rows: ddp, xla"),

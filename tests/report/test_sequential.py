@@ -6,17 +6,18 @@ import math
 import numpy as np
 import pytest
 
+from accbench.recording import records
 from accbench.report import comparison, sequential
 from accbench.report.run import RecordedRun
 from tests.report import fakes
 
-REPEATS = 8
+REPEATS, MOST = 8, 16
 
 
 def trials(shift: float, num: int, disturbed: bool = False) -> np.ndarray:
     """Return logarithms of ratios whose truth is `shift`, (num, rounds): runs scatter by 3 %."""
     random = np.random.default_rng(0)
-    logs = 0.03 * random.normal(size=(num, REPEATS, 2))
+    logs = 0.03 * random.normal(size=(num, MOST, 2))
     if disturbed:
         logs -= (random.random(logs.shape) < 0.1) * random.exponential(0.15, logs.shape)
     return logs[..., 0] - logs[..., 1] + shift
@@ -26,8 +27,8 @@ def ends(logs: np.ndarray) -> list[tuple[int, float, tuple[float, float]]]:
     """Return (rounds, speedup, interval) where each trial ends."""
     found = []
     for ratios in np.exp(logs).tolist():
-        rounds = sequential.rounds_until_decided(ratios, REPEATS, 0.02) or REPEATS
-        found.append((rounds, *sequential.mean_with_interval(ratios[:rounds], REPEATS)))
+        rounds = sequential.find_end(ratios, REPEATS, MOST, 0.02).num_rounds
+        found.append((rounds, *sequential.mean_with_interval(ratios[:rounds], REPEATS, MOST)))
     return found
 
 
@@ -49,21 +50,53 @@ def test_large_differences_are_found_in_few_rounds_and_intervals_hold_them():
 
 def test_one_bad_round_of_eight_rules_nothing():
     steady = [1.10, 1.11, 1.09, 1.10, 1.105, 1.095, 1.10]
-    _, (low, high) = sequential.mean_with_interval([*steady, 0.7], REPEATS)
+    _, (low, high) = sequential.mean_with_interval([*steady, 0.7], REPEATS, REPEATS)
     assert 1.05 < low < high < 1.15
 
 
-def test_levels_grow_and_spend_less_than_one_look_of_all():
-    levels = sequential.levels(REPEATS)
-    assert list(levels) == [3, 4, 5, 6, 7, 8]
-    assert list(levels.values()) == sorted(levels.values())
-    assert 0.02 < levels[8] < 0.035 < sum(levels.values())
+@pytest.mark.parametrize("most", [REPEATS, MOST])
+def test_levels_grow_and_spend_less_than_one_look_of_all(most):
+    levels = sequential.levels(REPEATS, most)
+    assert list(levels) == list(range(3, most + 1))
+    until_repeats = [level for rounds, level in levels.items() if rounds <= REPEATS]
+    assert until_repeats == sorted(until_repeats)
+    assert 0.018 < levels[REPEATS] < 0.035 < sum(levels.values())
 
 
 def test_two_rows_alike_are_decided_too_and_a_missing_speed_decides_nothing():
     alike = [1.001, 0.999, 1.0, 1.0005]
-    assert sequential.rounds_until_decided(alike, REPEATS, 0.02) == 3
-    assert sequential.rounds_until_decided([1.001, None, 1.0, 1.0], REPEATS, 0.02) is None
+    assert sequential.find_end(alike, REPEATS, MOST, 0.02) == (3, True)
+    missing = [1.001, None, 1.0, 1.0, *alike]
+    assert sequential.find_end(missing, REPEATS, MOST, 0.02) == (REPEATS, False)
+
+
+def test_an_interval_too_wide_for_a_verdict_buys_rounds_and_a_narrow_one_does_not():
+    wide = [1.3, 0.8, 1.2, 0.75, 1.35, 0.7, 1.25, 0.9] * 2
+    assert sequential.find_end(wide[:8], REPEATS, MOST, 0.02) == (9, False)
+    assert sequential.find_end(wide[:8], REPEATS, REPEATS, 0.02) == (8, False)
+    assert sequential.find_end(wide, REPEATS, MOST, 0.02) == (MOST, False)
+    assert sequential.find_end([*wide[:8], None], REPEATS, MOST, 0.02) == (9, False)
+    # It ends as soon as the interval is narrow enough.
+    less_wide = [1.14, 0.88, 1.12, 0.9, 1.15, 0.87, 1.12, 0.9]
+    narrower = [*less_wide, 1.0, 1.01, 1.02, 0.99, 1.0, 1.01, 1.02, 0.99]
+    assert sequential.find_end(narrower, REPEATS, MOST, 0.02) == (13, False)
+    narrow = [1.05, 0.96, 1.03, 0.97, 1.04, 0.96, 1.03, 1.0]
+    assert sequential.find_end(narrow, REPEATS, MOST, 0.02) == (REPEATS, False)
+
+
+def test_no_round_begins_that_would_end_after_max_minutes():
+    plan = dataclasses.replace(fakes.plan(), repeats=8, max_minutes=2)
+
+    def rows(duration_s: float) -> list[comparison.ComparisonRow]:
+        device = records.DeviceRecord(wall_s=duration_s)
+        run = RecordedRun("r", fakes.header("ddp"), end=fakes.end("ddp", False), device=device)
+        return [comparison.ComparisonRow(name, (run,) * 8) for name in ("ddp", "xla")]
+
+    assert comparison.rounds_in_time(plan, rows(20.0)) == 3
+    assert comparison.rounds_in_time(plan, rows(50.0)) == 2  # of which the second is late
+    assert comparison.rounds_needed(plan, rows(20.0)) == {"ddp": 3, "xla": 3}
+    unlimited = dataclasses.replace(plan, max_minutes=None)
+    assert comparison.rounds_in_time(unlimited, rows(50.0)) == 8
 
 
 def test_rounds_of_a_decided_row_end_and_the_baseline_goes_on_with_the_others():

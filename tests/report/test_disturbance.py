@@ -1,0 +1,54 @@
+"""Which rounds are measured again, by made-up windows."""
+
+import pytest
+
+from accbench.report.disturbance import RepeatRule
+from accbench.report.run import RecordedRun
+from tests.report import fakes
+
+RULE = RepeatRule(max_repeats=3)
+
+
+def run(num_disturbed: int, num_windows: int = 8, **fields: float) -> RecordedRun:
+    windows = [fakes.window(0, 100, other_cpu_share=0.9)]  # the warm-up does not count
+    for number in range(num_windows):
+        use = {"other_cpu_share": 0.01, **(fields if number < num_disturbed else {})}
+        windows.append(fakes.window(10 * (number + 1), 100, **use))
+    return RecordedRun("r", fakes.header("ddp"), tuple(windows), end=fakes.end("ddp", False))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"other_cpu_share": 0.38}, "others used 38% of the machine in 3 of 8 windows"),
+        ({"stolen_cpu_share": 0.06}, "the hypervisor took 6% of the machine in 3 of 8 windows"),
+        ({"throttled_cpu_share": 0.2}, "heat or the container's limit held back 20%"),
+        ({"swapped_in_bytes": 10**8}, "100,000,000 bytes came back from swap space"),
+    ],
+)
+def test_a_run_is_disturbed_where_more_than_a_quarter_of_its_windows_are(fields, words):
+    assert words in RULE.disturbance_of(run(3, **fields))
+    assert RULE.disturbance_of(run(2, **fields)) is None
+
+
+def test_windows_that_were_not_sampled_tell_nothing():
+    assert RULE.disturbance_of(run(8, other_cpu_share=None)) is None
+    assert RULE.disturbance_of(RecordedRun("r")) is None
+
+
+def test_a_run_is_repeated_once_and_a_comparison_does_not_go_on_for_ever():
+    bad, good = run(8, other_cpu_share=0.5), run(0)
+    assert RULE.asks_to_repeat(bad, [good, good, good, bad], 0, False)
+    assert RULE.asks_to_repeat(bad, [bad], 0, False)  # the machine's usual state is not known yet
+    assert not RULE.asks_to_repeat(good, [good], 0, False)
+    assert not RULE.asks_to_repeat(bad, [good, good, good, bad], 0, True)
+    assert not RULE.asks_to_repeat(bad, [good, good, good, bad], 3, False)
+    assert not RULE.asks_to_repeat(bad, [bad, bad, good, bad], 0, False)
+
+
+def test_a_stall_in_two_windows_of_eight_moves_the_median_by_nothing():
+    stalled = run(0)
+    windows = [*stalled.windows[:-2], *(fakes.window(n, 20) for n in (90, 100))]
+    stalled = RecordedRun("r", stalled.header, tuple(windows), end=stalled.end)
+    assert stalled.median_samples_per_s == pytest.approx(100)
+    assert stalled.samples_per_s == pytest.approx(50)
