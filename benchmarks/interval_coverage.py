@@ -36,7 +36,7 @@ from scipy import special
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from accbench.report import sequential, verdict  # noqa: E402
+from accbench.report import sequential, statistics, verdict  # noqa: E402
 from accbench.report.disturbance import RepeatRule  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
 
@@ -109,15 +109,50 @@ def share_of(words: tuple[str, ...], found: tuple[np.ndarray, ...]) -> float:
 
 
 def of_looks(logs: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], float]:
-    """Return (middle, low, high) where each trial ends, and the mean number of rounds."""
-    rows, rounds = [], []
-    for ratios in np.exp(logs).tolist():
-        num = sequential.find_end(ratios, REPEATS, MAX_REPEATS, MIN_EFFECT).num_rounds
-        speedup, interval = sequential.mean_with_interval(ratios[:num], REPEATS, MAX_REPEATS)
-        rows.append(np.log([speedup, *interval]))
-        rounds.append(num)
-    middle, low, high = np.array(rows).T
-    return (middle, low, high), float(np.mean(rounds))
+    """Return (middle, low, high) where each trial ends, and the mean number of rounds.
+
+    It is `accbench.report.sequential` for all trials at once; the first ones are held against it.
+    """
+    trials = len(logs)
+    ended = np.zeros(trials, bool)
+    found, rounds = np.zeros((3, trials)), np.zeros(trials)
+    effect = np.log1p(MIN_EFFECT)
+    for num in range(sequential.FIRST_LOOK, MAX_REPEATS + 1):
+        middle, low, high = interval_after(logs[:, :num])
+        shown = ((low > 0) & (middle >= effect)) | ((high < 0) & (middle <= -effect))
+        decided = shown | ((low > -effect) & (high < effect))
+        width = (np.exp(high) - np.exp(low)) / np.exp(middle)
+        ends = decided | (num == MAX_REPEATS)
+        if num >= REPEATS:
+            ends |= width <= statistics.MAX_INTERVAL_WIDTH
+        now = ends & ~ended
+        found[:, now], rounds[now] = np.stack([middle, low, high])[:, now], num
+        ended |= ends
+    for ratios, num, interval in zip(np.exp(logs[:20]), rounds, found.T, strict=False):
+        check_against_sequential(ratios.tolist(), int(num), interval)
+    return (found[0], found[1], found[2]), float(rounds.mean())
+
+
+def interval_after(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (middle, low, high) after the look of so many rounds, logs being (trials, rounds)."""
+    num = logs.shape[1]
+    trim = num // sequential.TRIMMED_OF
+    ordered = np.sort(logs, axis=1)[:, trim : num - trim]
+    left = ordered.shape[1]
+    middle = ordered.mean(axis=1)
+    winsorized = np.clip(logs, ordered[:, :1], ordered[:, -1:])
+    error = winsorized.std(axis=1, ddof=1) * np.sqrt((num - 1) / (left * (left - 1)))
+    level = sequential.levels(REPEATS, MAX_REPEATS)[num]
+    half = special.stdtrit(left - 1, 1 - level / 2) * error
+    return middle, middle - half, middle + half
+
+
+def check_against_sequential(ratios: list[float], num: int, found: np.ndarray) -> None:
+    """Raise if a trial ends elsewhere than compare ends it."""
+    end = sequential.find_end(ratios, REPEATS, MAX_REPEATS, MIN_EFFECT)
+    speedup, interval = sequential.mean_with_interval(ratios[:num], REPEATS, MAX_REPEATS)
+    if end.num_rounds != num or not np.allclose(np.exp(found), [speedup, *interval], rtol=1e-4):
+        raise AssertionError(f"{ratios}: {num}, {found} beside {end}, {speedup}, {interval}")
 
 
 def print_looks(noise: str, trials: int) -> None:
@@ -159,7 +194,10 @@ def busy_runs(
 def busy_trials(
     trials: int, every_s: float, takes_medians: bool, repeats: bool, random: np.random.Generator
 ) -> tuple[np.ndarray, float]:
-    """Return logarithms of runs' speeds, (trials, rounds, 2), and the mean number of repeats."""
+    """Return logarithms of runs' speeds, (trials, rounds, 2), and repeats in the first rounds.
+
+    The repeats are the mean over the trials, of the rounds up to REPEATS.
+    """
     rule = RepeatRule(max_repeats=max(2, 2 * REPEATS // 2))
 
     def measure() -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +217,9 @@ def busy_trials(
         speeds.append(np.where(again, other_speed, speed))
         num_disturbed += again & other_disturbed
         num_repeats += again
-    return np.stack(speeds, 1).reshape(trials, MAX_REPEATS, 2), float(num_repeats.mean())
+        if num_runs == 2 * REPEATS:
+            mean_repeats = float(num_repeats.mean())
+    return np.stack(speeds, 1).reshape(trials, MAX_REPEATS, 2), mean_repeats
 
 
 def print_busy(trials: int) -> None:

@@ -2,20 +2,18 @@
 
 import dataclasses
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from accbench import config, launchers
-from accbench.comparing import update_rules
+from accbench.comparing import defaults, update_rules
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.errors import RequestError
 from accbench.report import conditions
 from accbench.report.comparison import ComparisonPlan, RowPlan
-from accbench.report.disturbance import RepeatRule
 from accbench.report.sequential import FIRST_LOOK
 
 
@@ -35,20 +33,26 @@ class CompareFlags(TaskConfig):
     baseline: str | None = flag(
         None, "The row that the others are compared with. Unset: the first."
     )
-    repeats: int = flag(
-        8,
+    quick: bool = flag(
+        False,
+        "A first verdict within two minutes: at most 4 rounds of few steps, no pass that compares "
+        "training, none on synthetic data. The page says what was not tested.",
+    )
+    repeats: int | None = flag(
+        None,
         "Rounds, 2 or more; each runs every engine once in a fresh process. With 4 or more, a row "
-        "that is decided after 3 rounds or later is measured no further.",
+        "that is decided after 3 rounds or later is measured no further. Unset: 8, or 4 with "
+        "--quick, which looks once, at its end.",
     )
     max_repeats: int | None = flag(
         None,
         "Rounds of a row whose interval is too wide for a verdict after --repeats. Unset: twice "
-        "--repeats, and no more than it where that is 2 or 3.",
+        "--repeats, and no more than it where that is 2 or 3 or with --quick.",
     )
     max_minutes: float | None = flag(
         None,
         "Begin no round that would end later than so many minutes after the start; two are made in "
-        "any case. Unset: no limit.",
+        "any case. Unset: no limit, or 2 with --quick.",
     )
     repeat_disturbed: bool = flag(
         True,
@@ -59,9 +63,10 @@ class CompareFlags(TaskConfig):
         0.02,
         "Smallest difference in speed that matters, as a fraction: 0.02 is 2 %.",
     )
-    numerics_steps: int = flag(
-        20,
-        "Steps of the pass that compares losses, gradients and parameters; 0 skips it.",
+    numerics_steps: int | None = flag(
+        None,
+        "Steps of the pass that compares losses, gradients and parameters; 0 skips it. Unset: 20, "
+        "or 0 with --quick.",
     )
     input_round: bool = flag(
         True,
@@ -92,7 +97,7 @@ class CompareFlags(TaskConfig):
         "Run this command from launch_single_task.py.",
     )
 
-    # Unset: the device's value in DEFAULTS.
+    # Unset: the device's value in `accbench.comparing.defaults`.
     model: str | None = flag(  # type: ignore[assignment]
         None,
         "A model's name, or package.module:attribute. Unset: resnet10 on a CPU, else resnet50.",
@@ -112,15 +117,17 @@ class CompareFlags(TaskConfig):
     )
     max_steps: int | None = flag(
         None,
-        "Steps of a run, warm-up included. Unset: 120 on a CPU, else 220.",
+        "Steps of a run, warm-up included. Unset: 120 on a CPU, else 220; with --quick 36 and 60.",
     )
     warmup_steps: int | None = flag(  # type: ignore[assignment]
         None,
-        "Steps of the first window. Unset: 20.",
+        "Steps of the first window. Unset: 20, or 6 with --quick on a CPU; at most a third of "
+        "--max_steps.",
     )
     log_interval: int | None = flag(  # type: ignore[assignment]
         None,
-        "Steps of every other window. Unset: 10 on a CPU, else 20.",
+        "Steps of every other window. Unset: 10 on a CPU, else 20; with --quick 5 and 8; few "
+        "enough for five windows.",
     )
     save_interval: int = flag(0, "Epochs between checkpoints; 0 makes none.")
     eval_interval: int = flag(0, "Epochs between evaluations; 0 never evaluates.")
@@ -137,26 +144,6 @@ class CompareFlags(TaskConfig):
         None,
         "Passes over the data. Unset: as many as --max_steps needs.",
     )
-
-
-# setting -> (on a CPU, on an accelerator)
-DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "model": ("resnet10", "resnet50"),
-    "image_size": (96, 224),
-    "batch_size": (4, 128),
-    "amp_level": ("O0", "O1"),
-    "lr": (1e-4, 1e-3),
-    "max_steps": (120, 220),
-    "warmup_steps": (20, 20),
-    "log_interval": (10, 20),
-    "workers": (0, None),
-    "epochs": (sys.maxsize, sys.maxsize),
-}
-
-
-# Steps after a warm-up that is longer than the default run.
-_FEWEST_STEPS = 20
-_WINDOWS = ("warmup_steps", "log_interval")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +164,8 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
     Raises:
         RequestError: a flag or a row is wrong, or the baseline cannot run here.
     """
-    flags = config.read_flags(argv, prog, CompareFlags)
+    flags: Any = config.read_flags(argv, prog, CompareFlags)
+    flags = defaults.fill_rounds(flags)
     _check(flags)
     specs = [spec.strip() for spec in flags.engines.split(",") if spec.strip()]
     if len(specs) < 2:
@@ -195,10 +183,12 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         raise RequestError(f"the baseline cannot run: {base.reason}")
     plan = ComparisonPlan(
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
-        numerics_steps=flags.numerics_steps, input_round=flags.input_round and not flags.script,
+        numerics_steps=flags.numerics_steps,
+        input_round=flags.input_round and not flags.script and not flags.quick,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
-        stops_when_decided=flags.repeats > FIRST_LOOK, takes_medians=True,
-        repeat_rule=_repeat_rule(flags, len(rows)),
+        max_repeats=flags.max_repeats, max_minutes=flags.max_minutes, quick=flags.quick,
+        stops_when_decided=not flags.quick and flags.repeats > FIRST_LOOK, takes_medians=True,
+        repeat_rule=defaults.repeat_rule(flags, len(rows)),
     )  # fmt: skip
     folder = config.expand_home("--output_dir", flags.output_dir)
     return CompareRequest(
@@ -206,21 +196,11 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
     )
 
 
-def _max_repeats(repeats: int) -> int:
-    return 2 * repeats if repeats > FIRST_LOOK else repeats
-
-
-def _repeat_rule(flags: Any, num_rows: int) -> RepeatRule | None:
-    if not flags.repeat_disturbed:
-        return None
-    return RepeatRule(max_repeats=max(2, num_rows * flags.repeats // 2))
-
-
 def _check(flags: Any) -> None:
     for name, minimum in {"repeats": 2, "min_effect": 0, "numerics_steps": 0}.items():
         if not getattr(flags, name) >= minimum:
             raise RequestError(f"--{name} must be at least {minimum}, not {getattr(flags, name)}")
-    _check_rounds(flags)
+    defaults.check_rounds(flags)
     if flags.price_per_hour is not None and not flags.price_per_hour > 0:
         raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
     if flags.compiler_opt or flags.engine != TaskConfig.engine:
@@ -247,21 +227,6 @@ def _check(flags: Any) -> None:
         )
 
 
-def _check_rounds(flags: Any) -> None:
-    if flags.max_minutes is not None and not flags.max_minutes > 0:
-        raise RequestError(f"--max_minutes must be more than 0, not {flags.max_minutes}")
-    most = flags.max_repeats
-    if most is not None and most < flags.repeats:
-        raise RequestError(
-            f"--max_repeats {most} is less than --repeats {flags.repeats}: give as many or more"
-        )
-    if most is not None and most > flags.repeats <= FIRST_LOOK:
-        raise RequestError(
-            f"--max_repeats {most} goes on after looks, which begin with --repeats "
-            f"{FIRST_LOOK + 1}: raise --repeats, or leave --max_repeats out"
-        )
-
-
 def _name_rows(specs: list[str]) -> list[tuple[str, str]]:
     """Return the (name, spec) of each row; a row that is asked for twice gets a number."""
     rows: list[tuple[str, str]] = []
@@ -277,7 +242,7 @@ def _make_row(
     engine, *settings = spec.split(":")
     folder = re.sub(r"[^A-Za-z0-9_=.-]+", "-", name)
     plugins.load("engines", engine)  # an unknown engine is an error, not a row that failed
-    task = config.task_of(_apply_defaults(flags, engine, chosen))
+    task = config.task_of(defaults.fill(flags, engine, chosen))
     values = config.as_mapping(task)
     options = values.setdefault(engine, {})
     options.update(_parse_settings(spec, settings))
@@ -294,49 +259,6 @@ def _make_row(
     values = config.as_mapping(task)
     del values["output_dir"]
     return RowPlan(name, folder, values)
-
-
-def _apply_defaults(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
-    """Return one engine's flags, with defaults for its device in place of flags left out."""
-    if flags.script is not None:  # the script itself decides most settings
-        flags = dataclasses.replace(flags, eval_interval=TaskConfig.eval_interval)
-    on_cpu = plugins.load("engines", engine).find_device(flags.device) == "cpu"
-    defaults = {
-        name: on_cpu_value if on_cpu else elsewhere
-        for name, (on_cpu_value, elsewhere) in DEFAULTS.items()
-        if getattr(flags, name) is None
-        and (flags.script is None or name in ("max_steps", *_WINDOWS))
-    }
-    _fit(flags, defaults)
-    chosen.update(
-        {n: value for n, value in defaults.items() if n != "epochs" and value is not None}
-    )
-    return dataclasses.replace(flags, engine=engine, **defaults)
-
-
-def _fit(flags: Any, chosen: dict[str, Any]) -> None:
-    """Adjust chosen defaults, so that the given flags leave room for windows to measure.
-
-    Raises:
-        RequestError: the given flags leave none.
-    """
-
-    def value(name: str) -> int:
-        return int(chosen.get(name, getattr(flags, name)))
-
-    if "max_steps" in chosen:
-        chosen["max_steps"] = max(chosen["max_steps"], value("warmup_steps") + _FEWEST_STEPS)
-    max_steps = value("max_steps")
-    if "warmup_steps" in chosen:
-        chosen["warmup_steps"] = max(1, min(chosen["warmup_steps"], max_steps // 3))
-    num_timed = max_steps - value("warmup_steps")
-    if num_timed < 1:
-        raise RequestError(
-            f"--max_steps {max_steps} leaves nothing to measure after --warmup_steps "
-            f"{value('warmup_steps')}: give more steps, or a shorter warm-up"
-        )
-    if "log_interval" in chosen:
-        chosen["log_interval"] = max(1, min(chosen["log_interval"], num_timed // 2))
 
 
 def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ import dataclasses
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from accbench.comparing import passes
 from accbench.comparing.order import round_orders
 from accbench.comparing.plan import CompareRequest, parse
 from accbench.comparing.run import JobKind, run_to_its_end
+from accbench.comparing.time_left import TimeLeftColumn, estimate_s, in_words
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
@@ -170,6 +172,8 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
 
 
 def _rounds(plan: ComparisonPlan) -> str:
+    if plan.quick:
+        return f"at most {plan.repeats} rounds of {plan.max_minutes:g} min together"
     if not plan.stops_when_decided:
         return f"{plan.repeats} rounds"
     more = f", {plan.most_rounds} where they scatter" if plan.most_rounds > plan.repeats else ""
@@ -194,7 +198,7 @@ def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
             total = plan.repeats if number <= plan.repeats else plan.most_rounds
             yield Job(f"round {number}/{total}  {row.name}", row, at, seeded, number)
     for row, task in rows if plan.input_round else []:
-        if config.data_name(task["data"])[0] != "synthetic":
+        if _has_input_round(plan):
             at = comparison.synthetic_folder(folder, row)
             yield Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))
     if plan.numerics_steps:
@@ -300,27 +304,51 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     for row in plan.rows:
         if row.task is None:
             console.print(f"{row.name}: {row.reason}", markup=False)
+    left_s = estimate_s(plan, folder, _has_input_round(plan))
+    console.print(
+        "how long it takes is told after the first round"
+        if left_s is None
+        else f"{in_words(left_s)} left",
+        markup=False,
+    )
     with _progress(console) as progress:
         bar = progress.add_task("", total=num_jobs)
         for job in jobs(plan, folder):
             progress.update(bar, description=job.label)
             if job.row.name not in failed and not _is_done(job, tensors, plan, folder):
-                finished = _run_and_tell(job, folder, progress.console)
-                if why := _reason_to_repeat(plan, folder, job, finished):
-                    _set_aside(job, folder)
-                    progress.console.print(f"{job.label}: repeated, as {why}", markup=False)
-                    finished = _run_and_tell(job, folder, progress.console)
+                finished = _run_undisturbed(plan, job, folder, progress.console)
                 if job.number is not None and finished.status != "ok":
                     failed.add(job.row.name)
                 elif job.number is not None:
                     _refuse_without_speed(finished)
-                if job.number is not None:
-                    for line in _news(plan, folder, job.number):
-                        if line not in told:
-                            progress.console.print(line, markup=False)
-                        told.add(line)
+                left_s = estimate_s(plan, folder, _has_input_round(plan))
+                if left_s is not None:
+                    progress.update(bar, ends_at=time.monotonic() + left_s)
+                lines = [] if job.number is None else _news(plan, folder, job.number, left_s)
+                for line in lines:
+                    if line not in told:
+                        progress.console.print(line, markup=False)
+                    told.add(line)
             progress.advance(bar)
     shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
+
+
+def _has_input_round(plan: ComparisonPlan) -> bool:
+    data = next(row.task["data"] for row in plan.rows if row.task is not None)
+    return plan.input_round and config.data_name(data)[0] != "synthetic"
+
+
+def _run_undisturbed(
+    plan: ComparisonPlan, job: Job, folder: Path, console: Console
+) -> runs.RecordedRun:
+    """Run a job and print how it went, and once more if the plan's rule asks for it."""
+    finished = _run_and_tell(job, folder, console)
+    why = _reason_to_repeat(plan, folder, job, finished)
+    if why is None:
+        return finished
+    _set_aside(job, folder)
+    console.print(f"{job.label}: repeated, as {why}", markup=False)
+    return _run_and_tell(job, folder, console)
 
 
 def _run_and_tell(job: Job, folder: Path, console: Console) -> runs.RecordedRun:
@@ -360,8 +388,8 @@ def _log_of(folder: Path) -> Path:
     return folder.parent / f"{folder.name}.log"
 
 
-def _news(plan: ComparisonPlan, folder: Path, number: int) -> Iterator[str]:
-    """Yield a line for each row that ends or goes on because of this round."""
+def _news(plan: ComparisonPlan, folder: Path, number: int, left_s: float | None) -> Iterator[str]:
+    """Yield a line for each row that ends or goes on because of this round, and for its end."""
     rows = comparison.read_rows(plan, folder)
     baseline = next(row for row in rows if row.name == plan.baseline)
     for row in rows:
@@ -375,9 +403,12 @@ def _news(plan: ComparisonPlan, folder: Path, number: int) -> Iterator[str]:
                 f"{row.name} is not decided after {number} rounds: measuring up to "
                 f"{plan.most_rounds}"
             )
-    is_whole = all(len(row.good) >= min(number, len(row.rounds)) for row in rows)
-    if is_whole and comparison.rounds_in_time(plan, rows) == number < plan.most_rounds:
+    if any(row.rounds[number - 1].status == "not run" for row in rows if len(row.rounds) >= number):
+        return
+    if comparison.rounds_in_time(plan, rows) == number < plan.repeats:
         yield f"--max_minutes {plan.max_minutes:g} has no time for a round after {number}"
+    if left_s:
+        yield f"round {number} has ended: {in_words(left_s)} left"
 
 
 def _refuse_without_speed(finished: runs.RecordedRun) -> None:
@@ -408,7 +439,7 @@ def _is_done(job: Job, tensors: Path, plan: ComparisonPlan, folder: Path) -> boo
 def _progress(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
+        TimeLeftColumn(), console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
 
 

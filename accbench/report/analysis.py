@@ -84,6 +84,8 @@ class ComparisonResult:
     """Seed of the rows' order within the rounds."""
     mixed: tuple[str, ...]
     rows: tuple[RowResult, ...]
+    quick: bool = False
+    """Whether it is a first verdict, of few steps in little time."""
     takes_medians: bool = False
     """Whether a run is judged by the median of its windows, or by its mean."""
     counted: tuple[str, int] = ("samples", 1)
@@ -105,7 +107,7 @@ def judge(comparison: Comparison) -> ComparisonResult:
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
         max_repeats=plan.most_rounds, max_minutes=plan.max_minutes,
         price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
-        takes_medians=plan.takes_medians,
+        quick=plan.quick, takes_medians=plan.takes_medians,
         mixed=comparison.mixed, rows=rows, counted=comparisons.counted(comparison),
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))

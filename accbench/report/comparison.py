@@ -68,6 +68,8 @@ class ComparisonPlan:
     """Rounds of a row whose interval stays too wide for a verdict; None: `repeats`."""
     max_minutes: float | None = None
     """Begin no round that would end later, beyond the second; None: no limit."""
+    quick: bool = False
+    """A first verdict, of few steps in little time."""
     schema_version: int = SCHEMA_VERSION
 
     @property

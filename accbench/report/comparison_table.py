@@ -1,6 +1,7 @@
 """A judged comparison as a terminal table or as Markdown."""
 
 import io
+import math
 from collections.abc import Callable
 
 from rich import box
@@ -99,6 +100,8 @@ def notes(result: ComparisonResult) -> list[str]:
         f"rounds; speedup over {result.baseline}, geometric mean of the rounds' ratios; "
         f"differences under {result.min_effect:.0%} do not count"
     )
+    if result.quick:
+        lines.append(_quick_note(result))
     if result.takes_medians:
         lines.append(
             "speedups compare the median window of each run, which a stall of seconds does not "
@@ -120,6 +123,21 @@ def notes(result: ComparisonResult) -> list[str]:
     if any(row.numerics.is_too_noisy for row in result.rows):
         lines.append(_SHARPER)
     return lines
+
+
+def _quick_note(result: ComparisonResult) -> str:
+    """Say what a quick comparison did not test, and which differences it would not have shown."""
+    untested = ["what the input costs"]
+    if any(row.numerics.verdict == numerics.NOT_CHECKED for row in result.rows):
+        untested.insert(0, "whether the rows train the same")
+    halves = [
+        math.log(row.speedup_ci95[1] / row.speedup_ci95[0]) / 2
+        for row in result.rows
+        if row.speedup_ci95 is not None and row.verdict != verdict.BASELINE
+    ]
+    if halves:
+        untested.append(f"differences below {math.expm1(min(max(halves), 5.0)):.0%}")
+    return f"--quick did not test {', '.join(untested)}; leave it out for a comparison that does"
 
 
 def _extras(row: RowResult, result: ComparisonResult) -> list[str]:

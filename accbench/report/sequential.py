@@ -23,9 +23,9 @@ FIRST_LOOK = 3
 # `repeats`, and where there are, up to `repeats` and beyond it.
 _ALPHA = 0.035
 _ALPHA_UNTIL_REPEATS, _ALPHA_BEYOND = 0.032, 0.008
-# Of so many ratios the largest and the smallest are set aside, and of twice as many two at each
-# end: one bad round then rules nothing.
-_TRIMMED_OF = 8
+TRIMMED_OF = 8
+"""Rounds of which the largest and the smallest ratio are set aside, so that a bad one rules
+nothing; of twice as many two at each end."""
 _GRID = 1501
 
 
@@ -108,7 +108,7 @@ def mean_with_interval(
         return math.exp(statistics.fmean(logs)), (0.0, math.inf)
     # Before the first look nothing is decided, and the interval says so by its width.
     level = levels(repeats, max(max_repeats, num)).get(num, _ALPHA / 100)
-    trim = num // _TRIMMED_OF
+    trim = num // TRIMMED_OF
     middle_logs = logs[trim : num - trim]
     winsorized = [min(max(log, middle_logs[0]), middle_logs[-1]) for log in logs]
     left = len(middle_logs)

@@ -32,7 +32,7 @@ CASES = {
     "scaling": ([], {}, ["of which reducing", "| ddp |"]),
     "structure": ([], {}, ["| rooms of accbench | 19 |", "| arrows in circles | 0 |"]),
     "two_nodes": ([], {}, ["| ddp | 1 |", "equal"]),
-    "verdict_trials": (["FOLDER"], {}, ["same: ", "slowed: "]),
+    "verdict_trials": (["FOLDER", "--busy=1"], {}, ["same: ", "slowed: ", " repeated"]),
 }  # fmt: skip
 MARKS = {
     "digits_table": [needs("sklearn")],

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -249,8 +250,8 @@ def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_pat
 
 def test_a_disturbed_round_is_measured_again_once_and_named(tmp_path, monkeypatch):
     """By what was seen of the machine; a machine that is always busy repeats nothing for long."""
-    plan, _ = parse([*FAST, "--engines=ddp,xla", "--numerics_steps=0", "--repeats=4",
-                     "--order_seed=1", "--repeat_disturbed"], "accbench compare")  # fmt: skip
+    plan = parse([*FAST, "--engines=ddp,xla", "--numerics_steps=0", "--repeats=4",
+                  "--order_seed=1", "--repeat_disturbed"], "accbench compare").plan  # fmt: skip
     shares: dict[tuple[int, str], list[float]] = {(2, "xla"): [0.4, 0.0], (3, "ddp"): [0.4, 0.3]}
     order: list[tuple[int, str]] = []
 
@@ -269,8 +270,15 @@ def test_a_disturbed_round_is_measured_again_once_and_named(tmp_path, monkeypatc
 
     monkeypatch.setattr(rounds, "run", measured)
     usual, folder = 0.02, tmp_path / "c"
+    console = Console(file=io.StringIO(), width=200)
     with rounds.claim(plan, str(folder)):
-        rounds.measure(plan, folder, Console(quiet=True))
+        rounds.measure(plan, folder, console)
+    told = console.file.getvalue()
+    assert "round 2/4  xla: repeated, as others used 40% of the machine" in told
+    assert "xla is decided after 3 rounds" in told
+    # Runs of 20 s that are made up, of two rows to four rounds.
+    assert told.startswith("how long it takes is told after the first round")
+    assert "round 1 has ended: about 2 min left" in told
     assert [order.count(which) for which in ((2, "xla"), (3, "ddp"), (1, "ddp"))] == [2, 2, 1]
     ddp, xla = analysis.judge(comparison.read(folder)).rows
     assert xla.repeated_rounds == (
@@ -311,7 +319,10 @@ def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
         (["--repeats=1"], "--repeats must be at least 2"),
         (["--max_minutes=0"], "--max_minutes must be more than 0"),
         (["--repeats=8", "--max_repeats=7"], "--max_repeats 7 is less than --repeats 8"),
-        (["--repeats=3", "--max_repeats=7"], "looks, which begin with --repeats 4"),
+        (["--repeats=3", "--max_repeats=7"], "looks begin with --repeats 4: leave it out"),
+        (["--quick", "--max_repeats=7"], "--quick looks once, at its end"),
+        (["--max_steps=20", "--warmup_steps=20"], "leaves nothing to measure after --warmup_steps"),
+        (["--max_steps=40", "--log_interval=20"], "a verdict needs 2 windows of --log_interval 20"),
         (["--price_per_hour=-1"], "--price_per_hour must be more than 0"),
         (["--compiler-opt"], "takes --engines"),
         (["--engines=ddp,xla", "--fail_if=jax slower"], "begins with none of the rows: ddp, xla"),
@@ -325,6 +336,30 @@ def test_bad_request_is_one_line(flags, message, capsys, tmp_path):
     assert message in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "c").exists()
+
+
+def test_settings_that_are_chosen_fit_those_that_are_given():
+    def tasks(*flags: str) -> tuple[int, int, int]:
+        argv = ["--engines=ddp,ddp", "--device=cpu", "--data=synthetic", *flags]
+        task = parse(argv, "accbench compare").plan.rows[0].task
+        return task["max_steps"], task["warmup_steps"], task["log_interval"]
+
+    assert tasks() == (120, 20, 10)
+    assert tasks("--max_steps=40") == (40, 13, 5)
+    assert tasks("--log_interval=50") == (270, 20, 50)
+    assert tasks("--warmup_steps=200") == (220, 200, 4)
+    assert tasks("--quick") == (36, 6, 5)
+    assert tasks("--quick", "--max_steps=20") == (20, 6, 2)
+
+
+def test_quick_says_what_it_did_not_test(tmp_path):
+    argv = ["--quick", "--engines=ddp,ddp", "--device=cpu", "--data=synthetic"]
+    plan = parse(argv, "accbench compare").plan
+    assert (plan.repeats, plan.most_rounds, plan.max_minutes) == (4, 4, 2)
+    assert (plan.numerics_steps, plan.input_round, plan.stops_when_decided) == (0, False, False)
+    made = fakes.plan(quick=True, numerics_steps=0, input_round=False, repeats=4)
+    page = publish.render([comparison.read(fakes.write(tmp_path, made))], "md")
+    assert "did not test whether the rows train the same, what the input costs, differences" in page
 
 
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
