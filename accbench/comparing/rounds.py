@@ -408,7 +408,7 @@ def _news(plan: ComparisonPlan, folder: Path, number: int, left_s: float | None)
     if comparison.rounds_in_time(plan, rows) == number < plan.repeats:
         yield f"--max_minutes {plan.max_minutes:g} has no time for a round after {number}"
     if left_s:
-        yield f"round {number} has ended: {in_words(left_s)} left"
+        yield f"{in_words(left_s)} left after round {number}"
 
 
 def _refuse_without_speed(finished: runs.RecordedRun) -> None:

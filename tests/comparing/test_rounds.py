@@ -278,7 +278,7 @@ def test_a_disturbed_round_is_measured_again_once_and_named(tmp_path, monkeypatc
     assert "xla is decided after 3 rounds" in told
     # Runs of 20 s that are made up, of two rows to four rounds.
     assert told.startswith("how long it takes is told after the first round")
-    assert "round 1 has ended: about 2 min left" in told
+    assert "about 2 min left after round 1" in told
     assert [order.count(which) for which in ((2, "xla"), (3, "ddp"), (1, "ddp"))] == [2, 2, 1]
     ddp, xla = analysis.judge(comparison.read(folder)).rows
     assert xla.repeated_rounds == (
