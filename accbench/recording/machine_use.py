@@ -116,13 +116,12 @@ def machine_use(by_rank: Sequence[Sequence[float]]) -> MachineUse:
             max(c.throttled_cpu_s for c in counted) / available_s,
             max(c.swapped_in_bytes for c in counted),
         ))  # fmt: skip
-    largest = [
-        max((u for u in column if math.isfinite(u)), default=None)
-        for column in zip(*uses, strict=True)
-    ]
-    shares = [None if share is None else round(min(1.0, max(0.0, share)), 4) for share in largest]
-    swapped = largest[3]
-    return MachineUse(*shares[:3], None if swapped is None else int(swapped))
+    columns = [[u for u in column if math.isfinite(u)] for column in zip(*uses, strict=True)]
+    *largest, swapped = (max(column, default=None) for column in columns)
+    others, stolen, throttled = (
+        None if share is None else round(min(1.0, max(0.0, share)), 4) for share in largest
+    )
+    return MachineUse(others, stolen, throttled, None if swapped is None else int(swapped))
 
 
 def _processors() -> frozenset[int]:
