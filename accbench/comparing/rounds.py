@@ -188,6 +188,8 @@ def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
     for number, turn in enumerate(round_orders(rows, plan.most_rounds, plan.order_seed), start=1):
         needed = comparison.rounds_needed(plan, comparison.read_rows(plan, folder))
+        if number > max(needed.values()):
+            break
         for row, task in turn:
             if number > needed[row.name]:
                 continue  # decided; the round's order stays that of the rows left

@@ -1,0 +1,40 @@
+"""How long a comparison goes on, by made-up runs of 20 s each."""
+
+import shutil
+
+import pytest
+
+from accbench.comparing import time_left
+from accbench.report import comparison
+from tests.report import fakes
+
+
+def test_what_has_run_takes_no_more_time_and_what_has_not_takes_as_long_as_before(tmp_path):
+    plan = fakes.plan(numerics_steps=0)
+    folder = fakes.write(tmp_path, plan)
+    assert time_left.estimate_s(plan, folder, True) == 0
+    for number in (4, 5):
+        shutil.rmtree(folder / "rounds" / f"{number:02}")
+    shutil.rmtree(comparison.synthetic_folder(folder, plan.rows[0]))
+    assert time_left.estimate_s(plan, folder, True) == 2 * 3 * 20 + 20
+    assert time_left.estimate_s(plan, folder, False) == 2 * 3 * 20
+    for number in (1, 2, 3):
+        shutil.rmtree(folder / "rounds" / f"{number:02}")
+    assert time_left.estimate_s(plan, folder, True) is None
+
+
+def test_a_numerics_pass_is_guessed_from_the_start_and_the_speed_of_a_step(tmp_path):
+    plan = fakes.plan()
+    folder = fakes.write(tmp_path, plan)
+    assert time_left.estimate_s(plan, folder, True) == 0
+    shutil.rmtree(comparison.numerics_folder(folder, "xla"))
+    # Three steps of a third of a second, six times, and 40 s to the first.
+    assert time_left.estimate_s(plan, folder, True) == pytest.approx(40 + 6 * 3 * 0.32, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "about 1 s"), (42, "about 42 s"), (268, "about 4 min 30 s"), (299, "about 5 min")],
+)
+def test_durations_in_words(seconds, words):
+    assert time_left.in_words(seconds) == words
