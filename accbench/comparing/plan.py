@@ -11,6 +11,7 @@ from accbench import config, launchers
 from accbench.comparing import defaults, update_rules
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
+from accbench.config.task import MeshFlags
 from accbench.errors import RequestError
 from accbench.report import conditions
 from accbench.report.comparison import ComparisonPlan, RowPlan
@@ -28,7 +29,8 @@ class CompareFlags(TaskConfig):
     engines: str = flag(
         "ddp,inductor,xla",
         "Engines to compare, comma-separated; an engine's options follow it after colons: "
-        "`ddp:channels_last=false,ddp,xla`.",
+        "`ddp:channels_last=false,ddp,xla`. How a row shards follows likewise: "
+        "`ddp,ddp:dp_shard=auto`.",
     )
     baseline: str | None = flag(
         None, "The row that the others are compared with. Unset: the first."
@@ -146,6 +148,10 @@ class CompareFlags(TaskConfig):
     )
 
 
+# Flags of a run that a row may have as it has its engine's options.
+_MESH_FLAGS = [field.name for field in dataclasses.fields(MeshFlags)]
+
+
 @dataclasses.dataclass(frozen=True)
 class CompareRequest:
     """What a command line asks for."""
@@ -245,7 +251,8 @@ def _make_row(
     task = config.task_of(defaults.fill(flags, engine, chosen))
     values = config.as_mapping(task)
     options = values.setdefault(engine, {})
-    options.update(_parse_settings(spec, settings))
+    for key, value in _parse_settings(spec, settings).items():
+        (values if key in _MESH_FLAGS else options)[key] = value
     del values["output_dir"]
     # Parse once more: only the flags' parser knows each option's name and type.
     try:

@@ -84,17 +84,39 @@ def gather_rows(
     local: torch.Tensor, shape: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor | None:
     """Return the whole tensor on the group's first rank, and None on the others; all call it."""
-    num_ranks, most = group.size(), math.ceil(shape[0] / group.size()) * math.prod(shape[1:])
+    most = math.ceil(shape[0] / group.size()) * math.prod(shape[1:])
     padded = local.new_zeros(most)
     padded[: local.numel()].copy_(local.detach().reshape(-1))
     parts = None
     if group.rank() == 0:
-        parts = [torch.empty_like(padded).view(torch.uint8) for _ in range(num_ranks)]
+        parts = [torch.empty_like(padded).view(torch.uint8) for _ in range(group.size())]
     dist.gather(padded.view(torch.uint8), parts, group=group, group_dst=0)
     if parts is None:
         return None
     joined = torch.cat([part.view(padded.dtype) for part in parts])
     return joined[: math.prod(shape)].view(*shape)
+
+
+class RowsTensor:
+    """A tensor of which each rank has rows, and which is gathered when it is needed.
+
+    Args:
+        local: this rank's rows.
+        shape: of the whole tensor.
+        group: the ranks that have its rows, in order.
+    """
+
+    def __init__(self, local: torch.Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.shape, self.dtype = tuple(shape), local.dtype
+        self._local, self._group = local, group
+        self.is_gathered = False
+
+    def gather(self) -> torch.Tensor | None:
+        """Return the whole tensor on rank 0, None elsewhere; all ranks call it, in one order."""
+        self.is_gathered = True
+        if dist.get_process_group_ranks(self._group)[0] != 0:
+            return None  # another replica's
+        return gather_rows(self._local, self.shape, self._group)
 
 
 def fill_from_rows(shards: Iterable[ParameterShard], group: dist.ProcessGroup) -> None:

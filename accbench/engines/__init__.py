@@ -235,6 +235,14 @@ class Engine(abc.ABC):
         """Return all that training changes, on the host; `net` is what `prepare` was given."""
         return training_state.read(net, optimizer, self.precision.scaler)
 
+    def saved_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        """Return the state for a checkpoint; of sharded tensors each rank has its rows.
+
+        Where `reads_together`, all ranks call it, and these are `RowsTensor`s, which all ranks
+        gather one after the other, before the next step.
+        """
+        return self.training_state(net, optimizer)
+
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
     ) -> None:

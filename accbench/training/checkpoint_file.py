@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from accbench.distributed import complex_numbers
+from accbench.distributed.parameter_shards import RowsTensor
 from accbench.engines.common import extra_state
 from accbench.engines.common.training_state import Tensors, TrainingState
+from accbench.training import streamed_tensors
 
 FORMAT = 1
 JSON_FILE, TENSORS_FILE = "checkpoint.json", "tensors.safetensors"
@@ -102,7 +104,13 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
     tensors = folder / TENSORS_FILE
     extra: list[torch.Tensor] = []
     packed = {k: extra_state.pack(v, extra) for k, v in (checkpoint.state.extra or {}).items()}
-    save_file(complex_numbers.as_real(_flat(checkpoint, extra)), tensors)
+    flat = _flat(checkpoint, extra)
+    sharded = {name: tensor for name, tensor in flat.items() if isinstance(tensor, RowsTensor)}
+    rest = complex_numbers.as_real({n: t for n, t in flat.items() if n not in sharded})
+    if sharded:
+        streamed_tensors.write(tensors, {**rest, **sharded})
+    else:
+        save_file(rest, tensors)
     _flush(tensors)
     content = {
         **dataclasses.asdict(checkpoint.facts),
@@ -124,7 +132,32 @@ def _flat(checkpoint: Checkpoint, extra: list[torch.Tensor]) -> Tensors:
     for rank, states in enumerate(checkpoint.rng):
         tensors.update({f"rng/{rank}/{key}": tensor for key, tensor in states.items()})
     tensors.update({f"{_EXTRA}/{number}": tensor for number, tensor in enumerate(extra)})
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {
+        name: tensor if isinstance(tensor, RowsTensor) else tensor.contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def gather_rest(checkpoint: Checkpoint) -> None:
+    """Take part in gathering what of a checkpoint this rank has not gathered yet."""
+    streamed_tensors.gather_rest(_flat(checkpoint, []))
+
+
+class FileTensor:
+    """A tensor in a safetensors file, of which rows are read as they are needed."""
+
+    def __init__(self, file: Any, key: str) -> None:
+        self._file, self._key = file, key
+        self.shape = tuple(file.get_slice(key).get_shape())
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        found: torch.Tensor = self._file.get_slice(self._key)[rows]
+        return found
+
+    def read(self) -> torch.Tensor:
+        """Read all of it."""
+        found: torch.Tensor = self._file.get_tensor(self._key)
+        return found
 
 
 def _flush(path: Path) -> None:
@@ -164,8 +197,12 @@ def verify(folder: Path) -> CheckpointFacts:
     return facts
 
 
-def read(folder: Path) -> Checkpoint:
+def read(folder: Path, by_rows: bool = False) -> Checkpoint:
     """Read a checkpoint that `verify` has found complete.
+
+    Args:
+        folder: the checkpoint's.
+        by_rows: leave the model's and the optimizer's tensors in the file, as `FileTensor`s.
 
     Raises:
         DamagedError: it is not complete, or no longer.
@@ -177,7 +214,7 @@ def read(folder: Path) -> Checkpoint:
     optimizer: dict[str, Tensors] = {}
     rng: dict[int, Tensors] = {}
     try:
-        tensors = complex_numbers.as_complex(load_file(folder / TENSORS_FILE))
+        tensors = _open(folder / TENSORS_FILE, by_rows)
         for key, tensor in tensors.items():
             kind, rest = key.split("/", 1)
             if kind == "model":
@@ -196,6 +233,16 @@ def read(folder: Path) -> Checkpoint:
         raise DamagedError(f"cannot read {folder / TENSORS_FILE}: {error}") from None
     state = TrainingState(model, optimizer, facts.scaler, extra_state_dict)
     return Checkpoint(facts, state, tuple(rng[rank] for rank in sorted(rng)))
+
+
+def _open(path: Path, by_rows: bool) -> dict[str, Any]:
+    if not by_rows:
+        return {**complex_numbers.as_complex(load_file(path))}
+    file = safe_open(path, "pt")
+    keys, of_shards = [*file.keys()], ("model/", "optimizer/")
+    rest = {key: file.get_tensor(key) for key in keys if not key.startswith(of_shards)}
+    in_file = {key: FileTensor(file, key) for key in keys if key.startswith(of_shards)}
+    return {**complex_numbers.as_complex(rest), **in_file}
 
 
 def _extra_of(content: dict[str, Any], tensors: dict[int, torch.Tensor]) -> dict[str, Any] | None:

@@ -122,12 +122,13 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def save(self, checkpoint: Checkpoint, stall_s: float) -> None:
+    def save(self, checkpoint: Checkpoint, stall_s: float, at_once: bool = False) -> None:
         """Begin to write a checkpoint, after waiting for the one before.
 
         Args:
             checkpoint: what to write.
             stall_s: seconds for which training stood still to read the state.
+            at_once: whether to return only when it is written.
 
         Raises:
             RequestError: the checkpoint before could not be written, and that ends the run.
@@ -135,6 +136,10 @@ class Writer:
         begun = time.perf_counter()
         self.finish()
         stall_s += time.perf_counter() - begun
+        if at_once:
+            self._write(checkpoint, stall_s)
+            self.finish()
+            return
         self._thread = threading.Thread(
             target=self._write, args=(checkpoint, stall_s), name="checkpoint"
         )

@@ -122,10 +122,8 @@ class Keeper:
         by_name = {name: all_gather_tensor(state) for name, state in rng.items()}
         self.engine.gather_state()
         model_state.refuse_unsaved(self.net)
-        state = None
         if self.writer is not None or self.engine.reads_together:
-            state = self.engine.training_state(self.net, self.optimizer)
-        if self.writer is not None and state is not None:
+            state = self.engine.saved_state(self.net, self.optimizer)
             facts = CheckpointFacts(
                 step=step, epoch=epoch,
                 loader=None if num_batches is None else self.loader.state_dict(num_batches),
@@ -141,10 +139,19 @@ class Keeper:
                 {name: states[rank] for name, states in by_name.items()}
                 for rank in range(self.topology.world_size)
             )
-            self.writer.save(Checkpoint(facts, state, rng_of_ranks), time.perf_counter() - began)
+            self._write(Checkpoint(facts, state, rng_of_ranks), time.perf_counter() - began)
         self.engine.load_rng_state(
             rng
         )  # reading may have drawn numbers; a run without checkpoints would not
+
+    def _write(self, checkpoint: Checkpoint, stall_s: float) -> None:
+        """Write a checkpoint on rank 0; a sharded one at once, as all ranks gather for it."""
+        try:
+            if self.writer is not None:
+                self.writer.save(checkpoint, stall_s, at_once=self.engine.reads_together)
+        finally:
+            if self.engine.reads_together:
+                checkpoint_file.gather_rest(checkpoint)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint of this run, on every rank."""
@@ -171,7 +178,7 @@ class Keeper:
             RequestError: it is of another model or of other data, or is damaged.
         """
         try:
-            saved = checkpoint_file.read(folder)
+            saved = checkpoint_file.read(folder, by_rows=self.engine.reads_together)
         except DamagedError as error:
             raise RequestError(f"--resume {folder}: {error}") from None
         facts, task = saved.facts, self.engine.task
@@ -191,7 +198,8 @@ class Keeper:
             raise RequestError(f"--resume {folder} does not fit: {error}") from None
         rank, world_size = self.topology.rank, self.topology.world_size
         # Seed first: another engine's checkpoint may lack a generator that this one has.
-        self.engine.seed(task.seed + rank + _SEED_STRIDE * facts.step)
+        data_rank = self.engine.mesh.data_topology(self.topology).rank
+        self.engine.seed(task.seed + data_rank + _SEED_STRIDE * facts.step)
         if facts.world_size == world_size and rank < len(saved.rng):
             self.engine.load_rng_state(saved.rng[rank])
         else:

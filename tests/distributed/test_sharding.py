@@ -1,12 +1,15 @@
 """Sharded training is unsharded training: four processes, every way to shard."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
+from accbench.comparing import plan
 from accbench.data import mock_images
 from accbench.recording import records
-from tests.conftest import ROOT, TINY, end_of, of_kind, run, several_ranks
+from accbench.training import checkpoint_file
+from tests.conftest import ROOT, TINY, end_of, of_kind, processes_of, run, several_ranks
 from tests.scripts import sharded_ranks
 
 
@@ -61,8 +64,8 @@ def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
 
 def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):
     """Of 9 images to validate one worker has 5, in two batches, and the other 4, in one."""
-    plan = mock_images.MockImagePlan(num_classes=3, num_train=8, num_val=3)
-    mock_images.make(tmp_path / "images", plan)
+    images = mock_images.MockImagePlan(num_classes=3, num_train=8, num_val=3)
+    mock_images.make(tmp_path / "images", images)
     evaluations = []
     for name, flags in {"ddp": (), "sharded": ("--dp_shard=auto",)}.items():
         done = run(*TINY, f"--data=imagefolder:{tmp_path / 'images'}", "--nproc_per_node=2",
@@ -78,3 +81,78 @@ def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):
     assert header.mesh == {"pp": 1, "replicate": 1, "shard": 2, "cp": 1, "tp": 1}
     kept = [end_of(tmp_path / name).state_bytes for name in ("ddp", "sharded")]
     assert kept[1] < 0.6 * kept[0]
+
+
+LANGUAGE = (*TINY, "--model=llama_tiny", "--seq_len=16", "--warmup_steps=1", "--log_interval=1",
+            "--optimizer=sgd", "--lr=0.1", "--ema_decay=0.9", "--eval_interval=0")  # fmt: skip
+# Eight samples a step in all of them.
+LEGS = (
+    ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=auto"),
+    ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=1"),
+    ("--nproc_per_node=1", "--batch_size=8"),
+    ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=2"),
+    ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--engine=jax"),
+    ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=2"),
+    ("--nproc_per_node=2", "--batch_size=4"),
+)
+
+
+@pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+def test_a_run_goes_on_in_every_other_way_to_shard(tmp_path):
+    """4 -> 2 -> 1 -> 2 x 2 -> jax -> 2 workers, sharded or not: one run of two steps each."""
+    text = f"--data=tokens:{ROOT / 'docs' / 'architecture.md'}"
+    for number, flags in enumerate(LEGS, start=1):
+        done = run(*LANGUAGE, text, *flags, f"--max_steps={2 * number}", "--resume=auto",
+                   f"--output_dir={tmp_path / 'legs'}")  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    unbroken = run(*LANGUAGE, text, "--batch_size=8", f"--max_steps={2 * len(LEGS)}",
+                   f"--output_dir={tmp_path / 'whole'}")  # fmt: skip
+    assert unbroken.returncode == 0, unbroken.stderr
+    losses = [[w.loss for w in of_kind(tmp_path / name, records.WindowRecord)]
+              for name in ("legs", "whole")]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    last = f"step-{2 * len(LEGS):09}"
+    states = [checkpoint_file.read(tmp_path / name / "checkpoints" / last).state
+              for name in ("legs", "whole")]  # fmt: skip
+    for kind in ("model", "optimizer"):
+        of, expected = getattr(states[0], kind), getattr(states[1], kind)
+        assert of.keys() == expected.keys()
+    assert {key for state in states[0].optimizer.values() for key in state} == {
+        "step", "momentum_buffer", "average"
+    }  # fmt: skip
+    for name, tensor in states[1].model.items():
+        assert (states[0].model[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("sharded", [("--zero=1",), ("--zero=3",)])
+def test_a_checkpoint_that_cannot_be_written_ends_all_workers(tmp_path, sharded):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints").rmdir()
+    (run_dir / "checkpoints").write_text("in the way")
+    done = run(*LANGUAGE, "--data=synthetic", "--nproc_per_node=2", "--dp_shard=auto", *sharded,
+               f"--output_dir={run_dir}", "--timeout_s=60")  # fmt: skip
+    assert done.returncode != 0
+    assert "cannot write a checkpoint" in done.stderr
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    done = run(*TINY, "--data=synthetic", "--model=tests.nets:killed_on_rank1",
+               "--nproc_per_node=2", "--dp_shard=auto", f"--output_dir={tmp_path / 'run'}",
+               )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+    assert end_of(tmp_path / "run").status == "error"
+    assert not processes_of(tmp_path / "run")
+
+
+def test_a_comparison_has_sharded_rows(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = [*TINY, "--data=synthetic", "--nproc_per_node=2"]
+    engines = "--engines=ddp,ddp:dp_shard=auto:zero=1,ddp:dp_shard=3"
+    asked = plan.parse([*flags, engines], "accbench compare").plan
+    tasks = [row.task for row in asked.rows]
+    assert [task and (task["dp_shard"], task["zero"]) for task in tasks] == [
+        (None, None), ("auto", 1), None
+    ]  # fmt: skip
+    assert "2 workers are no multiple of --dp_shard 3" in asked.rows[2].reason

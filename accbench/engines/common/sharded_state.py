@@ -1,15 +1,13 @@
 """Training state of which each rank has rows: gathered to whole tensors, and cut again."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accbench.distributed import parameter_shards
 from accbench.distributed.parameter_shards import ParameterShard
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
 from accbench.engines.common import model_state, training_state
@@ -21,21 +19,21 @@ Shards = Mapping[str, ParameterShard]
 
 def read(
     net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, shards: Shards,
-    group: dist.ProcessGroup,
+    gather: Callable[[torch.Tensor, tuple[int, ...]], Any],
 ) -> TrainingState:  # fmt: skip
-    """Read the current state, whole on every rank; all ranks call it, and wait.
+    """Read the current state; all ranks call it.
 
     Args:
         net: the model that was sharded.
         optimizer: of the shards' rows.
         scaler: the GradScaler, or None.
         shards: by parameter name.
-        group: the ranks that have one model's shards.
+        gather: called with a rank's rows and the whole shape, returns what stands for the whole.
     """
 
-    def whole(shard: ParameterShard, value: torch.Tensor) -> torch.Tensor:
+    def whole(shard: ParameterShard, value: torch.Tensor) -> Any:
         if shard.is_like(value):
-            value = parameter_shards.all_gather_rows(value, shard.shape, group)
+            return gather(value.detach(), shard.shape)
         return value.detach().to("cpu", copy=True)
 
     model: Tensors = {}
@@ -62,19 +60,20 @@ def load(
     net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, shards: Shards,
     saved: TrainingState,
 ) -> None:  # fmt: skip
-    """Load a whole state, of which each rank takes its rows.
+    """Load a whole state, in memory or in a file, of which each rank takes its rows.
 
     Raises:
         NotLoadableError: model or optimizer have other tensors.
     """
-    model = dict(saved.model)
-    for name in shards.keys() & model.keys():
-        model[name] = _as_parameter(shards[name], model[name])
+    model = {
+        name: _as_parameter(shards[name], value) if name in shards else in_memory(value)
+        for name, value in saved.model.items()
+    }
     states = {
         name: {
             key: shards[name].cut(value)
             if name in shards and tuple(value.shape) == shards[name].shape
-            else value
+            else in_memory(value)
             for key, value in state.items()
         }
         for name, state in saved.optimizer.items()
@@ -86,11 +85,17 @@ def load(
     )  # fmt: skip
 
 
-def _as_parameter(shard: ParameterShard, whole: torch.Tensor) -> torch.Tensor:
+def in_memory(value: Any) -> torch.Tensor:
+    """Return a tensor, or a file's, as a tensor."""
+    tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value.read()
+    return tensor
+
+
+def _as_parameter(shard: ParameterShard, whole: Any) -> torch.Tensor:
     """Return a whole tensor in the form in which the model has the parameter."""
     parameter: Any = shard.parameter
     if not isinstance(parameter, DTensor) or tuple(whole.shape) != shard.shape:
-        return whole
+        return in_memory(whole)
     rows = shard.cut(whole).to(shard.local.device, shard.local.dtype)
     return DTensor.from_local(
         rows, parameter.device_mesh, parameter.placements, run_check=False,

@@ -17,6 +17,7 @@ from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import complex_parameters, mesh
 from accbench.distributed.mesh import MeshShape
+from accbench.distributed.parameter_shards import RowsTensor, all_gather_rows
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
@@ -281,8 +282,22 @@ class Engine(LoopEngine):
         strategy = self.strategy
         if not isinstance(strategy, ShardingStrategy):
             return super().training_state(net, optimizer)
+
+        def gather(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+            return all_gather_rows(rows, shape, strategy.group).cpu()
+
+        return sharded_state.read(net, optimizer, self.precision.scaler, strategy.shards, gather)
+
+    def saved_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        strategy = self.strategy
+        if not isinstance(strategy, ShardingStrategy):
+            return super().saved_state(net, optimizer)
+
+        def gather_later(rows: torch.Tensor, shape: tuple[int, ...]) -> RowsTensor:
+            return RowsTensor(rows, shape, strategy.group)
+
         return sharded_state.read(
-            net, optimizer, self.precision.scaler, strategy.shards, strategy.group
+            net, optimizer, self.precision.scaler, strategy.shards, gather_later
         )
 
     def load_training_state(
