@@ -1,0 +1,48 @@
+"""timm's own train.py, given samples that lie in memory in place of files.
+
+python with_timm.py TRAIN_PY
+"""
+
+import functools
+import runpy
+import sys
+
+import timm.data
+import workload
+from timm.task import classification
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Images(workload.Samples):
+    """The samples; timm sets its transform, which is for files."""
+
+    transform = target_transform = None
+
+
+def _without_device_ids(net: nn.Module, device_ids: object, **settings: object) -> nn.Module:
+    return DistributedDataParallel(net, **settings)
+
+
+def main() -> None:
+    case, train_py = workload.begin(), sys.argv[1]
+    timm.data.create_dataset = lambda *_, **__: Images(case)
+    # Its default asks for worker processes that stay, where there are none.
+    timm.data.create_loader = functools.partial(timm.data.create_loader, persistent_workers=False)
+    # It names a device, which DistributedDataParallel refuses on a CPU.
+    classification.DDP = _without_device_ids
+    # What the other scripts do: no augmentation, no schedule, no files beside its own log.
+    sys.argv = [
+        train_py, "--device=cpu", f"--model={workload.IMAGE_MODELS[case.model][0]}",
+        f"--num-classes={workload.NUM_CLASSES}", f"--img-size={case.image_size}",
+        f"--batch-size={case.batch_size}", "--epochs=1", "--warmup-epochs=0",
+        "--opt=adamw", "--opt-kwargs", "fused=True", f"--lr={workload.LR}",
+        f"--weight-decay={workload.WEIGHT_DECAY}", "--no-aug", "--smoothing=0", "--workers=0",
+        "--no-prefetcher", f"--output={case.folder}", "--val-split=", "--log-interval=1000000",
+        *(["--torchcompile=inductor"] if case.compiled else []),
+    ]  # fmt: skip
+    runpy.run_path(train_py, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
