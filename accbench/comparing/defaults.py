@@ -80,9 +80,14 @@ def check_rounds(flags: Any) -> None:
 
 
 def repeat_rule(flags: Any, num_rows: int) -> RepeatRule | None:
-    """Return the rule of disturbed rounds; None if the flags repeat none."""
+    """Return the rule of disturbed rounds; None if the flags repeat none.
+
+    A quick comparison has no time to repeat any, and still names them.
+    """
     if not flags.repeat_disturbed:
         return None
+    if flags.quick:
+        return RepeatRule(max_repeats=0)
     return RepeatRule(max_repeats=max(2, num_rows * flags.repeats // 2))
 
 

@@ -107,7 +107,9 @@ def notes(result: ComparisonResult) -> list[str]:
             "speedups compare the median window of each run, which a stall of seconds does not "
             f"move; {result.counted[0]}/s are of the whole time, stalls included"
         )
-    if any(row.rounds_ok < result.repeats and row.speedup is not None for row in result.rows):
+    if result.max_minutes is not None and any(_lacks_rounds(row, result) for row in result.rows):
+        lines.append(f"there was no time for more rounds: --max_minutes {result.max_minutes:g}")
+    if any(row.decided_after is not None for row in result.rows):
         lines.append("a row that is decided is measured no further; intervals hold for all looks")
     if result.order_seed is not None:
         lines.append(f"the order within each round was drawn: --order_seed {result.order_seed}")
@@ -125,6 +127,13 @@ def notes(result: ComparisonResult) -> list[str]:
     return lines
 
 
+def _lacks_rounds(row: RowResult, result: ComparisonResult) -> bool:
+    is_judged = row.name != result.baseline and row.verdict != verdict.FAILED
+    return (
+        is_judged and row.decided_after is None and len(row.samples_per_s_rounds) < result.repeats
+    )
+
+
 def _quick_note(result: ComparisonResult) -> str:
     """Say what a quick comparison did not test, and which differences it would not have shown."""
     untested = ["what the input costs"]
@@ -136,7 +145,8 @@ def _quick_note(result: ComparisonResult) -> str:
         if row.speedup_ci95 is not None and row.verdict != verdict.BASELINE
     ]
     if halves:
-        untested.append(f"differences below {math.expm1(min(max(halves), 5.0)):.0%}")
+        half = math.expm1(min(max(halves), 1.0))
+        untested.append(f"differences below {half:.0%}" if half < 1 else "differences below 2x")
     return f"--quick did not test {', '.join(untested)}; leave it out for a comparison that does"
 
 

@@ -357,8 +357,19 @@ def test_quick_says_what_it_did_not_test(tmp_path):
     plan = parse(argv, "accbench compare").plan
     assert (plan.repeats, plan.most_rounds, plan.max_minutes) == (4, 4, 2)
     assert (plan.numerics_steps, plan.input_round, plan.stops_when_decided) == (0, False, False)
-    made = fakes.plan(quick=True, numerics_steps=0, input_round=False, repeats=4)
+    assert plan.repeat_rule.max_repeats == 0
+    # Rounds that take 60 s leave no time for a third.
+    made = fakes.plan(
+        quick=True,
+        numerics_steps=0,
+        input_round=False,
+        repeats=4,
+        max_minutes=2,
+        takes_medians=True,
+    )
     page = publish.render([comparison.read(fakes.write(tmp_path, made))], "md")
+    assert "there was no time for more rounds: --max_minutes 2" in page
+    assert "median of 2 rounds" in page
     assert "did not test whether the rows train the same, what the input costs, differences" in page
 
 
