@@ -105,6 +105,10 @@ def apply_defaults(task: TaskConfig, device: Any) -> TaskConfig:
             f"--batch_size {task.batch_size} cannot be cut into --accumulate {task.accumulate} "
             "equal parts"
         )
+    if task.tf32 == "on" and device != "cuda":
+        raise RequestError(
+            f"--tf32 on: TF32 is a type of NVIDIA GPUs, not of --device {device}; leave it out"
+        )
     if task.nesterov and not task.momentum:
         raise RequestError("--nesterov needs a --momentum above 0")
     if task.resume == "auto" and task.output_dir is None:

@@ -1,11 +1,13 @@
 """The settings that `accbench compare` chooses where the flags leave them out."""
 
 import dataclasses
+import importlib.util
 import sys
 from typing import Any
 
 from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError
+from accbench.pjrt import devices
 from accbench.report.disturbance import RepeatRule
 from accbench.report.sequential import FIRST_LOOK
 
@@ -41,6 +43,21 @@ _FEWEST_STEPS = 20
 # which there is none.
 _WANTED_WINDOWS, _FEWEST_WINDOWS = 5, 2
 _WINDOWS = ("warmup_steps", "log_interval")
+# Its float64 takes far longer than what it is held against.
+_NUMERICS_STEPS_ON_GPU = 5
+
+
+def fill_for_device(flags: Any) -> Any:
+    """Return the flags with engines, and on an accelerator a numerics pass, that fit the device."""
+    on_cpu = devices.find(flags.device) == "cpu"
+    if flags.engines is None:
+        has_torch_xla = importlib.util.find_spec("torch_xla") is not None
+        through_jax = ["jax"] if not (on_cpu and has_torch_xla) else []
+        engines = ["ddp", "inductor", *through_jax, *["xla"] * has_torch_xla]
+        flags = dataclasses.replace(flags, engines=",".join(engines))
+    if flags.numerics_steps is None and not on_cpu and not flags.quick:
+        flags = dataclasses.replace(flags, numerics_steps=_NUMERICS_STEPS_ON_GPU)
+    return flags
 
 
 def fill_rounds(flags: Any) -> Any:

@@ -26,11 +26,12 @@ class CompareFlags(TaskConfig):
     a small model, so that a comparison takes minutes.
     """
 
-    engines: str = flag(
-        "ddp,inductor,xla",
+    engines: str | None = flag(
+        None,
         "Engines to compare, comma-separated; an engine's options follow it after colons: "
         "`ddp:channels_last=false,ddp,xla`. How a row shards follows likewise: "
-        "`ddp,ddp:dp_shard=auto`.",
+        "`ddp,ddp:dp_shard=auto`. Unset: ddp, inductor; jax on an accelerator and where there is "
+        "no torch_xla; xla where there is.",
     )
     baseline: str | None = flag(
         None, "The row that the others are compared with. Unset: the first."
@@ -67,8 +68,9 @@ class CompareFlags(TaskConfig):
     )
     numerics_steps: int | None = flag(
         None,
-        "Steps of the pass that compares losses, gradients and parameters; 0 skips it. Unset: 20, "
-        "or 0 with --quick.",
+        "Steps of the pass that compares losses, gradients and parameters; 0 skips it. Unset: 20 "
+        "on a CPU, else 5, whose float64 is computed on the GPU where torch has CUDA; 0 with "
+        "--quick.",
     )
     input_round: bool = flag(
         True,
@@ -171,7 +173,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         RequestError: a flag or a row is wrong, or the baseline cannot run here.
     """
     flags: Any = config.read_flags(argv, prog, CompareFlags)
-    flags = defaults.fill_rounds(flags)
+    flags = defaults.fill_rounds(defaults.fill_for_device(flags))
     _check(flags)
     specs = [spec.strip() for spec in flags.engines.split(",") if spec.strip()]
     if len(specs) < 2:

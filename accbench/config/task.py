@@ -92,6 +92,13 @@ class EngineFlags:
         None,
         "Type under O1; float16 adds a GradScaler. Unset: float16 on CUDA, else bfloat16.",
     )
+    tf32: Literal["on", "off"] = flag(
+        "off",
+        "On NVIDIA GPUs, let products of float32 (matrices and convolutions) round their factors "
+        "to TF32, which is faster: the same for every engine, under O0 and O1. A script sets it "
+        "itself, as torch has it.",
+        of_scripts=False,
+    )
     max_recompiles: int | None = flag(
         None,
         "Graphs that may be compiled after the warm-up before the run ends with what caused it.",

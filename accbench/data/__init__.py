@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, plugins
 from accbench.data import nested, shared_memory
 from accbench.data.loader import name_dead_workers
 from accbench.data.mixing import Mixing
@@ -229,7 +229,7 @@ class Loader:
             drop_last=train,
             num_workers=task.workers,
             collate_fn=collated,
-            pin_memory=task.device == "cuda",
+            pin_memory=task.device == "cuda" and plugins.load("engines", task.engine).pins_batches,
             # Not fork: the parent already has a device and threads. Not forkserver: its children
             # outlive a parent that is killed, because they watch only the server.
             multiprocessing_context="spawn" if task.workers else None,

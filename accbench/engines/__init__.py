@@ -72,6 +72,11 @@ class Engine(abc.ABC):
     """How the ranks share a step."""
     compiler: str | None = None
     """Which compiler this engine is meant to train through; None if it is eager."""
+    pins_batches: bool = False
+    """Whether torch copies batches to CUDA, which is faster from pinned memory; pinning for another
+    library would start torch's CUDA beside it."""
+    traces_device: bool = False
+    """Whether `start_profile` traces the device; of CUDA's tracing (CUPTI) there is one user."""
     step_tracer: str | None = None
     """A module that traces a step without running it, for `accbench preflight`."""
     precision: Precision
@@ -199,7 +204,12 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
-        """Peak of the device's allocator; on a CPU, of the process's resident size."""
+        """Peak of the device's allocator since `reset_peak_memory`; on a CPU, of the process's
+        resident size."""
+
+    def reset_peak_memory(self) -> None:
+        """Forget the peak so far, which held what choosing kernels took, if the device can."""
+        return
 
     def seed(self, seed: int) -> None:
         """Seed the model's own random numbers, such as dropout's; each rank has another seed."""

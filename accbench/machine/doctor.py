@@ -28,7 +28,8 @@ from accbench.recording import provenance
 from accbench.system import cache_folders, cgroups, extras, user_name
 
 _DEVICES: tuple[Literal["cpu", "cuda", "tpu"], ...] = ("cpu", "cuda", "tpu")
-_LIBRARIES = {"cudnn": "nvidia-cudnn-cu12", "nccl": "nvidia-nccl-cu12"}
+# Library -> its package, named by the major version of the CUDA that torch was built with.
+_LIBRARIES = {"cudnn": "nvidia-cudnn-cu{}", "nccl": "nvidia-nccl-cu{}"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def examine() -> dict[str, Any]:
         "driver_cuda": driver.cuda_version,
         "torch_cuda": _torch_cuda(),
         "plugin": None if library is None else nvidia.plugin_version() or "named by hand",
-        **{name: _version(package) for name, package in _LIBRARIES.items()},
+        **_library_versions(),
         "ptxas": None if toolkit is None else _ptxas_version(toolkit),
         "engines": [dataclasses.asdict(usable) for usable in check_engines()],
     }
@@ -181,6 +182,15 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _library_versions() -> dict[str, str | None]:
+    cuda = (_torch_cuda() or "").partition(".")[0]
+    majors = [cuda] if cuda else ["13", "12"]  # torch without CUDA, beside JAX with it
+    return {
+        name: next(filter(None, (_version(package.format(major)) for major in majors)), None)
+        for name, package in _LIBRARIES.items()
+    }
 
 
 def _torch_cuda() -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accbench import config
+from accbench.config import plugins
 from accbench.errors import RequestError
 from accbench.machine import doctor
 from accbench.recording import records
@@ -37,16 +38,24 @@ def net(num_classes: int) -> Any:
 
 
 def run(timeout_s: float = 300.0) -> list[dict[str, Any]]:
-    """Test every usable engine and device with one worker and with two."""
-    results = []
-    for usable in doctor.check_engines():
-        if usable.reason is None:
-            for workers in (1, 2):
-                results.append(_test_engine(usable.engine, usable.device, workers, timeout_s))
-    return results
+    """Test every usable engine and device with one worker, and with two where two have room."""
+    return [
+        test_engine(usable.engine, usable.device, workers, timeout_s)
+        for usable in doctor.check_engines()
+        for workers in (1, 2)
+        if usable.reason is None and _takes(usable, workers)
+    ]
 
 
-def _test_engine(engine: str, device: str, workers: int, timeout_s: float) -> dict[str, Any]:
+def _takes(usable: doctor.EngineSupport, workers: int) -> bool:
+    """Return whether so many workers can train, each on a device of its own."""
+    device: Any = usable.device
+    task = config.TaskConfig(engine=usable.engine, device=device, nproc_per_node=workers)
+    return plugins.load("engines", usable.engine).unavailable_reason(task) is None
+
+
+def test_engine(engine: str, device: str, workers: int, timeout_s: float) -> dict[str, Any]:
+    """Train three steps, and return what came of it: `error` is None, or why they failed."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"

@@ -3,16 +3,20 @@
 The driver is asked through its own library, so nothing here needs torch, torch_xla or jax.
 """
 
+import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from accbench.system import extras
+from accbench.errors import RequestError
+from accbench.system import cache_folders, extras
 
 PLUGIN_VARIABLE = "ACCBENCH_CUDA_PLUGIN"  # path of a PJRT plugin for CUDA, before all others
 _LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
@@ -68,6 +72,19 @@ def driver() -> Driver:
     return Driver(gpus, cuda_version)
 
 
+def problem(num_workers: int) -> str | None:
+    """Return why so many workers cannot have a GPU each here, and the remedy; None if they can."""
+    found = driver()
+    if found.problem is not None:
+        return f"--device cuda: {found.problem}; use --device cpu to train on the CPU"
+    if num_workers > len(found.gpus):
+        return (
+            f"--nproc_per_node {num_workers} is more than the {len(found.gpus)} "
+            f"CUDA devices here ({found.gpus[0].name})"
+        )
+    return None
+
+
 def _error_name(cuda: ctypes.CDLL, status: int) -> str:
     name = ctypes.c_char_p()
     if cuda.cuGetErrorName(status, ctypes.byref(name)) != 0 or not name.value:
@@ -99,9 +116,17 @@ def find_plugin() -> Path | None:
     jax itself is neither needed nor imported: the package is a folder with a library.
     """
     chosen = os.environ.get(PLUGIN_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    for package in ("xla_cuda12", "xla_cuda13"):
+    return Path(chosen) if chosen else _library_in(("xla_cuda12", "xla_cuda13"))
+
+
+def find_jax_plugin() -> Path | None:
+    """Find the PJRT plugin for CUDA that JAX itself loads; None if JAX has none for CUDA."""
+    cuda_versions = [v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")]
+    return _library_in([f"xla_cuda{v}" for v in cuda_versions])
+
+
+def _library_in(packages: Sequence[str]) -> Path | None:
+    for package in packages:
         for folder in _package_folders(f"jax_plugins.{package}"):
             library = folder / "xla_cuda_plugin.so"
             if library.exists():
@@ -128,25 +153,55 @@ def _package_folders(name: str) -> list[Path]:
 
 
 def _toolkit_folders(plugin: Path | None) -> Iterator[Path]:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
+    for variable in ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable])
     packages = _package_folders("nvidia")
     if plugin is not None:  # SITE/jax_plugins/xla_cuda12/xla_cuda_plugin.so
         packages.append(plugin.parent.parent.parent / "nvidia")
     for folder in packages:
+        # Where the packages nvidia-cuda-nvcc-cu12 and nvidia-cuda-nvcc (CUDA 13) put them.
         yield from (folder / "cuda_nvcc", folder / "cu13")
     yield Path("/usr/local/cuda")
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        yield Path(nvcc).resolve().parent.parent
 
 
 def toolkit(plugin: Path | None) -> Path | None:
     """Find a folder with bin/ptxas and libdevice, which XLA compiles GPU code with.
 
-    None if there is none.
+    Without a CUDA toolkit or nvcc's package it is made of the files that Triton brings.
+
+    Returns:
+        The folder; None if there is none.
     """
     for root in _toolkit_folders(plugin):
-        if (root / "bin/ptxas").exists() and (root / _LIBDEVICE).exists():
+        if _is_toolkit(root):
             return root
+    return _triton_toolkit()
+
+
+def _is_toolkit(root: Path) -> bool:
+    return (root / "bin/ptxas").exists() and (root / _LIBDEVICE).exists()
+
+
+def _triton_toolkit() -> Path | None:
+    """Link Triton's ptxas and libdevice into a folder laid out as a toolkit; None without them."""
+    for package in _package_folders("triton"):
+        folder = package / "backends/nvidia"
+        files = {"bin/ptxas": folder / "bin/ptxas", _LIBDEVICE: folder / "lib/libdevice.10.bc"}
+        if not all(source.exists() for source in files.values()):
+            continue
+        name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+        with contextlib.suppress(OSError, RequestError):  # no folder can be written
+            root = cache_folders.folder("cuda-toolkit") / name
+            for target, source in files.items():
+                (root / target).parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # another process was first
+                    (root / target).symlink_to(source)
+            if _is_toolkit(root):
+                return root
     return None
 
 

@@ -229,7 +229,8 @@ def compile_step(
 def _gpu_xla_flags(task: TaskConfig) -> str:
     """Return XLA_FLAGS of a run on the GPU."""
     options = task.options.get(task.engine, plugins.load("engines", task.engine).Options())
-    return xla_flags.merge("cuda", options.flags)
+    unknown = xla_flags.unknown_in_table(nvidia.find_plugin())
+    return xla_flags.merge("cuda", options.flags, unknown)
 
 
 def _read_facts(path: Path, process: children.ProcessResult, what: str) -> dict[str, Any]:
@@ -293,6 +294,9 @@ def _notes() -> list[str]:
         "Compiled with xla_gpu_autotune_level=0: choosing algorithms means timing them on the "
         "device. On the GPU other ones may run, with other workspaces.",
     ]
+    unknown = compiling.unknown_flags()
+    if unknown:
+        notes.append(f"{xla_flags.left_out_notice(unknown)}.")
     version = nvidia.plugin_version()
     if nvidia.find_plugin() is not None and version != _PINNED_PLUGIN:
         notes.append(f"The compiler is {version or 'of no known package'}, not {_PINNED_PLUGIN}.")

@@ -12,12 +12,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from accbench.pjrt import gpu, nvidia
+from accbench.pjrt import gpu, nvidia, xla_flags
 from accbench.preflight.pjrt_c_api import CompilerError, Plugin
 from accbench.preflight.tracing import programs
 
 FACTS_FILE = "compiled.json"
 EXECUTABLE_FILE = "executable.bin"
+_FLAGS = {
+    # Autotuning times algorithms on the device, which is absent.
+    "xla_gpu_autotune_level": "0",
+    # Without autotuning, split-k cuts a product of few rows into more parts than it has.
+    "xla_gpu_enable_split_k_autotuning": "false",
+}
 
 
 def dump_folder(folder: Path) -> Path:
@@ -32,25 +38,31 @@ def read_dump(folder: Path) -> tuple[str, str]:
     return program.read_text(), thunks.read_text() if thunks else ""
 
 
-def environment(folder: Path, xla_flags: str) -> dict[str, str]:
+def environment(folder: Path, run_flags: str) -> dict[str, str]:
     """Return the environment variables that the compiling process must start with.
 
     Args:
         folder: where the process writes its results.
-        xla_flags: XLA_FLAGS of a run on the GPU.
+        run_flags: XLA_FLAGS of a run on the GPU.
     """
     plugin = nvidia.find_plugin()
     toolkit = nvidia.toolkit(plugin)
     preflight_flags = [
-        # Autotuning times algorithms on the device, which is absent.
-        "--xla_gpu_autotune_level=0",
-        # Without autotuning, split-k cuts a product of few rows into more parts than it has.
-        "--xla_gpu_enable_split_k_autotuning=false",
+        *(f"--{name}={value}" for name, value in _FLAGS.items() if name not in unknown_flags()),
         f"--xla_dump_to={dump_folder(folder)}",
         "--xla_dump_hlo_as_text",
         *([f"--xla_gpu_cuda_data_dir={toolkit}"] if toolkit else []),
     ]
-    return {"XLA_FLAGS": " ".join([xla_flags, *preflight_flags]), "TF_CPP_MIN_LOG_LEVEL": "1"}
+    return {"XLA_FLAGS": " ".join([run_flags, *preflight_flags]), "TF_CPP_MIN_LOG_LEVEL": "1"}
+
+
+def unknown_flags() -> tuple[str, ...]:
+    """Return accbench's flags that the plugin does not know, and that are left out for it."""
+    library = nvidia.find_plugin()
+    if library is None:
+        return ()
+    own = xla_flags.unknown_to(library, tuple(_FLAGS))
+    return (*xla_flags.unknown_in_table(library), *own)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,11 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("accbench", "torch", "torchvision", "torch_xla", "numpy", "pillow")
+_PACKAGES = (
+    "accbench", "torch", "torchvision", "torch_xla", "jax", "jaxlib", "jax-cuda12-plugin",
+    "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "libtpu", "triton", "numpy",
+    "pillow",
+)  # fmt: skip
 
 # Prefixes of environment variables that change how fast a run is.
 _SPEED_PREFIXES = (

@@ -90,7 +90,8 @@ class WindowRecord:
     loss: float | None
     """Mean over ranks at the window's last step; None where it was not finite."""
     peak_memory_bytes: int
-    """The largest of any rank since the start, by the allocator in use."""
+    """The largest of any rank by the allocator in use: since the start in the warm-up, later since
+    the warm-up, where the device can forget its peak."""
     num_compiles: int
     """Graphs that this rank compiled in the window."""
     warmup: bool

@@ -89,7 +89,13 @@ class RecordedRun:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """The largest peak of any rank."""
+        """The largest peak of any rank after the warm-up; with it where nothing follows it."""
+        windows = self.steady or self.windows
+        return max((window.peak_memory_bytes for window in windows), default=None)
+
+    @property
+    def warmup_peak_memory_bytes(self) -> int | None:
+        """The largest peak of any rank, the warm-up included."""
         return max((window.peak_memory_bytes for window in self.windows), default=None)
 
     @property

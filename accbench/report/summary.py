@@ -40,6 +40,9 @@ class RunSummary:
     num_recompiles: int | None
     num_fallbacks: int | None
     peak_memory_bytes: int | None
+    """After the warm-up, or in all where there is nothing after it."""
+    warmup_peak_memory_bytes: int | None
+    """With the warm-up, where kernels are chosen."""
     last_loss: float | None
     error: str | None
 
@@ -91,7 +94,8 @@ def summarize_records(name: str, run_records: list[records.Record]) -> RunSummar
         compile_s=end.compile_s if end else None,
         num_recompiles=end.num_recompiles if end else None,
         num_fallbacks=end.num_fallbacks if end else None,
-        peak_memory_bytes=max((w.peak_memory_bytes for w in windows), default=None),
+        peak_memory_bytes=recorded.peak_memory_bytes,
+        warmup_peak_memory_bytes=recorded.warmup_peak_memory_bytes,
         last_loss=windows[-1].loss if windows else None,
         error=end.error if end else None,
     )

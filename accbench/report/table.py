@@ -26,8 +26,8 @@ def _format(value: float | None, pattern: str) -> str:
     return _NOT_KNOWN if value is None else pattern.format(value)
 
 
-def _peak(row: RunSummary) -> str:
-    return _format(row.peak_memory_bytes and row.peak_memory_bytes / 2**20, "{:,.0f}")
+def _mib(num_bytes: int | None) -> str:
+    return _format(num_bytes and num_bytes / 2**20, "{:,.0f}")
 
 
 Cell = Callable[[RunSummary, RunSummary], str]
@@ -36,7 +36,7 @@ _COLUMNS: dict[str, Cell] = {
     "step ms": lambda row, _: _format(row.step_ms, "{:,.1f}"),
     "first step s": lambda row, _: _format(row.time_to_first_step_s, "{:.1f}"),
     "compile s": lambda row, _: _format(row.compile_s, "{:.1f}"),
-    "peak MiB": lambda row, _: _peak(row),
+    "peak MiB": lambda row, _: _mib(row.peak_memory_bytes),
     "last loss": lambda row, _: _format(row.last_loss, "{:.4f}"),
     "status": lambda row, _: row.status,
 }
@@ -61,6 +61,8 @@ def columns(rows: list[RunSummary]) -> dict[str, Cell]:
         titles["TFLOP/s"] = lambda row, _: _format(row.tflop_per_s, "{:,.3g}")
     if any(row.peak_share for row in rows):
         titles["of peak"] = lambda row, _: _format(row.peak_share, "{:.0%}")
+    if any((row.warmup_peak_memory_bytes or 0) > (row.peak_memory_bytes or 0) for row in rows):
+        titles["warm-up peak MiB"] = lambda row, _: _mib(row.warmup_peak_memory_bytes)
     return {**titles, **_COLUMNS}
 
 

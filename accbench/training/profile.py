@@ -48,7 +48,9 @@ class StepProfile:
         self._left = self.num_steps
         self.engine.wait()
         activities = [ProfilerActivity.CPU]
-        if self.engine.task.device == "cuda" and torch.cuda.is_available():
+        # CUPTI, of which both profilers are made, has one subscriber.
+        by_torch = self.engine.task.device == "cuda" and not self.engine.traces_device
+        if by_torch and torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()

@@ -188,6 +188,8 @@ class StepTimer:
             self.num_steady_steps += window.num_steps
         if not self._in_warmup:
             self.step_s = window.wall_s / window.num_steps
+        if self._in_warmup:
+            self.engine.reset_peak_memory()
         self._in_warmup = False
         self._window_started = now
         self._data_wait_s = self._dispatch_s = 0.0

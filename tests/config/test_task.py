@@ -144,6 +144,29 @@ def test_what_compare_chooses_fits_what_is_given(flags, expected):
     assert (task["max_steps"], task["warmup_steps"], task["log_interval"]) == expected
 
 
+@pytest.mark.parametrize(("device", "has_xla", "engines", "steps"), [
+    ("cpu", True, "ddp inductor xla", 20),
+    ("cpu", False, "ddp inductor jax", 20),
+    ("cuda", False, "ddp inductor jax", 5),
+    ("cuda", True, "ddp inductor jax xla", 5),
+])  # fmt: skip
+def test_compare_measures_what_is_here(monkeypatch, device, has_xla, engines, steps):
+    find = importlib.util.find_spec
+    there = {"torch_xla": find("os") if has_xla else None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there.get(name, find("os")))
+    for engine in plugins.classes("engines").values():
+        monkeypatch.setattr(engine, "unavailable_reason", lambda task: None)
+    found = plan.parse([f"--device={device}", "--data=synthetic"], "accbench compare").plan
+    assert [row.name for row in found.rows] == engines.split()
+    assert found.numerics_steps == steps
+
+
+def test_tf32_is_refused_where_there_is_none():
+    with pytest.raises(RequestError, match="--tf32 on: TF32 is a type of NVIDIA GPUs"):
+        resolving.apply_defaults(config.parse(["--tf32=on"]), "cpu")
+    assert resolving.apply_defaults(config.parse(["--tf32=on"]), "cuda").tf32 == "on"
+
+
 def test_compare_refuses_at_once_what_leaves_nothing_to_measure():
     flags = ["--engines=ddp,ddp", "--device=cpu", "--data=synthetic", "--max_steps=12"]
     with pytest.raises(RequestError, match="--max_steps 12 leaves nothing to measure"):

@@ -8,12 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from accbench.data import shared_memory
 from accbench.machine import doctor, self_test
+from accbench.pjrt import nvidia
 from accbench.system import extras
 from tests import containers
 from tests.conftest import HANG_S, ROOT
+from tests.engine_params import HAS_JAX
 
 
 def ask(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -31,6 +34,7 @@ def test_json_names_every_engine_and_nothing_private() -> None:
     assert facts["memory_bytes"] > 0
     assert facts["free_port"] is True
     assert facts["versions"]["torch"]
+    assert ("jax" in facts["versions"]) == HAS_JAX
     usable = {(line["engine"], line["device"]): line["reason"] for line in facts["engines"]}
     assert usable["ddp", "cpu"] is None
     assert usable["ddp", "cuda"] is not None
@@ -92,6 +96,26 @@ def test_the_self_test_trains_alone_and_in_pairs(monkeypatch, engine) -> None:
     can_train = [one for one in usable if one.reason is None]
     assert engine != "ddp" or ("ddp", "cpu", 2) in tested
     assert tested == {(x.engine, x.device, n) for x in can_train for n in (1, 2)}
+
+
+def test_two_workers_are_not_tried_on_one_gpu(monkeypatch) -> None:
+    gpu = nvidia.NvidiaGpu("NVIDIA X", 2**36, "9.0")
+    monkeypatch.setattr(nvidia, "driver", lambda: nvidia.Driver((gpu,), "13.0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    usable = [doctor.EngineSupport(engine, "cuda", None) for engine in ("ddp", "inductor")]
+    monkeypatch.setattr(doctor, "check_engines", lambda: usable)
+    monkeypatch.setattr(self_test, "test_engine", lambda *asked: {"asked": asked[:3]})
+    asked = [result["asked"] for result in self_test.run()]
+    assert asked == [("ddp", "cuda", 1), ("inductor", "cuda", 1)]
+
+
+@pytest.mark.parametrize(("cuda", "found"), [("12.8", "9.10"), ("13.0", "9.19"), (None, "9.19")])
+def test_cudnn_is_that_of_torchs_cuda(monkeypatch, cuda, found) -> None:
+    versions = {"nvidia-cudnn-cu12": "9.10", "nvidia-cudnn-cu13": "9.19"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert doctor.examine()["cudnn"] == found
 
 
 def test_a_worker_that_fails_is_told_of(monkeypatch) -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from accbench.pjrt import nvidia
+from accbench.pjrt import nvidia, xla_flags
+from accbench.preflight import command, compiling
 
 from .fake_cuda import make_driver
 
 ROOT = Path(__file__).parents[2]
 ASK = """
 import dataclasses, json
-from accbench.pjrt import nvidia
+from accbench.pjrt import nvidia, xla_flags
+from accbench.preflight import command, compiling
 print(json.dumps({**dataclasses.asdict(nvidia.driver()), "present": nvidia.has_gpu()}))
 """
 
@@ -44,7 +46,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(nvidia.PLUGIN_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *_without_plugins(sys.path)])
     for name in list(sys.modules):  # JAX, where another test has used it, has imported some
-        if name.split(".")[0] in ("jax_plugins", "nvidia"):
+        if name.split(".")[0] in ("jax_plugins", "nvidia") or name == "triton":
             monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
@@ -105,3 +107,63 @@ def test_gpus_that_were_hidden_are_not_there(tmp_path: Path) -> None:
     driver = str(make_driver(tmp_path, num_gpus=1))
     assert ask_driver(LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="")["present"] is False
     assert ask_driver(LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="0")["present"] is True
+
+
+@pytest.mark.parametrize("layout", ["cu12", "cu13", "triton"])
+def test_ptxas_and_libdevice_are_found_wherever_a_package_has_them(
+    site: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    for name in ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(site))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(site / "cache"))
+    monkeypatch.setattr(nvidia, "Path", lambda *parts: Path(*parts) / "not here"
+                        if parts == ("/usr/local/cuda",) else Path(*parts))  # fmt: skip
+    assert nvidia.toolkit(None) is None
+    root, libdevice = {
+        "cu12": (site / "nvidia/cuda_nvcc", "nvvm/libdevice"),
+        "cu13": (site / "nvidia/cu13", "nvvm/libdevice"),
+        "triton": (site / "triton/backends/nvidia", "lib"),
+    }[layout]
+    for folder, file in (("bin", "ptxas"), (libdevice, "libdevice.10.bc")):
+        (root / folder).mkdir(parents=True)
+        (root / folder / file).write_text(file)
+    found = nvidia.toolkit(None)
+    assert found is not None
+    assert (found / "nvvm/libdevice/libdevice.10.bc").read_text() == "libdevice.10.bc"
+    assert (found / "bin/ptxas").read_text() == "ptxas"
+    assert nvidia.toolkit(None) == found  # at the second call, too
+
+
+def test_flags_that_a_plugin_lacks_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.11.2 has the name of one that it gave up, among a protocol buffer's reserved ones."""
+    plugin = tmp_path / "xla_cuda_plugin.so"
+    known = [
+        flag.name for flag in xla_flags.GPU_FLAGS if flag.name != "xla_gpu_graph_min_graph_size"
+    ]
+    reserved = b"R!xla_gpu_graph_min_graph_sizeR!xla_gpu_enable_split_k_autotuningR"
+    plugin.write_bytes(b"".join(b"\0" + name.encode() + b"\0" for name in known) + reserved)
+    monkeypatch.setenv(nvidia.PLUGIN_VARIABLE, str(plugin))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    unknown = xla_flags.unknown_in_table(nvidia.find_plugin())
+    assert unknown == ("xla_gpu_graph_min_graph_size",)
+    flags = xla_flags.parse(xla_flags.merge("cuda", "xla_gpu_autotune_level=2", unknown))
+    assert flags.keys() == set(known)
+    assert flags["xla_gpu_autotune_level"] == "2"
+    asked = xla_flags.merge("cuda", "xla_gpu_graph_min_graph_size=1", unknown)
+    assert "xla_gpu_graph_min_graph_size=1" in asked  # a user's own are the user's
+    given = compiling.environment(tmp_path, "")["XLA_FLAGS"]
+    assert "--xla_gpu_autotune_level=0" in given
+    assert "split_k" not in given
+    assert "xla_gpu_enable_split_k_autotuning" in command._notes()[1]
+
+
+def test_workers_of_a_machine_share_its_cores_for_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(xla_flags.cgroups, "num_cores", lambda: 192)
+    assert "--xla_gpu_force_compilation_parallelism=24" in xla_flags.merge("cuda", "").split()

@@ -37,8 +37,19 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def allow_tf32(allowed: bool) -> None:
+    """Let torch round float32 factors of products to TF32 on CUDA, or not.
+
+    torch by itself does so for convolutions and not for matrix products.
+    """
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 class Engine(LoopEngine):
     """DDP over NCCL (CUDA) or gloo (CPU), autocast, a fused optimizer."""
+
+    pins_batches = True
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -98,6 +109,8 @@ class Engine(LoopEngine):
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.benchmark = True  # shapes do not change
+            if task.script is None:
+                allow_tf32(task.tf32 == "on")
         self.precision.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.precision.needs_loss_scale
         )
@@ -311,6 +324,10 @@ class Engine(LoopEngine):
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def reset_peak_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_memory_bytes(self) -> int:
         if self.device.type == "cuda":

@@ -33,13 +33,12 @@ def from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     tensor = _to_jax_dtype(tensor.detach().resolve_conj().resolve_neg())
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
+    if device.platform != "cpu":
+        return _sent(tensor, device)
     if tensor.data_ptr() % _ALIGNED_BYTES:
         tensor = tensor.clone()
-    array = _from_dlpack(tensor)
-    if device.platform != "cpu":
-        return jax.device_put(array, device)
     # The array holds the tensor's DLPack capsule, which keeps its memory for later readers.
-    return array
+    return _from_dlpack(tensor)
 
 
 def copy_from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
@@ -58,6 +57,19 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         if array.dtype == jax_dtype:
             return torch.from_dlpack(lax.bitcast_convert_type(array, jnp.uint8)).view(dtype)
     return torch.from_dlpack(array)
+
+
+def _sent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
+    """Copy a contiguous tensor to a device that is not the host.
+
+    As a numpy array, and not by DLPack: DLPack gives pinned memory, which loaders make for CUDA, as
+    another kind of memory, and JAX refuses to copy that to the device.
+    """
+    if tensor.dtype is torch.bfloat16 or tensor.dtype in _FLOAT8:  # numpy has no name for them
+        raw = torch.uint8 if tensor.dtype in _FLOAT8 else torch.int16
+        dtype = _FLOAT8.get(tensor.dtype, jnp.bfloat16)
+        return jax.device_put(tensor.view(raw).numpy().view(jnp.dtype(dtype)), device)
+    return jax.device_put(tensor.numpy(), device)
 
 
 def _from_dlpack(tensor: torch.Tensor) -> jax.Array:

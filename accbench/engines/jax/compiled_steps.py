@@ -75,6 +75,8 @@ class CompiledSteps:
         self._watch: python_state.PythonStateWatch | None = None
         self._recapture_limit = recapture.RecaptureLimit()
         self.stats = CompileStats()
+        self.scratch_bytes = 0
+        """What a step takes at most beside the arrays that are there before it."""
 
     def find(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: Batch
@@ -148,6 +150,7 @@ class CompiledSteps:
             )
         saved.keep_plain()
         run = function.lower(*arguments).compile()
+        self.scratch_bytes = max(self.scratch_bytes, runtime.scratch_bytes(run))
         self.stats += CompileStats(1, time.perf_counter() - begun)
         step = CompiledStep(run, [number * self.task.accumulate for number in reads], ranges)
         if key is not None:

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
+from accbench.errors import RequestError
 
 _AXIS = "workers"
 # Smaller arrays are replicated: a collective costs more than they do.
@@ -111,27 +113,61 @@ def _bind_gloo_to(host: str) -> None:
     xla_bridge.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
 
 
+def check_device(device: str) -> None:
+    """Start JAX, and check that it computes on the device that was asked for.
+
+    Args:
+        device: "cpu", "cuda" or "tpu".
+
+    Raises:
+        RequestError: it does not; the message has JAX's own reason.
+    """
+    try:
+        with _plugin_problems() as problems:
+            platform = jax.local_devices()[0].platform
+    except RuntimeError as error:
+        if device == "cpu":
+            raise
+        raise RequestError(f"--device {device}, which JAX cannot use: {_one_line(error)}") from None
+    if platform == {"cuda": "gpu"}.get(device, device):
+        return
+    ours = [problem for problem in problems if device in problem] or ["JAX gives no reason"]
+    set_to = os.environ.get("JAX_PLATFORMS")
+    raise RequestError(
+        f"--device {device}, but JAX came up on {platform}: {ours[-1]} (JAX_PLATFORMS is {set_to})"
+    )
+
+
 @contextlib.contextmanager
-def _hide_plugin_tracebacks() -> Iterator[None]:
-    """Silence JAX's tracebacks about plug-ins that do not load.
+def _plugin_problems() -> Iterator[list[str]]:
+    """Keep JAX's tracebacks about plug-ins that do not load from the log; yield what they say.
 
     JAX looks at the plug-ins of all platforms, whether they are wanted or not.
     """
+    problems: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            error = record.exc_info[1] if record.exc_info else None
+            because = f": {_one_line(error)}" if error else ""
+            problems.append(f"{_one_line(record.getMessage())}{because}")
+        return record.exc_info is None
+
     logger = logging.getLogger("jax._src.xla_bridge")
-    logger.addFilter(_has_no_traceback)
+    logger.addFilter(keep)
     try:
-        yield
+        yield problems
     finally:
-        logger.removeFilter(_has_no_traceback)
+        logger.removeFilter(keep)
 
 
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    return record.exc_info is None
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())[:400]
 
 
 def local_device() -> jax.Device:
     """Return this process's device; the first call starts JAX."""
-    with _hide_plugin_tracebacks():
+    with _plugin_problems():
         return jax.local_devices()[0]
 
 

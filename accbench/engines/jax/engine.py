@@ -35,14 +35,13 @@ from accbench.pjrt import devices, xla_flags
 from accbench.recording import provenance, terminal
 from accbench.system import extras
 
-_PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
-
 
 class Engine(engines.Engine):
     """JAX: forward, backward, reduction and update in one jitted function."""
 
     Options = JaxOptions
     compiler = "xla"
+    traces_device = True
     step_tracer = "accbench.preflight.tracing.jax"
 
     @classmethod
@@ -59,13 +58,7 @@ class Engine(engines.Engine):
             xla_flags.parse(task.options.get("jax", cls.Options()).flags)
         except RequestError as error:
             return f"--jax.flags: {error}"
-        wanted = _PLUGINS.get(task.device, ())
-        if wanted and not any(importlib.util.find_spec(name) for name in wanted):
-            return (
-                f"--engine jax on {task.device} needs JAX's plug-in for it, one of "
-                f"{', '.join(wanted)}, which is not installed; use --device cpu or install it"
-            )
-        return None
+        return runtime.device_problem(task)
 
     @classmethod
     def with_current_flags(cls, task: TaskConfig) -> TaskConfig:
@@ -100,6 +93,9 @@ class Engine(engines.Engine):
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         env = {"JAX_PLATFORMS": runtime.PLATFORMS[task.device]}
+        toolkit = runtime.cuda_toolkit(task.device)
+        if toolkit is not None:
+            env["CUDA_ROOT"] = str(toolkit)
         if task.device == "cpu" and task.threads:
             # XLA sizes its thread pool by this name or by the machine's cores.
             env["NPROC"] = str(task.threads)
@@ -107,7 +103,7 @@ class Engine(engines.Engine):
 
     def __init__(self, task: TaskConfig, options: JaxOptions, topology: Topology) -> None:
         super().__init__(task, options, topology)
-        runtime.configure(task.device, options.flags)
+        runtime.configure(task.device, options.flags, tells=topology.rank == 0)
         import jax
 
         from accbench.engines.jax import arrays, compiled_steps, data_parallel
@@ -119,7 +115,7 @@ class Engine(engines.Engine):
             topology, self._mesh, self.mesh.shard > 1, self._greetings_to_log
         )
         self.precision: JaxPrecision = JaxPrecision(task, options.lean, self._read_loss_scale)
-        self._rules = runtime.lowering_rules(task.device, options)
+        self._rules = runtime.lowering_rules(task.device, options, task.tf32 == "on")
         cache_dir = None if self._cache.startswith("off") else Path(self._cache) / "steps"
         self._steps = compiled_steps.CompiledSteps(
             task, topology, self._mesh, self.precision, self._rules, cache_dir
@@ -128,22 +124,16 @@ class Engine(engines.Engine):
         self._device_arrays = arrays.DeviceArrays()
         self._seed, self._num_steps = 0, 0
         self._evaluation: Any = None
+        self._is_warm = False
 
     def _init_mesh(self) -> Any:
         from accbench.engines.jax import data_mesh
 
         data_mesh.init_distributed(self.topology, self.task.device, self.task.timeout_s)
-        mesh = data_mesh.DataMesh(
+        data_mesh.check_device(self.task.device)
+        return data_mesh.DataMesh(
             self.topology, self.mesh.shard > 1, by_gloo=self.task.device == "cpu"
         )
-        got = mesh.device.platform
-        wanted = {"cuda": "gpu"}.get(self.task.device, self.task.device)
-        if got != wanted:
-            raise RequestError(
-                f"--device {self.task.device}, but JAX came up on {got}; is JAX_PLATFORMS set to "
-                "something else?"
-            )
-        return mesh
 
     def _start_cache(self) -> str:
         return runtime.enable_compile_cache(self.task.device, self.options)
@@ -360,7 +350,13 @@ class Engine(engines.Engine):
     def peak_memory_bytes(self) -> int:
         if self.task.device == "cpu":
             return peak_resident_bytes()
-        return int(self._mesh.device.memory_stats()["peak_bytes_in_use"])
+        stats = self._mesh.device.memory_stats()
+        if self._is_warm:  # no call of JAX's resets the peak
+            return int(stats["bytes_in_use"]) + self._steps.scratch_bytes
+        return int(stats["peak_bytes_in_use"])
+
+    def reset_peak_memory(self) -> None:
+        self._is_warm = True
 
     def _greetings_to_log(self) -> AbstractContextManager[object]:
         # gloo's, at the first collective, as those of torch's process group.

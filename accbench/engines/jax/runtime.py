@@ -1,20 +1,46 @@
 """The engine's options applied to JAX and to the lowering of graphs."""
 
+import importlib.util
 import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from accbench.config import TaskConfig
 from accbench.engines.common import compile_cache_key
 from accbench.errors import RequestError
-from accbench.pjrt import xla_flags
+from accbench.pjrt import nvidia, xla_flags
+from accbench.recording.terminal import log
 from accbench.system import cache_folders
 
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
 """Device -> JAX's platforms: its own, and the host's, through which arrays are copied."""
 
 
-def configure(device: str, flags: str) -> None:
+_PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
+
+
+def device_problem(task: TaskConfig) -> str | None:
+    """Return why JAX cannot compute on the task's device here, and the remedy; None if it can."""
+    wanted = _PLUGINS.get(task.device, ())
+    if wanted and not any(importlib.util.find_spec(name) for name in wanted):
+        return (
+            f"--engine jax on {task.device} needs JAX's plug-in for it, one of "
+            f"{', '.join(wanted)}, which is not installed; use --device cpu or install it"
+        )
+    return nvidia.problem(task.nproc_per_node) if task.device == "cuda" else None
+
+
+def cuda_toolkit(device: str) -> Path | None:
+    """Return the folder of ptxas and libdevice for CUDA_ROOT, which JAX reads; None if none.
+
+    JAX by itself takes the package nvidia.cu13 for a toolkit that has no libdevice, and overwrites
+    the flag xla_gpu_cuda_data_dir.
+    """
+    return nvidia.toolkit(nvidia.find_jax_plugin()) if device == "cuda" else None
+
+
+def configure(device: str, flags: str, tells: bool = False) -> None:
     """Set JAX's platforms, XLA's flags and the width of numbers; the environment's values win.
 
     Call it before JAX is first used in the process.
@@ -22,8 +48,12 @@ def configure(device: str, flags: str) -> None:
     Args:
         device: "cpu", "cuda" or "tpu".
         flags: XLA flags of the user's.
+        tells: log which flags of accbench's the plug-in does not know.
     """
-    merged = xla_flags.merge(device, flags)
+    unknown = xla_flags.unknown_in_table(nvidia.find_jax_plugin()) if device == "cuda" else ()
+    if unknown and tells:
+        log.warning(xla_flags.left_out_notice(unknown))
+    merged = xla_flags.merge(device, flags, unknown)
     if merged:  # XLA reads them once, when a device is first used
         os.environ["XLA_FLAGS"] = merged
     import jax
@@ -34,6 +64,15 @@ def configure(device: str, flags: str) -> None:
         # Or int64 would be int32, which silently changes models that compute with large
         # numbers, such as BERT's masking.
         jax.config.update("jax_enable_x64", True)
+
+
+def scratch_bytes(compiled: Any) -> int:
+    """Return what a compiled step takes beside the arrays that are there before it."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.temp_size_in_bytes + results)
 
 
 def enable_compile_cache(device: str, options: Any) -> str:
@@ -96,8 +135,14 @@ def _let_all_ranks_write_cache() -> None:
     compiler._cache_write = write
 
 
-def lowering_rules(device: str, options: Any) -> Any:
-    """Return how graphs are lowered; `auto` is on where it pays."""
+def lowering_rules(device: str, options: Any, tf32: bool = False) -> Any:
+    """Return how graphs are lowered; `auto` is on where it pays.
+
+    Args:
+        device: "cpu", "cuda" or "tpu".
+        options: the engine's.
+        tf32: let float32 products round to TF32 on CUDA.
+    """
     from accbench.engines.jax import lowering
     from accbench.engines.jax.lowering import torch_calls
 
@@ -122,6 +167,7 @@ def lowering_rules(device: str, options: Any) -> Any:
         torch_norms=("bfloat16", "float16") if use_torch else (),
         torch_updates=use_torch,
         pools_by_place=options.pools_by_place == "on",
+        exact_float32=device == "cuda" and not tf32,
     )
 
 

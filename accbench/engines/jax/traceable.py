@@ -23,8 +23,9 @@ def traceable(model: nn.Module, fused_attention: bool) -> Iterator[None]:
             a softmax.
     """
     with (
-        _set_exporting_flag(), _inline_reentrant_checkpoints(), _patch_cumulative_batchnorms(model),
-        attention_backends(fused_attention), model_errors.unlogged(),
+        _cuda_asleep(), _set_exporting_flag(), _inline_reentrant_checkpoints(),
+        _patch_cumulative_batchnorms(model), attention_backends(fused_attention),
+        model_errors.unlogged(),
     ):  # fmt: skip
         yield
 
@@ -35,6 +36,25 @@ def attention_backends(fused: bool) -> contextlib.AbstractContextManager[None]:
 
     # The other backends are operations with random states and padding of their own.
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused else SDPBackend.MATH)
+
+
+@contextlib.contextmanager
+def _cuda_asleep() -> Iterator[None]:
+    """Keep torch from starting its own CUDA, which this engine does not compute with.
+
+    Tracing saves the state of CUDA's random numbers and so would take memory of GPU 0 for every
+    rank.
+    """
+    if torch.cuda.is_initialized():  # a model of the user's has started it
+        yield
+        return
+    before = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    torch.cuda.get_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        torch.cuda.get_rng_state, torch.cuda.set_rng_state = before
 
 
 @contextlib.contextmanager

@@ -11,14 +11,9 @@ from accbench.pjrt import nvidia
 
 def problem(task: TaskConfig) -> str | None:
     """Return why torch_xla cannot use the GPUs here, and the remedy; None if it can."""
-    driver = nvidia.driver()
-    if driver.problem is not None:
-        return f"--device cuda: {driver.problem}; use --device cpu to train on the CPU"
-    if task.nproc_per_node > len(driver.gpus):
-        return (
-            f"--nproc_per_node {task.nproc_per_node} is more than the {len(driver.gpus)} "
-            f"CUDA devices here ({driver.gpus[0].name})"
-        )
+    gpu_problem = nvidia.problem(task.nproc_per_node)
+    if gpu_problem is not None:
+        return gpu_problem
     plugins = entry_points(group="torch_xla.plugins", name="CUDA")
     has_other_plugin = any(not plugin.module.startswith("accbench.") for plugin in plugins)
     library = nvidia.find_plugin()

@@ -48,7 +48,7 @@ from accbench.engines.xla.kernels import batchnorm, recurrent
 from accbench.engines.xla.options import XlaOptions
 from accbench.engines.xla.precision import XlaPrecision
 from accbench.errors import RequestError
-from accbench.pjrt import devices, xla_flags
+from accbench.pjrt import devices, nvidia, xla_flags
 from accbench.recording import provenance
 from accbench.recording.terminal import log
 from accbench.system import extras
@@ -59,6 +59,7 @@ class Engine(LoopEngine):
 
     Options = XlaOptions
     compiler = "xla"
+    traces_device = True
     step_tracer = "accbench.preflight.tracing.xla"
     recompute_barrier = staticmethod(barriers.recompute_barrier)
 
@@ -97,13 +98,20 @@ class Engine(LoopEngine):
 
     def __init__(self, task: TaskConfig, options: XlaOptions, topology: Topology) -> None:
         super().__init__(task, options, topology)
-        flags = xla_flags.merge(task.device, options.flags)
+        unknown = xla_flags.unknown_in_table(nvidia.find_plugin()) if task.device == "cuda" else ()
+        if unknown and topology.rank == 0:
+            log.warning(xla_flags.left_out_notice(unknown))
+        flags = xla_flags.merge(task.device, options.flags, unknown)
         if flags:  # XLA reads them once, when a device is first used
             os.environ["XLA_FLAGS"] = flags
         self.xla = lazy_import.torch_xla()
         import torch_xla.core.xla_model as xm
 
         self.xm = xm
+        is_float32 = task.amp_level == "O0" and task.script is None
+        if task.device == "cuda" and task.tf32 == "off" and is_float32:
+            # Under autocast it would widen products of 16 bits too, and move more bytes.
+            self.xla.backends.set_mat_mul_precision("highest")
         device_module.register()
         self._cache = runtime.enable_compile_cache(task.device, topology.rank, options)
         self.device = self._open_device()

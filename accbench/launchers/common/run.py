@@ -102,7 +102,7 @@ def _take_part(launcher: launchers.Launcher, joined: launchers.Joined) -> int:
 
 def _out_of_memory_message(task: TaskConfig, error: str) -> str:
     """Return an out-of-memory message with the batch size, the peak and what may help."""
-    peak = runs.read_if_there(task.run_dir).peak_memory_bytes
+    peak = runs.read_if_there(task.run_dir).warmup_peak_memory_bytes
     peak_text = f", {peak / 2**30:.2f} GiB at most until then" if peak else ""
     return (
         f"{error}; out of memory with --batch_size {task.batch_size} a worker{peak_text}: lower "

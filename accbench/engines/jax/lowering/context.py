@@ -24,6 +24,8 @@ class Rules:
     128 output pixels and more. Needs channels_last."""
     pools_by_place: bool = False
     """Compute the gradient of max-pooling as a sum over the positions in a window."""
+    exact_float32: bool = False
+    """Have XLA compute products of float32 in float32 on an NVIDIA GPU, not in TF32."""
     torch_convolutions: tuple[str, ...] = ()
     """Have torch compute the convolutions of these dtypes (`float32`, ...), called from XLA's
     program. On a CPU only. Needs channels_last."""

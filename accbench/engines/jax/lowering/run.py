@@ -1,5 +1,6 @@
 """Runs a captured graph of ATen operations on jax arrays, inside jit or outside of it."""
 
+import contextlib
 import operator
 import re
 import traceback
@@ -156,9 +157,22 @@ def _call(node: fx.Node, values: dict[fx.Node, Any], context: Context) -> Any:
     args = [_convert_argument(a) for a in args]
     kwargs = {k: _convert_argument(v) for k, v in kwargs.items() if k not in _PLACEMENT_ARGUMENTS}
     context.node = node
-    with jax.named_scope(op_name(node)):
+    with jax.named_scope(op_name(node)), _product_precision(node, context.rules):
         result = layout.call_row(op_name(node), row, context, args, kwargs)
     return _check_results(node, result)
+
+
+def _product_precision(node: fx.Node, rules: Rules) -> contextlib.AbstractContextManager[Any]:
+    """Choose the precision of products, for operations that see no 16 bits.
+
+    XLA widens products of 16 bits, and moves more bytes, if they are asked to be precise as well.
+    """
+    tensors = [value for used in node.all_input_nodes for value in _fake_values(used)]
+    dtypes_in = {value.dtype for value in tensors if isinstance(value, torch.Tensor)}
+    if not rules.exact_float32 or dtypes_in & {torch.bfloat16, torch.float16}:
+        return contextlib.nullcontext()
+    precision: contextlib.AbstractContextManager[Any] = jax.default_matmul_precision("highest")
+    return precision
 
 
 def _convert_argument(value: Any) -> Any:
