@@ -22,7 +22,10 @@ CASES = {
     "digits_table": (["FOLDER"], {}, ["| 1 | float32 | ddp |"]),
     "engine_overhead": ([], {}, ["ratio", "1 processes of 1 turns of 2 steps"]),
     "engine_speed": (["FOLDER"], {}, ["| model, type, workers | inductor |", "resnet50, float32"]),
-    "gpu_resnet50": (["FOLDER"], {"DEVICE": "cpu"}, ["| ddp channels_last |", "2 of 2 runs"]),
+    "gpu_day": (
+        ["FOLDER", "--state", "FOLDER", "--device=cpu", "--items=bare-rn50-e,rn50-bfloat16-ddp"],
+        {}, ["| bare-rn50-eager |", "| rn50-bfloat16-ddp |", "2 of 2 items done, failed: none"],
+    ),
     "input_rates": (["FOLDER"], {}, ["| photographs: RecordIO |", "| faces: RecordIO |"]),
     "interval_coverage": ([], {}, ["| normal | turns | 2 | t |", "| drift | fixed | 10 | t |"]),
     "kill_soak": (["FOLDER"], {}, ["equal bit for bit; left over: nothing"]),
@@ -42,7 +45,6 @@ CASES = {
 MARKS = {
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],
-    "gpu_resnet50": [soak],
     "kill_soak": [soak],
     "peers": [needs("transformers")],
     "preflight_table": [soak, pytest.mark.xla, needs("torch_xla"), needs("jax_plugins")],

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/gpu_day.py`: its items, what each measures, and the page of results."""
