@@ -36,7 +36,8 @@ def main(argv: Sequence[str], started: float) -> int:
         if part == "reference" and task.script is not None:
             script_reference_pass.run(task, topology)
         elif part == "reference":
-            reference_pass.run(task, int(argument))
+            num_ranks, _, reuses = argument.partition(":")
+            reference_pass.run(task, int(num_ranks), bool(reuses))
         elif task.script is not None:
             script_check_pass.run(task, topology, Path(argument))
         elif part == "free_draws":

@@ -72,6 +72,12 @@ class CompareFlags(TaskConfig):
         "on a CPU, else 5, whose float64 is computed on the GPU where torch has CUDA; 0 with "
         "--quick.",
     )
+    numerics_cache: bool = flag(
+        True,
+        "Keep float64's training and plain ddp's passes in the cache folder (4 GiB at most), for "
+        "later comparisons of the same model, weights, batches, settings, machine and versions. "
+        "Those of models and scripts of your own are never kept.",
+    )
     input_round: bool = flag(
         True,
         "One more round on synthetic data, which shows the cost of loading data.",
@@ -193,6 +199,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps,
         input_round=flags.input_round and not flags.script and not flags.quick,
+        reuses_reference=flags.numerics_cache,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
         max_repeats=flags.max_repeats, max_minutes=flags.max_minutes, quick=flags.quick,
         stops_when_decided=not flags.quick and flags.repeats > FIRST_LOOK, takes_medians=True,

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Generator, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accbench import config, models
-from accbench.comparing import pieces, shared_dropout, update_rules
+from accbench.comparing import pieces, reference_cache, shared_dropout, update_rules
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested
@@ -59,6 +59,8 @@ class ReferenceFacts:
     draws_otherwise: bool
     """Whether the model draws random numbers that engines cannot share."""
     batch_size: int = 0
+    cache_key: str | None = None
+    """Name of the entry that keeps it for later comparisons, see `reference_cache`."""
 
 
 def sources(task: TaskConfig, shards: list[Topology]) -> list[Any]:
@@ -95,7 +97,7 @@ class _Float64Model:
     """The float64 model of all shards: shared weights; buffers and extra state for each shard."""
 
     def __init__(self, task: TaskConfig, num_classes: int, num_shards: int, rule: Rule) -> None:
-        self.task, self.spec = task, models.of_task(task)
+        self.task, self.spec, self.rule = task, models.of_task(task), rule
         torch.manual_seed(task.seed)
         net = trainable.plain(self.spec.build(num_classes))
         self.parameters = dict(net.named_parameters())
@@ -166,16 +168,19 @@ class _Float64Model:
         return float(scores[0].item())
 
 
-def run(task: TaskConfig, num_shards: int) -> None:
+def run(task: TaskConfig, num_shards: int, reuses: bool = False) -> None:
     """Make a reference in the run's folder, and write its losses into the record.
 
     Args:
         task: what to train.
         num_shards: the number of ranks that engines will train with.
+        reuses: whether to take one that was kept, and to keep this one.
     """
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir)
-    facts = _train(task, num_shards, task.max_steps, task.run_dir)
+    facts, was_kept = _train(task, num_shards, task.max_steps, task.run_dir / FOLDER, reuses)
+    if was_kept:
+        logger.write(records.NumericsRecord(reference_cache.KEPT, 0, {}))
     for step, losses in enumerate(facts.losses):
         logger.write(
             records.NumericsRecord(
@@ -187,50 +192,86 @@ def run(task: TaskConfig, num_shards: int) -> None:
     logger.write(records.EndRecord("ok", num_steps=task.max_steps))
 
 
-def _train(task: TaskConfig, num_shards: int, num_steps: int, run_dir: Path) -> ReferenceFacts:
-    """Train `num_steps` steps and write the reference into `run_dir`."""
+def _train(
+    task: TaskConfig, num_shards: int, num_steps: int, folder: Path, reuses: bool
+) -> tuple[ReferenceFacts, bool]:
+    """Write the reference into `folder`: one that was kept, or `num_steps` steps of training.
+
+    Returns:
+        The reference's facts, and whether it was kept.
+    """
     shards = [Topology(rank, rank, num_shards, num_shards) for rank in range(num_shards)]
     shard_sources = sources(task, shards)
     rule = update_rules.of_task(task)
     model = _Float64Model(task, shard_sources[0].num_classes, num_shards, rule)
-    folder = run_dir / FOLDER
+    loaders = [source.train_loader() for source in shard_sources]
+    streams = [epochs(loader, _host_batches) for loader in loaders]
+    steps = islice(zip(*streams, strict=True), num_steps)
+    key = None
+    if reuses:
+        key, steps = _key_and_steps(task, model, num_shards, steps)
+    if key is not None and reference_cache.fetch(key, folder):
+        return read_facts(folder), True
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _save(folder / _START, {_PARAMETER: model.weights.parameters}, model)
     with shared_dropout.shared_dropout():
-        loaders = [source.train_loader() for source in shard_sources]
-        streams = [epochs(loader, _host_batches) for loader in loaders]
-        losses: list[list[float]] = []
-        first_batches: list[Batch] = []
-        for step, batches in enumerate(islice(zip(*streams, strict=True), num_steps)):
-            if not first_batches:
-                first_batches = list(batches)
-                draws, draws_otherwise = _learn_draws(task, model, first_batches[0])
-            sums: dict[str, torch.Tensor] = {}
-            losses.append([])
-            model.load_weights()
-            for rank, batch in enumerate(batches):
-                model.load_rank(rank)
-                draws.begin(step, rank, model.send)
-                losses[-1].append(model.add_gradients(batch, sums))
-                model.keep_buffers(rank)
-            for total in sums.values():
-                total /= num_shards
-            averaged = _clipped(sums, task.clip_norm)
-            _save(folder / _step_file(step), {_GRADIENT: averaged}, model)
-            model.weights = model.weights.after(rule, averaged)
-        scores = []
-        model.load_weights()
-        for rank, batch in enumerate(first_batches):
-            model.load_rank(rank)
-            scores.append(model.score(batch))
-    assert task.batch_size is not None
-    facts = ReferenceFacts(
-        losses, scores, [list(shape) for shape in draws.shapes or ()],
-        _probabilities(model.net), draws_otherwise, task.batch_size,
-    )  # fmt: skip
+        facts = _train_steps(task, model, steps, folder, key)
     (folder / _FACTS).write_text(json.dumps(dataclasses.asdict(facts)) + "\n", encoding="utf-8")
-    return facts
+    if key is not None:
+        reference_cache.store(key, folder)
+    return facts, False
+
+
+def _key_and_steps(
+    task: TaskConfig, model: _Float64Model, num_shards: int, steps: Iterator[tuple[Batch, ...]]
+) -> tuple[str | None, Iterator[tuple[Batch, ...]]]:
+    """Return the reference's name in the cache, and the batches of its steps once more.
+
+    The batches are part of the name. So they are all read before, unless they are too large.
+    """
+    read = list(islice(steps, 1))
+    num_bytes = sum(t.nbytes for batch in read[0] for t in nested.tensors_of(batch))
+    if num_bytes * (task.max_steps or 0) > reference_cache.MAX_BATCH_BYTES:
+        return None, chain(read, steps)
+    read += steps
+    batches = chain.from_iterable(read)
+    return reference_cache.key(task, num_shards, model.net, model.spec, batches), iter(read)
+
+
+def _train_steps(
+    task: TaskConfig, model: _Float64Model, steps: Iterator[tuple[Batch, ...]], folder: Path,
+    key: str | None,
+) -> ReferenceFacts:  # fmt: skip
+    losses: list[list[float]] = []
+    first_batches: list[Batch] = []
+    for step, batches in enumerate(steps):
+        if not first_batches:
+            first_batches = list(batches)
+            draws, draws_otherwise = _learn_draws(task, model, first_batches[0])
+        sums: Tensors = {}
+        losses.append([])
+        model.load_weights()
+        for rank, batch in enumerate(batches):
+            model.load_rank(rank)
+            draws.begin(step, rank, model.send)
+            losses[-1].append(model.add_gradients(batch, sums))
+            model.keep_buffers(rank)
+        for total in sums.values():
+            total /= len(batches)
+        averaged = _clipped(sums, task.clip_norm)
+        _save(folder / _step_file(step), {_GRADIENT: averaged}, model)
+        model.weights = model.weights.after(model.rule, averaged)
+    scores = []
+    model.load_weights()
+    for rank, batch in enumerate(first_batches):
+        model.load_rank(rank)
+        scores.append(model.score(batch))
+    assert task.batch_size is not None
+    return ReferenceFacts(
+        losses, scores, [list(shape) for shape in draws.shapes or ()],
+        _probabilities(model.net), draws_otherwise, task.batch_size, key,
+    )  # fmt: skip
 
 
 def _clipped(gradients: Tensors, max_norm: float | None) -> Tensors:
@@ -311,17 +352,24 @@ def _with_prefix(tensors: Tensors, prefix: str) -> Tensors:
     }
 
 
+def read_facts(folder: Path) -> ReferenceFacts:
+    """Read the facts of a reference from the folder of its tensors.
+
+    Raises:
+        RequestError: there is no reference.
+    """
+    try:
+        return ReferenceFacts(**json.loads((folder / _FACTS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise RequestError(f"no reference in {folder}: {error}") from None
+
+
 class Reference:
     """A stored reference that one rank reads, step by step."""
 
     def __init__(self, run_dir: Path, rule: Rule, rank: int) -> None:
         self.folder, self.rule, self.rank = run_dir / FOLDER, rule, rank
-        try:
-            self.facts = ReferenceFacts(
-                **json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))
-            )
-        except (OSError, ValueError, TypeError) as error:
-            raise RequestError(f"no reference in {self.folder}: {error}") from None
+        self.facts = read_facts(self.folder)
         start, extra = _load(self.folder / _START, rank)
         self.start_extra = self.extra = self.extra_after = extra
         self.start = Weights.start(_with_prefix(start, _PARAMETER), rule)

@@ -234,9 +234,9 @@ def _numerics_jobs(
     exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "nnodes": "1", "threads": threads}
     if "script" in task:  # its loop sees only its own rank's samples
         exact |= {"nproc_per_node": num_ranks, "threads": plain["threads"]}
-    yield Job(
-        "numerics  float64 reference", row, reference, exact, None, "reference", str(num_ranks)
-    )
+    is_here = (task["launcher"], task["nnodes"]) == ("local", "1")  # not on unknown machines
+    wanted = f"{num_ranks}:reuse" if plan.reuses_reference and is_here else str(num_ranks)
+    yield Job("numerics  float64 reference", row, reference, exact, None, "reference", wanted)
     floors = []
     for name, channels_last in zip(FLOORS, (True, False), strict=True):
         at = comparison.numerics_folder(folder, name)
@@ -450,7 +450,9 @@ def _outcome(run: runs.RecordedRun) -> str:
         return f"{run.status}: {run.end.error if run.end else 'no end'}"
     if run.numerics:
         phases = ("step", "reference", "noise of free")
-        return f"{sum(record.phase in phases for record in run.numerics)} steps"
+        kept = any(record.phase == "kept" for record in run.numerics)
+        num_steps = sum(record.phase in phases for record in run.numerics)
+        return f"{num_steps} steps{', kept from an earlier comparison' if kept else ''}"
     if not run.samples_per_s:
         return "no steps after the warm-up"
     unit, units_per_sample = run.counted

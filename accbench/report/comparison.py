@@ -70,6 +70,8 @@ class ComparisonPlan:
     """Begin no round that would end later, beyond the second; None: no limit."""
     quick: bool = False
     """A first verdict, of few steps in little time."""
+    reuses_reference: bool = False
+    """Take float64's and plain ddp's passes from an earlier comparison, and keep them for later."""
     schema_version: int = SCHEMA_VERSION
 
     @property
