@@ -185,7 +185,7 @@ def _of_gradient_pairs(
         squared_distance = inner_product = 0.0
         for gradient, expected_piece in pairs:
             squared_distance += square_sum(gradient - expected_piece)
-            inner_product += float(torch.dot(gradient, expected_piece))
+            inner_product += float((gradient * expected_piece).sum())
         typical_size = math.sqrt(total * expected.numel() / num_values)
         size = max(math.sqrt(squares[name]), _NEGLIGIBLE * typical_size) or 1.0
         distances[f"{GRADIENT} of {name}"] = math.sqrt(squared_distance) / size

@@ -206,7 +206,7 @@ def _train(
     model = _Float64Model(task, shard_sources[0].num_classes, num_shards, rule)
     loaders = [source.train_loader() for source in shard_sources]
     streams = [epochs(loader, _host_batches) for loader in loaders]
-    steps = islice(zip(*streams, strict=True), num_steps)
+    steps: Iterator[tuple[Batch, ...]] = islice(zip(*streams, strict=True), num_steps)
     key = None
     if reuses:
         key, steps = _key_and_steps(task, model, num_shards, steps)
