@@ -9,9 +9,7 @@ import sys
 
 import timm.data
 import workload
-from timm.task import classification
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import Module, parallel
 
 
 class Images(workload.Samples):
@@ -20,8 +18,11 @@ class Images(workload.Samples):
     transform = target_transform = None
 
 
-def _without_device_ids(net: nn.Module, device_ids: object, **settings: object) -> nn.Module:
-    return DistributedDataParallel(net, **settings)
+class OnCpu(parallel.DistributedDataParallel):
+    """DistributedDataParallel that drops the name of a device, which it refuses on a CPU."""
+
+    def __init__(self, module: Module, device_ids: object = None, **settings: object) -> None:
+        super().__init__(module, **settings)
 
 
 def main() -> None:
@@ -29,9 +30,8 @@ def main() -> None:
     timm.data.create_dataset = lambda *_, **__: Images(case)
     # Its default asks for worker processes that stay, where there are none.
     timm.data.create_loader = functools.partial(timm.data.create_loader, persistent_workers=False)
-    # It names a device, which DistributedDataParallel refuses on a CPU.
-    classification.DDP = _without_device_ids
-    # What the other scripts do: no augmentation, no schedule, no files beside its own log.
+    parallel.DistributedDataParallel = OnCpu
+    # What the other scripts do: no augmentation, and no evaluation beyond the one of an epoch.
     sys.argv = [
         train_py, "--device=cpu", f"--model={workload.IMAGE_MODELS[case.model][0]}",
         f"--num-classes={workload.NUM_CLASSES}", f"--img-size={case.image_size}",
