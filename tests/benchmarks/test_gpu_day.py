@@ -7,6 +7,8 @@ import time
 import psutil
 import pytest
 
+from accbench import config
+from accbench.comparing import plan
 from accbench.pjrt import gpu
 from benchmarks import gpu_day
 from benchmarks.gpu_parts import bounds, kernels, page
@@ -106,3 +108,19 @@ def test_rows_stand_beside_committed_bounds(monkeypatch):
         256 / first["eager_bound_s"]
     )
     assert "| - | - |" in page.render([{**row, "gpu_name": "another"}])
+
+
+@pytest.mark.parametrize("is_tiny", [True, False])
+def test_the_commands_of_all_items_are_taken(tmp_path, monkeypatch, is_tiny):
+    """A flag that changes its name or range would end an item on the GPU's machine."""
+    monkeypatch.delenv("ACCBENCH_FLAGS_JAX", raising=False)
+    items = parts.all_items(parts.Day(tmp_path, "cpu", is_tiny))
+    assert len({item.name for item in items}) == len(items)
+    for item in items:
+        if "main.py" in item.command:
+            config.parse(item.command[item.command.index("main.py") + 1 :])
+        elif "compare" in item.command:
+            plan.parse(item.command[item.command.index("compare") + 1 :], "accbench compare")
+    assert [item.name for item in parts.choose(items, "vit-fl,env")] == [
+        "vit-float16-ddp", "vit-float16-jax", "vit-float16-inductor", "env",
+    ]  # fmt: skip
