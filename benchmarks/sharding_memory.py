@@ -1,6 +1,6 @@
 """Memory of a rank that trains with `--dp_shard`, beside plain ddp's.
 
-    python benchmarks/sharding_memory.py [--tiny]
+    python benchmarks/sharding_memory.py [--tiny] [--ways "ddp,zero 3"]
 
 Four ranks train a Llama of 34 million parameters with AdamW for three steps, by every stage of
 ZeRO. A rank's peak is that of its anonymous memory over what it had before the model was built;
@@ -97,6 +97,7 @@ def rank(way: str, sizes: tuple[int, int, int], out: Path) -> None:
     from accbench.config import plugins
     from accbench.distributed import process_group
     from accbench.distributed.process_group import Topology
+    from accbench.training import worker
     from accbench.training.train_loop import train_step
 
     topology = Topology.from_env()
@@ -109,9 +110,8 @@ def rank(way: str, sizes: tuple[int, int, int], out: Path) -> None:
     engine = plugins.load("engines", "ddp")(task, task.options["ddp"], topology)
     engine.strategy.prove()
     spec = build(sizes)
-    torch.manual_seed(0)
     with watched_peak() as peak:
-        model = engine.prepared(spec.build(sizes[2]))
+        _, model = worker.build_model(engine, lambda: spec.build(sizes[2]))
         optimizer = engine.build_optimizer(model)
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(topology.rank + step * NUM_RANKS)
@@ -124,9 +124,10 @@ def rank(way: str, sizes: tuple[int, int, int], out: Path) -> None:
 
 
 def main() -> int:
-    """Return 0 if ZeRO's third stage needs at most 40 % of ddp's peak."""
+    """Print the table, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_tiny(parser)
+    parser.add_argument("--ways", default=",".join(WAYS), help="ddp and others, comma-separated")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -135,19 +136,19 @@ def main() -> int:
         return 0
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for way in ["ddp", "zero 3"] if asked.tiny else WAYS:
+        for way in ["ddp", "zero 3"] if asked.tiny else asked.ways.split(","):
             out = Path(folder, "found.json")
             arguments = [__file__, f"--rank={way}", f"--out={out}"]
             run_ranks(NUM_RANKS, arguments + ["--tiny"] * asked.tiny, {**os.environ, **MALLOC})
             found[way] = json.loads(out.read_text())
             out.unlink()
+            print(way, found[way], flush=True)
     print("| | peak MiB | of ddp's | state MiB |\n| --- | ---: | ---: | ---: |")
     for way, of in found.items():
         share = of["peak_bytes"] / found["ddp"]["peak_bytes"]
         print(f"| {way} | {of['peak_bytes'] / 2**20:.0f} | {share:.0%} | "
               f"{of['state_bytes'] / 2**20:.1f} |")  # fmt: skip
-    share = found["zero 3"]["peak_bytes"] / found["ddp"]["peak_bytes"]
-    return 0 if asked.tiny or share <= 0.4 else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -330,6 +330,16 @@ class Engine(abc.ABC):
         begin = loader.num_done
         yield from islice(cycle(self._resident), begin, begin + len(loader))
 
+    def deferred_build(self, build: Callable[[], nn.Module]) -> nn.Module | None:
+        """Return the model without its weights, which `prepare` then draws shard by shard.
+
+        None: this engine, or this model, needs it built at once. All ranks call this.
+
+        Args:
+            build: builds the model, by torch's global generator as it is now.
+        """
+        return None
+
     def share_buffers(self, net: nn.Module) -> None:
         """Give all ranks rank 0's buffers and extra state, so that all evaluate one model, the one
         that is saved.

@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.distributed import process_group, slurm_variables
 from accbench.distributed.process_group import Topology
+from accbench.engines import Engine
 from accbench.engines.common import model_state
 from accbench.errors import (
     ERROR_FILE_VARIABLE,
@@ -165,14 +167,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     log_start(task, engine, topology, task.model)
     engine.strategy.prove()
     spec = models.of_task(task)
-    torch.manual_seed(task.seed)
-    model = trainable.plain(spec.build(source.num_classes))
-    engine.check_model(model)
-    process_group.broadcast_module(model)
-    model_state.broadcast_extra(model)
-    if task.save_interval:
-        model_state.check_loadable(model)
-    net, model = model, engine.prepared(model)
+    net, model = build_model(engine, lambda: trainable.plain(spec.build(source.num_classes)))
     optimizer = engine.build_optimizer(model)
     engine.seed(task.seed + data_topology.rank)  # dropout and the like differ by batch
 
@@ -204,6 +199,25 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     logger.write(end)
     engine.close()
     log.info(f"done: {end.num_steps} steps, {end.num_samples} samples, records in {task.run_dir}")
+
+
+def build_model(engine: Engine, build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Return a model with the task's first weights, equal on all ranks, and as it is prepared.
+
+    Raises:
+        RequestError: the engine cannot train it, or a checkpoint cannot hold it.
+    """
+    task = engine.task
+    torch.manual_seed(task.seed)
+    net = engine.deferred_build(build)
+    if net is None:
+        net = build()
+        engine.check_model(net)
+        process_group.broadcast_module(net)
+        model_state.broadcast_extra(net)
+        if task.save_interval:
+            model_state.check_loadable(net)
+    return net, engine.prepared(net)
 
 
 def _check(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> None:

@@ -29,7 +29,8 @@ def test_updates_are_those_of_unsharded_training(found, case):
     sharded_applied, applied = of["applied"]
     assert sharded_applied == applied == (4 if "overflow" in case or "skipped" in case else 5)
     assert of["scale"] == ([32768.0] * 2 if "overflow" in case else [None] * 2)
-    assert of["rereads"] == [True, True]
+    assert of["rereads"] == of["starts"] == [True, True]
+    assert of["deferred"] == ["zero 1" not in case, False]
 
 
 @pytest.mark.parametrize("case", sharded_ranks.CASES)

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from accbench import config, models, resolving
 from accbench.config import plugins
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
+from accbench.training import worker
 from accbench.training.train_loop import train_step
 
 STEPS, BATCH = 5, 8
@@ -49,21 +51,30 @@ CASES: dict[str, Case] = {
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
 
 
+KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred")
+
+
 def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, Any]:
     """Losses of five steps, parameters and buffers before and after, and what was kept."""
     task = resolving.resolve(config.parse([*FLAGS, *flags, f"--batch_size={BATCH}"]))
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
     engine.strategy.prove()
     spec = models.of_task(task)
-    torch.manual_seed(task.seed)
-    net = spec.build(64)
-    if "dropout" not in case:
+    built = []
+
+    def build() -> nn.Module:
+        net = spec.build(64)
         for module in net.modules():
-            if isinstance(module, nn.Dropout):
+            if isinstance(module, nn.Dropout) and "dropout" not in case:
                 module.p = 0.0
-    before = {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
-    model = engine.prepared(net)
+        built.append(next(net.parameters()))
+        return net
+
+    torch.manual_seed(task.seed)
+    before = {name: tensor.detach().clone() for name, tensor in build().named_parameters()}
+    net, model = worker.build_model(engine, build)
     optimizer = engine.build_optimizer(model)
+    start = engine.training_state(net, optimizer).model
     data = engine.mesh.data_topology(topology)
     engine.seed(data.rank)
     losses = []
@@ -81,6 +92,8 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     state = engine.training_state(net, optimizer)
     found = {
         "losses": losses, "before": before, "after": state.model,
+        "starts": all(torch.equal(start[name], tensor) for name, tensor in before.items()),
+        "deferred": isinstance(built[-1], FakeTensor),
         "applied": engine.applied_steps(optimizer), "scale": engine.precision.loss_scale(),
     }  # fmt: skip
     again = {name: tensor * 2 for name, tensor in state.model.items()}
@@ -130,7 +143,7 @@ def distances(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": max(abs(a - b) / abs(b) for a, b in pairs),
         "updates": (moved / wanted) ** 0.5,
-        **{key: [found[key], other[key]] for key in ("applied", "scale", "bytes", "rereads")},
+        **{key: [found[key], other[key]] for key in KEPT},
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from accbench.distributed import parameter_shards
 from accbench.distributed.mesh import MeshShape
@@ -49,6 +50,25 @@ class ShardedDataParallel(ShardingStrategy):
         """
         refuse_unshardable(model)
         self._fully_shard(model, units(model))
+        self.find_shards(model)
+        return model
+
+    def set_whole(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        """Give a parameter that was sharded on the device meta its rows of a whole tensor."""
+        meta: Any = dict(model.named_parameters())[name]
+        rows = parameter_shards.rows_of_rank(len(meta), self.group.rank(), self.group.size())
+        part = DTensor.from_local(
+            whole[rows].to(self.device, copy=True), meta.device_mesh, meta.placements,
+            run_check=False, shape=meta.shape, stride=meta.stride(),
+        )  # fmt: skip
+        parameter = nn.Parameter(part, meta.requires_grad)
+        for module in model.modules():
+            for key, other in module._parameters.items():
+                if other is meta:
+                    module._parameters[key] = parameter
+
+    def find_shards(self, model: nn.Module) -> None:
+        """Find this rank's rows, again after `set_whole`."""
         self._shards = {}
         rank, num_ranks = self.group.rank(), self.group.size()
         for name, parameter in model.named_parameters():
@@ -58,7 +78,6 @@ class ShardedDataParallel(ShardingStrategy):
                 parameter, nn.Parameter(local.detach(), parameter.requires_grad),
                 tuple(parameter.shape), rows,
             )  # fmt: skip
-        return model
 
     @property
     def shards(self) -> dict[str, ParameterShard]:

@@ -209,7 +209,7 @@ def check_loadable(net: nn.Module) -> None:
         RequestError: it could not; the message says why.
     """
     refuse_unsaved(net)
-    if not _customises_state(net):
+    if not customises_state(net):
         return
     saved = {name: tensor.detach().clone() for name, tensor in tensors(net).items()}
     try:
@@ -223,7 +223,8 @@ def check_loadable(net: nn.Module) -> None:
         ) from error
 
 
-def _customises_state(net: nn.Module) -> bool:
+def customises_state(net: nn.Module) -> bool:
+    """Return whether a model's classes or hooks have a say in its state_dict."""
     for module in net.modules():
         if any(getattr(module, hooks, None) for hooks in _STATE_HOOKS):
             return True

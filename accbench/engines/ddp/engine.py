@@ -3,7 +3,7 @@
 import dataclasses
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,12 +18,12 @@ from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import complex_parameters, mesh
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.parameter_shards import RowsTensor, all_gather_rows
-from accbench.distributed.process_group import Topology
+from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
 from accbench.distributed.strategies.torch_strategy import ShardingStrategy, TorchStrategy
 from accbench.engines import optimizers
-from accbench.engines.common import optimizer_state, sharded_state, tied_parameters
+from accbench.engines.common import model_state, optimizer_state, sharded_state, tied_parameters
 from accbench.engines.common.training_state import TrainingState
 from accbench.engines.ddp import layouts
 from accbench.engines.loops import LoopEngine
@@ -105,6 +105,7 @@ class Engine(LoopEngine):
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
         self._optimizer: torch.optim.Optimizer | None = None
+        self._deferred: Any = None
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
@@ -140,8 +141,44 @@ class Engine(LoopEngine):
             return torch.cuda.get_device_name(self.device)
         return provenance.cpu_name()
 
+    def deferred_build(self, build: Callable[[], nn.Module]) -> nn.Module | None:
+        if not self.strategy.gathers_in_forward:
+            return None
+        from accbench.engines.common import deferred_build
+
+        deferred = deferred_build.record(build)
+        is_possible = deferred is not None and not model_state.customises_state(deferred.model)
+        if not all(possible for (possible,) in all_gather_values([float(is_possible)])):
+            log.info(
+                "each worker builds the whole model before it is sharded, as building this one "
+                "looks at values"
+            )
+            return None
+        self._deferred = deferred
+        return None if deferred is None else deferred.model
+
     def prepare(self, model: nn.Module) -> nn.Module:
+        if self._deferred is not None:
+            return self._prepare_deferred(model, self._deferred)
         return self._use_channels_last(self.strategy.wrap(self._move_to_device(model)))
+
+    def _prepare_deferred(self, model: nn.Module, deferred: Any) -> nn.Module:
+        """Shard a model without weights, and fill it; no rank has more than one tensor whole."""
+        from accbench.engines.common import deferred_build
+
+        strategy: Any = self.strategy
+        tensors = deferred_build.replace(model, deferred_build.without_content)
+        wrapped: nn.Module = strategy.wrap(model)
+        fakes = {name: fake for name, (fake, _) in tensors.items()}
+        rank = self.topology.rank
+        for name, whole in deferred_build.broadcast_values(deferred, fakes, rank):
+            if isinstance(tensors[name][1], nn.Parameter):
+                strategy.set_whole(model, name, whole)
+            else:
+                tensors[name][1].copy_(whole)
+        strategy.find_shards(model)
+        self._deferred = None
+        return wrapped
 
     def _use_channels_last(self, net: nn.Module) -> nn.Module:
         """Keep a network in channels_last, or contiguous if its first call needs that."""
