@@ -3,6 +3,9 @@
 # The environment that prepare.sh installs into: the active one, else .venv.
 ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)
 PYTHON := $(ENV)/bin/python
+# That of torch_xla, which needs torch 2.8 and has wheels for one kind of machine.
+XLA_PYTHON := $(if $(filter Linux x86_64,$(shell uname -sm)),.venv-xla/bin/python)
+XLA_EXTRAS := xla-cuda12,dev
 
 BENCH_DIR := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 TRAIN_DIR := runs/digits-$(shell date +%Y%m%d-%H%M%S)
@@ -11,10 +14,11 @@ BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O
 	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5 \
 	--save_interval=0
 
-.PHONY: help bench train test soak check dist prepare prepare-dev
+.PHONY: help bench bench-xla train test soak check dist prepare prepare-dev prepare-xla
 
 help:
-	@echo "make bench   train the baseline and both XLA engines on mock images, and compare"
+	@echo "make bench   train the baseline and the compiled engines on mock images, and compare"
+	@echo "make bench-xla   the baseline and engine xla, in torch_xla's own environment"
 	@echo "make train   train a small ResNet on scanned digits to its end, and show the curves"
 	@echo "make test    run the tests"
 	@echo "make soak    run the long ones, which make test leaves out"
@@ -25,17 +29,27 @@ prepare:
 	@bash prepare.sh
 
 prepare-dev:
-	@bash prepare.sh --extras xla,dev --no-data
+	@bash prepare.sh --extras dev --no-data
 
-bench:
-	@bash prepare.sh --extras xla,jax
+# torch_xla's environment, for its own tests.
+prepare-xla:
+	@$(if $(XLA_PYTHON),bash prepare.sh --extras $(XLA_EXTRAS) --no-data)
+
+bench: prepare
 	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/ddp
-	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/xla --compiler-opt
+	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/inductor --engine=inductor
 	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/jax --engine=jax
-	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla $(BENCH_DIR)/jax
+	@$(PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/inductor $(BENCH_DIR)/jax
+
+# The same through torch_xla, in its own environment, beside a baseline of the same torch.
+bench-xla:
+	@bash prepare.sh --extras xla
+	$(XLA_PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/ddp
+	$(XLA_PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/xla --compiler-opt
+	@$(XLA_PYTHON) -m accbench report $(BENCH_DIR)/ddp $(BENCH_DIR)/xla
 
 train:
-	@bash prepare.sh --extras xla,digits --no-data
+	@bash prepare.sh --extras jax,digits --no-data
 	$(PYTHON) -m accbench data digits
 	$(PYTHON) launch_single_task.py --config=recipes/digits.yaml --output_dir=$(TRAIN_DIR)
 	@$(PYTHON) -m accbench report $(TRAIN_DIR)
@@ -45,11 +59,16 @@ train:
 # The tests start hundreds of Pythons, each of which would compile our modules anew.
 COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
 
-test: prepare-dev
-	$(COMPILED_ONCE) $(PYTHON) -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-soak: prepare-dev
-	$(COMPILED_ONCE) $(PYTHON) -m pytest -m soak -n 2
+# Engine xla's tests in its own environment, all others in today's.
+test: prepare-dev prepare-xla
+	$(COMPILED_ONCE) $(PYTHON) $(PYTEST) -m "not soak and not xla"
+	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -m "xla and not soak")
+
+soak: prepare-dev prepare-xla
+	$(COMPILED_ONCE) $(PYTHON) -m pytest -m "soak and not xla" -n 2
+	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) -m pytest -m "soak and xla" -n 2)
 
 check: prepare-dev
 	$(PYTHON) -m ruff format --check .

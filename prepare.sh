@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Installs accbench and makes mock data. Safe to repeat, and quick when nothing changed.
 #
-#   bash prepare.sh [--extras xla,dev] [--no-data] [-- FLAGS OF `accbench data mock`]
+#   bash prepare.sh [--extras jax,dev] [--no-data] [-- FLAGS OF `accbench data mock`]
 #
 # Installs into the environment that is active (venv or conda), else into .venv, for which uv
-# finds or brings a Python where none that fits is on the path.
+# finds or brings a Python where none that fits is on the path. The default is today's torch and
+# JAX. torch_xla (--extras xla) needs torch 2.8: it goes into .venv-xla where the active
+# environment has another torch, and where none is active.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 fail() { echo "prepare.sh: $*" >&2; exit 2; }
 
-extras=
-[[ $(uname -sm) == "Linux x86_64" ]] && extras=xla # torch_xla has wheels for nothing else
+extras=default
 data=yes
 while (($#)); do
   case $1 in
@@ -22,25 +23,39 @@ while (($#)); do
   esac
 done
 
-newest=14 without=
-if [[ ,$extras, == *,xla* ]]; then # torch_xla has wheels for no newer Python
-  newest=13 without="; with --extras '', which leaves torch_xla out, up to 3.14"
-fi
-right_version() { "$1" -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $newest))" 2>/dev/null; }
+fits() { "$1" -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $newest))" 2>/dev/null; }
+no_other_torch() {
+  "$1" -c 'from importlib import metadata
+import sys
+torch = [d.version for d in metadata.distributions(name="torch")]
+sys.exit(bool(torch) and not torch[0].startswith("2.8."))' 2>/dev/null
+}
 
-if [[ -n ${VIRTUAL_ENV:-} ]]; then
-  env=$VIRTUAL_ENV
-elif [[ -n ${CONDA_PREFIX:-} ]]; then
-  env=$CONDA_PREFIX
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+pyenvs=${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}/versions
+if [[ ,$extras, == *,xla* ]]; then
+  newest=13 # torch_xla has wheels for no newer Python
+  own=$PWD/.venv-xla without="; without torch_xla (no xla in --extras) up to 3.14"
+  candidates=(python3 python3.{13..10})
+  if [[ -n $active ]] && fits "$active/bin/python" && ! no_other_torch "$active/bin/python"; then
+    active=
+  fi
 else
-  env=$PWD/.venv
+  newest=14 own=$PWD/.venv without=
+  # The newest first, for which there are the newest packages: JAX 0.11 needs Python 3.12.
+  candidates=(python3.{14..12} "$pyenvs"/3.{14,13,12}.*/bin/python python3 python3.{11,10})
+fi
+
+env=${active:-$own}
+if [[ -z $active ]]; then
   # A set-up that was interrupted leaves a folder without pip; so does uv, and then a stamp.
   if ! "$env/bin/python" -m pip --version >/dev/null 2>&1 && ! compgen -G "$env/.accbench-*" >/dev/null; then
-    for python in python3 python3.{13..10} python3.14; do
-      right_version "$python" && break || python=
+    python=
+    for candidate in "${candidates[@]}"; do
+      fits "$candidate" && python=$candidate && break
     done
     if [[ -n $python ]]; then
-      "$python" -m venv --clear "$env" || fail "cannot make .venv with $python; on Debian: apt install python3-venv"
+      "$python" -m venv --clear "$env" || fail "cannot make ${env##*/} with $python; on Debian: apt install python3-venv"
     elif command -v uv >/dev/null; then
       uv venv --quiet --clear --python ">=3.10,<3.$((newest + 1))" "$env" || fail "uv has no Python 3.10 to 3.$newest; install one, or activate an environment that has it"
     else
@@ -49,7 +64,10 @@ else
   fi
 fi
 python=$env/bin/python
-right_version "$python" || fail "$env has $("$python" --version 2>&1 || true); accbench needs Python 3.10 to 3.$newest$without"
+fits "$python" || fail "$env has $("$python" --version 2>&1 || true); accbench needs Python 3.10 to 3.$newest$without"
+if [[ $extras == default ]]; then # JAX 0.10 needs Python 3.11
+  extras=$("$python" -c 'import sys; print("jax" if sys.version_info >= (3, 11) else "")')
+fi
 
 # What was installed last time, and from what.
 stamp=$env/.accbench-${extras//[^a-z0-9]/-}

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import HANG_S, ROOT, TINY, end_of
 
 # Where a clone keeps what is not its source.
-NO_SOURCE = {".git", ".venv", "runs", "data", "build", "dist", ".hypothesis"}
+NO_SOURCE = {".git", ".venv", ".venv-xla", "runs", "data", "build", "dist", ".hypothesis"}
 # What only a clone needs.
 ONLY_IN_A_CLONE = {".gitignore", ".ci/run"}
 

@@ -131,6 +131,14 @@ class Engine(abc.ABC):
         )
 
     @classmethod
+    def other_python(cls) -> Path | None:
+        """Return the Python of another environment that has this engine's packages.
+
+        None if this environment has them, or no other is known.
+        """
+        return None
+
+    @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         """Return environment variables that a worker's process starts with."""
         return {}

@@ -47,7 +47,9 @@ class Driver:
 
 def install_command() -> str:
     """Return a shell command that installs the PJRT plugin for CUDA and its compiler."""
-    return extras.install_command("xla-cuda12")
+    # torch_xla wants the plugin of its own summer.
+    is_beside_torch_xla = importlib.util.find_spec("torch_xla") is not None
+    return extras.install_command("xla-cuda12" if is_beside_torch_xla else "preflight")
 
 
 @cache

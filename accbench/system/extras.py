@@ -3,6 +3,8 @@
 accbench itself is on no package index.
 """
 
+import importlib.util
+import os
 import shlex
 import sys
 from importlib import metadata
@@ -12,15 +14,31 @@ from pathlib import Path
 _CLONE = Path(__file__).parents[2]
 # The last Python that torch 2.8 and torch_xla 2.8.1 have wheels for.
 _LAST_PYTHON = {"xla": (3, 13), "xla-cuda12": (3, 13)}
+_XLA_PYTHON = "ACCBENCH_XLA_PYTHON"
+
+
+def xla_python() -> Path | None:
+    """Return the Python of torch_xla's own environment, or None if there is none.
+
+    It is the one that the variable ACCBENCH_XLA_PYTHON names, else that of the folder .venv-xla in
+    the clone, which `prepare.sh --extras xla` makes. torch_xla needs torch 2.8, so that it cannot
+    be installed beside today's.
+    """
+    named = os.environ.get(_XLA_PYTHON)
+    python = Path(named) if named else _CLONE / ".venv-xla" / "bin" / "python"
+    return python if python.is_file() else None
 
 
 def install_command(extra: str) -> str:
     """Return a shell command that installs an extra of pyproject.toml for this Python.
 
     In a clone the command installs the clone. Elsewhere accbench is installed already, and the
-    command installs the packages that the extra adds.
+    command installs the packages that the extra adds. Extras with torch_xla go into an environment
+    of their own.
     """
-    if (_CLONE / "pyproject.toml").is_file() and (_CLONE / "prepare.sh").is_file():
+    if _is_clone():
+        if extra in _LAST_PYTHON and importlib.util.find_spec("torch_xla") is None:
+            return shlex.join(["bash", str(_CLONE / "prepare.sh"), "--extras", extra])
         return _pip("-e", f"{_CLONE}[{extra}]")
     try:
         return _pip(*sorted(_requirements("accbench", extra) - _requirements("accbench")))
@@ -34,13 +52,20 @@ def not_installed(package: str, extra: str) -> str:
     The text also says if the installation changes torch, which other programs may use.
     """
     last = _LAST_PYTHON.get(extra)
-    if last is not None and sys.version_info[:2] > last:
+    if last is not None and (python := xla_python()) is not None:
+        return f"{package}, which is not installed here: start this with {python}, which has it"
+    if last is not None and sys.version_info[:2] > last and not _is_clone():
         running, wanted = (".".join(map(str, version)) for version in (sys.version_info[:2], last))
         return (
             f"{package}, which is not installed and has no release for Python {running}: make an "
             f"environment with Python {wanted}"
         )
-    return f"{package}, which is not installed{_change_of_torch(extra)}: {install_command(extra)}"
+    change = "" if last is not None and _is_clone() else _change_of_torch(extra)
+    return f"{package}, which is not installed{change}: {install_command(extra)}"
+
+
+def _is_clone() -> bool:
+    return (_CLONE / "pyproject.toml").is_file() and (_CLONE / "prepare.sh").is_file()
 
 
 def _change_of_torch(extra: str) -> str:

@@ -83,6 +83,8 @@ def _worker(
             flags = _without_local_rank(sys.argv[1:] if argv is None else argv)
             task = config.parse(flags, prog="main.py")
             task = replace(task, nproc_per_node=topology.local_world_size)
+            if not launched:  # a launcher has restarted itself
+                resolving.restart_for([task.engine], sys.argv[1:] if argv is None else argv)
             task = resolving.resolve(task)
             apply_environment(task, topology)
             if not launched:

@@ -1,15 +1,17 @@
 """What is missing is told with a command that installs it from where accbench was started."""
 
 import importlib.util
+import os
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from importlib.machinery import PathFinder
+from pathlib import Path
 
 import pytest
 
 from accbench import cli
+from accbench.system import extras
 from tests.conftest import ROOT, run
 from tests.pjrt.fake_cuda import make_driver
 
@@ -20,11 +22,16 @@ def check_command(line: str, extra: str) -> None:
     assert command == [sys.executable, "-m", "pip", "install", "-e", f"{ROOT}[{extra}]"]
 
 
+@pytest.fixture(autouse=True)
+def _without_other_environments(monkeypatch):
+    # As in a clone where torch_xla's environment has not been made.
+    monkeypatch.setattr(extras, "xla_python", lambda: None)
+
+
 @pytest.mark.parametrize(
     ("module", "flags", "extra"),
-    [("torch_xla", ["--compiler-opt"], "xla"), ("jax", ["--engine=jax"], "jax"),
-     ("s3fs", ["--data=s3://bucket/prefix"], "s3")],
-)  # fmt: skip
+    [("jax", ["--engine=jax"], "jax"), ("s3fs", ["--data=s3://bucket/prefix"], "s3")],
+)
 def test_clone_is_installed_with_the_extra(capsys, monkeypatch, module, flags, extra):
     # Stands in for an environment without the package.
     found = importlib.util.find_spec
@@ -50,29 +57,45 @@ def without_torch_xla(monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("without_torch_xla")
+def test_torch_xla_gets_an_environment_of_its_own(capsys):
+    assert cli.run(["--compiler-opt"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs torch_xla, which is not installed: " in line
+    assert shlex.split(line)[-4:] == ["bash", f"{ROOT}/prepare.sh", "--extras", "xla"]
+
+
+@pytest.mark.usefixtures("without_torch_xla")
+def test_a_process_that_cannot_restart_names_the_other_python(capsys, monkeypatch):
+    monkeypatch.setattr(extras, "xla_python", lambda: Path("/clone/.venv-xla/bin/python"))
+    assert cli.run(["--compiler-opt"]) == 2  # pytest's own command line is another
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("start this with /clone/.venv-xla/bin/python, which has it")
+
+
 @pytest.mark.parametrize(
-    ("torch", "told"),
-    [("2.15.0", " (installing it changes torch 2.15.0 to 2.8.0)"), ("2.8.0", ""),
-     ("2.8.0+cu128", "")],
+    "command",
+    [["run", "--compiler-opt", "--max_steps=1"],
+     ["compare", "--engines", "ddp,xla:lean=on", "--repeats=2"]],
 )  # fmt: skip
-@pytest.mark.usefixtures("without_torch_xla")
-def test_another_torch_is_told_before_it_comes(capsys, monkeypatch, torch, told):
-    # Stands in for an environment with that torch.
-    found = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: torch if name == "torch" else found(name))
-    assert cli.run(["--compiler-opt"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"needs torch_xla, which is not installed{told}: " in line
-    check_command(line, "xla")
-
-
-@pytest.mark.usefixtures("without_torch_xla")
-def test_python_that_torch_xla_is_not_there_for(capsys, monkeypatch):
-    # Stands in for that Python.
-    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
-    assert cli.run(["--compiler-opt"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("has no release for Python 3.14: make an environment with Python 3.13")
+def test_a_command_restarts_in_torch_xlas_environment(tmp_path, command):
+    # Stands in for the other environment's Python: it prints what it was started with.
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    code = (
+        "import importlib.util as u; find = u.find_spec; "
+        "u.find_spec = lambda name: None if name == 'torch_xla' else find(name); "
+        "from accbench import cli; import sys; sys.exit(cli.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "ACCBENCH_XLA_PYTHON": str(python)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said, restarted = done.stdout.splitlines()
+    assert said == f"engine xla has an environment of its own: continuing with {python}"
+    assert restarted.split()[-len(command) :] == command
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
@@ -89,12 +112,14 @@ def test_gpu_without_the_plugin(tmp_path, monkeypatch):
     assert how_else == "--device cpu to train on the CPU"
 
 
-@pytest.mark.usefixtures("without_torch_xla")
 def test_uv_installs_where_there_is_no_pip(capsys, monkeypatch):
-    # Stands in for an environment that uv made.
-    found = PathFinder.find_spec
+    # Stands in for an environment that uv made, without JAX.
+    found, found_spec = PathFinder.find_spec, importlib.util.find_spec
     monkeypatch.setattr(
         PathFinder, "find_spec", lambda name, *rest: None if name == "pip" else found(name, *rest)
     )
-    assert cli.run(["--compiler-opt"]) == 2
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jax" else found_spec(name)
+    )
+    assert cli.run(["--engine=jax"]) == 2
     assert f"uv pip install --python {sys.executable} -e" in capsys.readouterr().err

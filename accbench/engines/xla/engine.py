@@ -84,6 +84,11 @@ class Engine(LoopEngine):
         return cuda.problem(task) if task.device == "cuda" else None
 
     @classmethod
+    def other_python(cls) -> Path | None:
+        is_here = importlib.util.find_spec("torch_xla") is not None
+        return None if is_here else extras.xla_python()
+
+    @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         env = {
             "PJRT_DEVICE": runtime.PJRT_DEVICES[task.device],

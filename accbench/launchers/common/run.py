@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from accbench import config, launchers
+from accbench import config, launchers, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.errors import STOPPED_STATUS, NoMoreRunsError, RequestError, print_refusal
 from accbench.recording import run_folder
@@ -25,7 +25,9 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
     with contextlib.ExitStack() as stack:
         arguments = list(worker or launchers.WORKER)
         try:
-            task = launchers.resolve(config.parse(argv, prog))
+            task = config.parse(argv, prog)
+            resolving.restart_for([task.engine], argv)
+            task = launchers.resolve(task)
             launcher = plugins.load("launchers", task.launcher)()
             launcher.attached = attached
             if task.dry_run:
