@@ -6,6 +6,7 @@ The answer holds nothing private: no host name, user, path or environment.
 import dataclasses
 import io
 import json
+import os
 import platform
 import re
 import shutil
@@ -40,6 +41,8 @@ class EngineSupport:
     device: str
     reason: str | None
     """Why the engine cannot, and what to do; None if it can."""
+    torch: str | None = None
+    """The version of torch in the engine's own environment; None if it runs in this one."""
 
 
 def examine() -> dict[str, Any]:
@@ -73,12 +76,32 @@ def check_engines() -> list[EngineSupport]:
     """Check every engine on every kind of device, with one worker."""
     checked = []
     for name, engine in plugins.classes("engines").items():
+        if (python := engine.other_python()) is not None:
+            checked += _ask_environment(python, name)
+            continue
         for device in _DEVICES:
             reason = engine.unavailable_reason(TaskConfig(engine=name, device=device))
             if reason is None and device == "tpu" and engine.find_device("auto") != "tpu":
                 reason = "there is no TPU here"
             checked.append(EngineSupport(name, device, reason))
     return checked
+
+
+def _ask_environment(python: Path, engine: str) -> list[EngineSupport]:
+    """Return what the doctor of another environment says of an engine."""
+    # Without this environment's packages; accbench itself is installed there.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-m", "accbench", "doctor", "--format", "json"]
+    asked = subprocess.run(command, capture_output=True, text=True, env=env)
+    if asked.returncode != 0:
+        lines = asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"]
+        return [EngineSupport(engine, device, f"its environment: {lines[-1]}") for device in _DEVICES]
+    facts = json.loads(asked.stdout)
+    return [
+        EngineSupport(engine, row["device"], row["reason"], facts["versions"]["torch"])
+        for row in facts["engines"]
+        if row["engine"] == engine
+    ]
 
 
 def render(facts: dict[str, Any], format: str) -> str:
@@ -163,8 +186,9 @@ def _public(value: Any) -> Any:
 def _engine_table(engines: list[dict[str, Any]]) -> Table:
     table = Table("engine", "device", "can train here", box=box.SIMPLE_HEAD)
     for usable in engines:
-        reason = usable["reason"]
-        table.add_row(usable["engine"], usable["device"], "yes" if not reason else escape(reason))
+        torch = usable["torch"]
+        answer = usable["reason"] or (f"yes, beside torch {torch}" if torch else "yes")
+        table.add_row(usable["engine"], usable["device"], escape(answer))
     return table
 
 
