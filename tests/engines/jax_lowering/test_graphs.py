@@ -21,7 +21,6 @@ from tests.conftest import HANG_S, ROOT  # noqa: E402
 
 # Core ATen operations that a graph of a training step has no use for here.
 WITHOUT_ROW = {
-    "aten._fft_c2r.default": "complex numbers",
     "aten._local_scalar_dense.default": "a number for Python: capture refuses it",
     "aten.nonzero.default": "a size that depends on the data: capture refuses it",
     "aten._native_batch_norm_legit.default": "changes its arguments; captured as _functional",

@@ -329,6 +329,11 @@ def sym_numel(self: Any) -> int:
     return self.size
 
 
+@lowering("aten.sym_is_contiguous.default")  # a core operation of torch 2.11
+def sym_is_contiguous(self: Any, memory_format: Any = None) -> bool:
+    return True  # JAX's arrays have no strides
+
+
 @lowering(
     "aten._assert_tensor_metadata.default",
     "aten._assert_async.default",
