@@ -53,7 +53,8 @@ def restart_for(engines: Iterable[str], argv: Sequence[str]) -> None:
         python = plugins.load("engines", name).other_python()
         if python is None:
             continue
-        print(f"engine {name} has an environment of its own: continuing with {python}", flush=True)
+        notice = f"engine {name} has an environment of its own: continuing with {python}"
+        print(notice, file=sys.stderr, flush=True)
         os.execv(python, [str(python), *sys.orig_argv[1:]])
 
 
