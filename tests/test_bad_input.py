@@ -151,6 +151,7 @@ def test_compiler_opt_without_torch_xla(capsys, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch_xla" else found(name)
     )
+    monkeypatch.setattr(extras, "xla_python", lambda: None)  # as before it has been installed
     line = refusal(capsys, "--compiler-opt", "--data", "synthetic")
     assert "needs torch_xla, which is not installed: " in line
     assert line.endswith(extras.install_command("xla"))

@@ -23,6 +23,7 @@ from accbench.report import analysis, comparison, publish
 from accbench.report import run as runs
 from benchmarks import planted
 from tests.conftest import HANG_S, ROOT, TINY, processes_of, wait_until
+from tests.engine_params import NEEDS_XLA
 from tests.report import fakes
 
 # Other tests beside these would disturb their rounds.
@@ -248,6 +249,8 @@ def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_pat
     assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
 
 
+@pytest.mark.xla
+@NEEDS_XLA
 def test_a_disturbed_round_is_measured_again_once_and_named(tmp_path, monkeypatch):
     """By what was seen of the machine; a machine that is always busy repeats nothing for long."""
     plan = parse([*FAST, "--engines=ddp,xla", "--numerics_steps=0", "--repeats=4",

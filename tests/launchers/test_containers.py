@@ -8,6 +8,7 @@ import pytest
 from accbench.recording import records
 from tests import containers
 from tests.conftest import ROOT, TINY, end_of, of_kind
+from tests.engine_params import XLA
 
 FLAGS = (
     *TINY, "--max_steps=4", "--data=synthetic", "--eval_interval=0", "--save_interval=0",
@@ -46,8 +47,9 @@ def test_caches_are_in_the_run_s_folder_where_that_alone_can_be_written(tmp_path
     assert end_of(run_dir).num_steps == 4
 
 
-def test_a_loop_of_one_s_own_trains(tmp_path):
-    done = containers.run([OWN_LOOP, "xla", "run", 0], tmp_path, TMPDIR="/nowhere")
+@pytest.mark.parametrize("engine", ["ddp", XLA])
+def test_a_loop_of_one_s_own_trains(tmp_path, engine):
+    done = containers.run([OWN_LOOP, engine, "run", 0], tmp_path, TMPDIR="/nowhere")
     assert done.returncode == 0, done.stderr
     assert end_of(tmp_path / "run").num_steps == 4
 

@@ -51,14 +51,15 @@ def test_the_table_gives_the_reason_in_words() -> None:
         "gpus": [{"name": "NVIDIA X", "memory_bytes": 2**37, "compute_capability": "9.0"}],
         "gpu_problem": None, "driver": "570.86", "driver_cuda": "12.8", "torch_cuda": "12.8",
         "plugin": "jax-cuda12-pjrt 0.6.2", "cudnn": "9.10", "nccl": "2.27", "ptxas": None,
-        "engines": [{"engine": "xla", "device": "tpu", "reason": "there is [no] TPU here"}],
+        "engines": [{"engine": "xla", "device": "tpu", "reason": "there is [no] TPU here",
+                     "torch": None}],
         "self_test": [{"engine": "ddp", "device": "cpu", "workers": 2, "error": None,
                        "wall_s": 1.5}],
     }  # fmt: skip
-    command = extras.install_command("xla")
+    command = extras.install_command("s3")
     without_plugin = {**facts, "engines": [{"engine": "xla", "device": "cpu", "reason": command}]}
     told = doctor.render(without_plugin, "json")
-    assert json.loads(told)["engines"][0]["reason"].endswith("pip install -e 'CLONE[xla]'")
+    assert json.loads(told)["engines"][0]["reason"].endswith("pip install -e 'CLONE[s3]'")
     assert str(ROOT) not in told
     assert sys.executable not in told
     text = doctor.render(facts, "table")

@@ -11,6 +11,7 @@ from accbench.config import plugins
 from accbench.data import mock_images
 from accbench.distributed.process_group import Topology
 from tests.conftest import two_ranks
+from tests.engine_params import NEEDS_XLA, XLA
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
@@ -53,24 +54,42 @@ def plain_loop(images: Path) -> dict:
     return {"losses": losses, "parameters": dict(net.named_parameters()), "buffers": buffers}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Engine -> what each rank saved; and under "plain" the loop above."""
-    images = tmp_path_factory.mktemp("images") / "mock"
-    mock_images.make(images, mock_images.MockImagePlan(num_classes=3, num_train=28, num_val=1))
-    found = {}
-    for engine in ("ddp", "xla"):
-        out = tmp_path_factory.mktemp(engine)
-        result = two_ranks(STEPS, str(out), *FLAGS, f"--engine={engine}", f"--data=mock:{images}")
+class Results(dict):
+    """Engine -> what each rank saved; and under "plain" the loop above. Made when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.images = folder, folder / "mock"
+        plan = mock_images.MockImagePlan(num_classes=3, num_train=28, num_val=1)
+        mock_images.make(self.images, plan)
+
+    def __missing__(self, name: str):
+        self[name] = self._of_plain_loop() if name == "plain" else self._of_engine(name)
+        return self[name]
+
+    def _of_engine(self, engine: str) -> list[dict]:
+        out = self.folder / engine
+        out.mkdir()
+        flags = (*FLAGS, f"--engine={engine}", f"--data=mock:{self.images}")
+        result = two_ranks(STEPS, str(out), *flags)
         assert result.returncode == 0, result.stderr
-        found[engine] = [torch.load(out / f"rank{r}.pt", weights_only=True) for r in range(2)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    found["plain"] = plain_loop(images)
-    torch.set_num_threads(threads)
-    return found
+        return [torch.load(out / f"rank{r}.pt", weights_only=True) for r in range(2)]
+
+    def _of_plain_loop(self) -> dict:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return plain_loop(self.images)
+        finally:
+            torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Results:
+    return Results(tmp_path_factory.mktemp("results"))
+
+
+@pytest.mark.xla
+@NEEDS_XLA
 @pytest.mark.soak
 def test_language_models_agree(tmp_path):
     """Rotary positions, attention and ignored labels; without dropout, which engines draw alone."""
@@ -99,7 +118,7 @@ def test_language_models_agree(tmp_path):
             assert distance.mean() < 1e-5, name  # four steps move a weight by up to 4e-3
 
 
-ENGINES = pytest.mark.parametrize("engine", ["ddp", "xla"])
+ENGINES = pytest.mark.parametrize("engine", ["ddp", XLA])
 
 
 @ENGINES
@@ -110,6 +129,8 @@ def test_losses_are_those_of_the_plain_loop(results, engine):
         assert losses == pytest.approx(results["plain"]["losses"][rank], rel=1e-3)
 
 
+@pytest.mark.xla
+@NEEDS_XLA
 def test_losses_of_the_engines_agree(results):
     for of_ddp, of_xla in zip(results["ddp"], results["xla"], strict=True):
         assert of_xla["losses"] == pytest.approx(of_ddp["losses"], rel=1e-3)

@@ -10,6 +10,7 @@ from PIL import Image
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints
 from tests.conftest import TINY, end_of, of_kind, run
+from tests.engine_params import NEEDS_XLA, XLA
 
 # Two workers, six steps an epoch.
 STEPS = 16
@@ -33,7 +34,7 @@ def learn(images, tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("engine", ["ddp", "xla"])
+@pytest.mark.parametrize("engine", ["ddp", XLA])
 def test_rolls_back_and_goes_on_behind(learn, engine):
     result, run_dir = learn("8,14", "--on_nan=rollback", "--save_steps=4", f"--engine={engine}")
     assert result.returncode == 0, result.stderr
@@ -52,8 +53,9 @@ def test_rolls_back_and_goes_on_behind(learn, engine):
 
 @pytest.mark.parametrize(
     ("engine", "flags"),
-    [("ddp", ()), ("xla", ()), ("ddp", ("--optimizer=sgd", "--clip_norm=1", "--accumulate=2"))],
-)
+    [("ddp", ()), pytest.param("xla", (), marks=[pytest.mark.xla, NEEDS_XLA]),
+     ("ddp", ("--optimizer=sgd", "--clip_norm=1", "--accumulate=2"))],
+)  # fmt: skip
 def test_skips_and_goes_on(learn, engine, flags):
     """The weights and BatchNorm's statistics are those of before the step."""
     wrong_at = "15,16" if flags else "8"  # forward passes on one of two ranks
@@ -146,7 +148,7 @@ def test_rolling_back_too_often(learn):
     assert len(of_kind(run_dir, records.ResumeRecord)) == 2
 
 
-@pytest.mark.parametrize("engine", ["ddp", "xla"])
+@pytest.mark.parametrize("engine", ["ddp", XLA])
 def test_gradients_that_overflow_in_every_step(tmp_path, engine):
     result = run(*TINY, "--data=synthetic", "--model=tests.nets:overflowing", "--amp_level=O1",
                  "--amp_dtype=float16", "--max_steps=99", "--log_interval=10",
@@ -181,7 +183,7 @@ def test_out_of_memory(tmp_path):
     assert "compare measures what was asked for" in result.stderr
 
 
-@pytest.mark.parametrize("engine", ["ddp", "xla"])
+@pytest.mark.parametrize("engine", ["ddp", XLA])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_parameters_that_are_not_trained_count_for_nothing(tmp_path, engine, optimizer):
     result = run(*TINY, "--data=synthetic", "--model=tests.nets:frozen_first", "--on_nan=skip",

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.conftest import (
     run,
     under_way,
 )  # fmt: skip
+from tests.engine_params import HAS_XLA, NEEDS_XLA
 
 # Without LLVM's optimisation a resumed run's evaluation differs in the last digits.
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -58,18 +60,30 @@ SETTINGS = {
 }
 
 
+class Undisturbed:
+    """Runs that nobody stopped: `undisturbed / SETTING` is the folder of one."""
+
+    def __init__(self, folder: Path, images: Path) -> None:
+        self.folder, self.images = folder, images
+
+    def __truediv__(self, setting: str) -> Path:
+        run_dir = self.folder / setting
+        if not run_dir.exists():
+            data = f"--data=imagefolder:{self.images}"
+            result = run(*LEARNING, *SETTINGS[setting], data, f"--output_dir={run_dir}")
+            assert result.returncode == 0, result.stderr
+        return run_dir
+
+
 @pytest.fixture(scope="module")
-def undisturbed(images, tmp_path_factory):
-    """Setting -> the folder of a run that nobody stopped."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    for name, flags in SETTINGS.items():
-        data = f"--data=imagefolder:{images}"
-        result = run(*LEARNING, *flags, data, f"--output_dir={folder / name}")
-        assert result.returncode == 0, result.stderr
-    return folder
+def undisturbed(images, tmp_path_factory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"), images)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.xla, NEEDS_XLA] if "xla" in name else [])
+    for name in SETTINGS
+])  # fmt: skip
 def test_killed_and_started_again(images, undisturbed, tmp_path, monkeypatch, name):
     order = tmp_path / "killed_once"
     # Twice a step: in the middle of an epoch, and perhaps of saving step 10.
@@ -203,7 +217,7 @@ def test_other_engine_other_number_of_workers(images, undisturbed, tmp_path):
                  "--keep_checkpoints=9")  # fmt: skip
     assert result.returncode == 0, result.stderr
     whole, at_10 = losses(first), checkpoints.folder_of(first, 10)
-    for engine, num_workers in (("xla", 2), ("inductor", 1)):
+    for engine, num_workers in (("xla" if HAS_XLA else "jax", 2), ("inductor", 1)):
         run_dir = tmp_path / f"{engine}-{num_workers}"
         result = run(*LEARNING, *model, f"--engine={engine}", f"--nproc_per_node={num_workers}",
                      f"--output_dir={run_dir}", f"--resume={at_10}")  # fmt: skip
@@ -243,6 +257,8 @@ def test_what_cannot_be_resumed(undisturbed, images, tmp_path):
         assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.xla
+@NEEDS_XLA
 def test_replayed_steps_go_on(images, undisturbed, tmp_path):
     """XLA's recorded steps, with dropout, stopped in the middle of an epoch."""
     flags = (*LEARNING, *SETTINGS["xla-1"], f"--data=imagefolder:{images}",
