@@ -44,7 +44,7 @@ def test_flags_win_over_yaml(tmp_path):
 
 
 def test_written_task_reads_back_the_same(tmp_path):
-    flags = ["--compiler-opt", "--data=synthetic", "--synthetic.num_classes=7", "--lr=0.125"]
+    flags = ["--engine=inductor", "--data=synthetic", "--synthetic.num_classes=7", "--lr=0.125"]
     asked = resolving.resolve(config.parse([*flags, f"--output_dir={tmp_path / 'run'}"]))
     file = tmp_path / "run" / "config.json"
     with run_folder.claim_output_dir(asked) as task:
