@@ -14,6 +14,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+# The contracts of an engine, by their modules.
+CONTRACTS = {
+    "engines": "Engine",
+    "engines.requirements": "EngineRequirements",
+    "engines.state": "StatefulEngine",
+}
 LONG_MODULE = 400
 # First words that a sentence in the imperative does not have.
 NO_VERBS = frozenset({
@@ -107,14 +113,21 @@ def main() -> None:
     trees = modules(root / "accbench")
     pairs, words = arrows(trees), [*first_words(trees)]
     fragments = sum(map(is_fragment, words))
-    engine, abstract = num_methods(trees["engines"], "Engine")
+    contracts = {
+        name: num_methods(trees[module], name)
+        for module, name in CONTRACTS.items()
+        if module in trees
+    }
     at_root = [name for name in trees if name and "." not in name and _is_module(root, name)]
     rows = {
         "rooms of accbench": len({name.split(".")[0] for name in trees if name}),
         "arrows between them": len(pairs),
         "arrows in circles": len(in_circles(pairs)),
         "modules at the root": len(at_root),
-        "methods of Engine": f"{engine}, {abstract} abstract",
+        **{
+            f"methods of {name}": f"{methods}, {abstract} abstract"
+            for name, (methods, abstract) in contracts.items()
+        },
         "docstrings of functions that are fragments": f"{fragments} of {len(words)}, "
         f"{fragments / len(words):.1%}",
         f"modules of more than {LONG_MODULE} lines": sum(

@@ -2,8 +2,10 @@
 
 `accbench/engines/<name>.py` defines `class Engine(engines.Engine)`, or, where a step can be taken
 in parts as a loop of a user's own takes it, `class Engine(loops.LoopEngine)`. The training loop
-knows these contracts and nothing below them. How work is spread over ranks is the engine's
-`strategy` (`accbench.distributed.strategies`), its types are its `precision`.
+knows these contracts and nothing below them. What a launcher asks before there is an engine is in
+`requirements`, and what training changes, how it is read, loaded and shared, in `state`. How work
+is spread over ranks is the engine's `strategy` (`accbench.distributed.strategies`), its types are
+its `precision`.
 """
 
 import abc
@@ -17,20 +19,12 @@ import torch
 from torch import nn
 
 from accbench.config import TaskConfig
-from accbench.distributed import mesh
-from accbench.distributed.mesh import MeshShape
-from accbench.distributed.process_group import Topology, broadcast_tensor
+from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import Strategy
-from accbench.engines.common import (
-    activation_checkpointing,
-    model_state,
-    optimizer_state,
-    tied_parameters,
-    training_state,
-)
-from accbench.engines.common.training_state import Tensors, TrainingState
+from accbench.engines.common import activation_checkpointing, tied_parameters
 from accbench.engines.precision import Precision
-from accbench.errors import RequestError
+from accbench.engines.requirements import EngineRequirements
+from accbench.engines.state import StatefulEngine
 from accbench.models.tasks import trainable
 
 Batch = Any
@@ -58,7 +52,7 @@ class CompileStats:
         return zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
 
 
-class Engine(abc.ABC):
+class Engine(EngineRequirements, StatefulEngine):
     """What runs whole training steps. Made in the worker, after the process group."""
 
     @dataclasses.dataclass(frozen=True)
@@ -79,8 +73,6 @@ class Engine(abc.ABC):
     """Whether `start_profile` traces the device; of CUDA's tracing (CUPTI) there is one user."""
     step_tracer: str | None = None
     """A module that traces a step without running it, for `accbench preflight`."""
-    precision: Precision
-    """The types of a step, and its loss scale."""
     recompute_barrier: activation_checkpointing.RecomputeBarrier | None = None
     """For `--checkpoint_modules`, see there."""
 
@@ -91,59 +83,6 @@ class Engine(abc.ABC):
         self.mesh = self.mesh_of(task, topology.world_size)
         self.precision = Precision(task)
         self._resident: list[Batch] = []
-
-    # Asked by the launcher, before any backend is imported.
-
-    @classmethod
-    @abc.abstractmethod
-    def find_device(cls, requested: str) -> str:
-        """Return `--device` as cpu, cuda or tpu; auto is the accelerator that this machine has."""
-
-    @classmethod
-    @abc.abstractmethod
-    def unavailable_reason(cls, task: TaskConfig) -> str | None:
-        """Return why this task cannot run here and what to do, or None if it can."""
-
-    @classmethod
-    def with_current_flags(cls, task: TaskConfig) -> TaskConfig:
-        """Return the task with this engine's older spellings of flags replaced by today's."""
-        return task
-
-    @classmethod
-    def mesh_of(cls, task: TaskConfig, world_size: int) -> MeshShape:
-        """Return how a number of workers are laid out.
-
-        Raises:
-            RequestError: the task's flags do not fit that number, or this engine.
-        """
-        shape = mesh.of_task(task, world_size)
-        problem = cls.mesh_problem(task, shape) if task.dp_shard is not None else None
-        if problem is not None:
-            raise RequestError(problem)
-        return shape
-
-    @classmethod
-    def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
-        """Return why this engine cannot shard as asked and what to do, or None if it can."""
-        return (
-            f"--dp_shard {task.dp_shard}: engine {task.engine} keeps the whole model on each "
-            "worker; use --engine ddp or jax"
-        )
-
-    @classmethod
-    def other_python(cls) -> Path | None:
-        """Return the Python of another environment that has this engine's packages.
-
-        None if this environment has them, or no other is known.
-        """
-        return None
-
-    @classmethod
-    def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
-        """Return environment variables that a worker's process starts with."""
-        return {}
-
-    # In the worker.
 
     @classmethod
     def for_loops(cls) -> Any:
@@ -219,59 +158,6 @@ class Engine(abc.ABC):
         """Forget the peak so far, which held what choosing kernels took, if the device can."""
         return
 
-    def seed(self, seed: int) -> None:
-        """Seed the model's own random numbers, such as dropout's; each rank has another seed."""
-        torch.manual_seed(seed)
-
-    def rng_state(self) -> Tensors:
-        """Return the state of the model's own random numbers: name -> (n,) uint8 on the host."""
-        return {"torch": torch.get_rng_state()}
-
-    def load_rng_state(self, states: Tensors) -> None:
-        """Load what `rng_state` returned; a generator without a state in it stays as it is."""
-        if "torch" in states:
-            torch.set_rng_state(states["torch"])
-
-    @property
-    def evaluates_together(self) -> bool:
-        """Whether a forward pass waits for the other ranks, so that all evaluate equally often."""
-        return False
-
-    def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """Return a model that evaluates with `--ema_decay`'s averages in place of parameters."""
-        return optimizer_state.AveragedModel(net, optimizer)
-
-    @property
-    def reads_together(self) -> bool:
-        """Whether all ranks call `training_state` together, as each has a part of the state."""
-        return False
-
-    def gather_state(self) -> None:  # noqa: B027
-        """Prepare all ranks for one of them to read the training state; every rank calls it."""
-
-    def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """Return all that training changes, on the host; `net` is what `prepare` was given."""
-        return training_state.read(net, optimizer, self.precision.scaler)
-
-    def saved_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """Return the state for a checkpoint; of sharded tensors each rank has its rows.
-
-        Where `reads_together`, all ranks call it, and these are `RowsTensor`s, which all ranks
-        gather one after the other, before the next step.
-        """
-        return self.training_state(net, optimizer)
-
-    def load_training_state(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
-    ) -> None:
-        """Load a state that this or another engine has read.
-
-        Raises:
-            NotLoadableError: it does not fit.
-        """
-        training_state.load(net, optimizer, self.precision.scaler, saved)
-        self.end_step()  # or the next step would have the copies in it
-
     def compile_stats(self) -> CompileStats:
         """Return the compiler's counts; zeros where there is none."""
         return CompileStats()
@@ -337,44 +223,3 @@ class Engine(abc.ABC):
             self._resident = [self.to_device(batch) for batch in loader]
         begin = loader.num_done
         yield from islice(cycle(self._resident), begin, begin + len(loader))
-
-    def deferred_build(self, build: Callable[[], nn.Module]) -> nn.Module | None:
-        """Return the model without its weights, which `prepare` then draws shard by shard.
-
-        None: this engine, or this model, needs it built at once. All ranks call this.
-
-        Args:
-            build: builds the model, by torch's global generator as it is now.
-        """
-        return None
-
-    def share_buffers(self, net: nn.Module) -> None:
-        """Give all ranks rank 0's buffers and extra state, so that all evaluate one model, the one
-        that is saved.
-
-        While training, BatchNorm's statistics are those of each rank's shard.
-        """
-        if self.topology.world_size == 1:
-            return
-        with torch.no_grad():
-            for buffer in model_state.saved_buffers(net):
-                buffer.copy_(broadcast_tensor(buffer.cpu()))
-        model_state.broadcast_extra(net)
-        self.end_step()
-
-    def state_bytes(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Return the bytes of parameters and optimizer state that this rank keeps between steps.
-
-        None: the engine does not tell.
-        """
-        kept = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        for state in optimizer.state.values():
-            kept += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-    @staticmethod
-    def applied_steps(optimizer: torch.optim.Optimizer) -> int:
-        """Steps that changed the parameters, by the optimizer's own count; waits for it."""
-        # Of a parameter that never had a gradient it stays 0.
-        steps = [s["step"] for p, s in optimizer.state.items() if p.requires_grad and "step" in s]
-        return max((int(torch.as_tensor(step).cpu().item()) for step in steps), default=0)

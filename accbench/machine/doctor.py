@@ -91,11 +91,13 @@ def _ask_environment(python: Path, engine: str) -> list[EngineSupport]:
     """Return what the doctor of another environment says of an engine."""
     # Without this environment's packages; accbench itself is installed there.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, "-m", "accbench", "doctor", "--format", "json"]
+    command = [str(python), "-m", "accbench", "doctor", "--format", "json"]
     asked = subprocess.run(command, capture_output=True, text=True, env=env)
     if asked.returncode != 0:
         lines = asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"]
-        return [EngineSupport(engine, device, f"its environment: {lines[-1]}") for device in _DEVICES]
+        return [
+            EngineSupport(engine, device, f"its environment: {lines[-1]}") for device in _DEVICES
+        ]
     facts = json.loads(asked.stdout)
     return [
         EngineSupport(engine, row["device"], row["reason"], facts["versions"]["torch"])

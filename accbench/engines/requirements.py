@@ -1,0 +1,62 @@
+"""What a launcher asks of an engine, before any backend is imported."""
+
+import abc
+from pathlib import Path
+
+from accbench.config import TaskConfig
+from accbench.distributed import mesh
+from accbench.distributed.mesh import MeshShape
+from accbench.errors import RequestError
+
+
+class EngineRequirements(abc.ABC):
+    """What an engine needs of a machine and of a task, and where its workers start."""
+
+    @classmethod
+    @abc.abstractmethod
+    def find_device(cls, requested: str) -> str:
+        """Return `--device` as cpu, cuda or tpu; auto is the accelerator that this machine has."""
+
+    @classmethod
+    @abc.abstractmethod
+    def unavailable_reason(cls, task: TaskConfig) -> str | None:
+        """Return why this task cannot run here and what to do, or None if it can."""
+
+    @classmethod
+    def with_current_flags(cls, task: TaskConfig) -> TaskConfig:
+        """Return the task with this engine's older spellings of flags replaced by today's."""
+        return task
+
+    @classmethod
+    def mesh_of(cls, task: TaskConfig, world_size: int) -> MeshShape:
+        """Return how a number of workers are laid out.
+
+        Raises:
+            RequestError: the task's flags do not fit that number, or this engine.
+        """
+        shape = mesh.of_task(task, world_size)
+        problem = cls.mesh_problem(task, shape) if task.dp_shard is not None else None
+        if problem is not None:
+            raise RequestError(problem)
+        return shape
+
+    @classmethod
+    def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
+        """Return why this engine cannot shard as asked and what to do, or None if it can."""
+        return (
+            f"--dp_shard {task.dp_shard}: engine {task.engine} keeps the whole model on each "
+            "worker; use --engine ddp or jax"
+        )
+
+    @classmethod
+    def other_python(cls) -> Path | None:
+        """Return the Python of another environment that has this engine's packages.
+
+        None if this environment has them, or no other is known.
+        """
+        return None
+
+    @classmethod
+    def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
+        """Return environment variables that a worker's process starts with."""
+        return {}
