@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -299,7 +300,10 @@ class _Forked(subprocess.Popen[bytes]):
     def _execute_child(self, args: tuple[str, ...], *_: Any) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads, which here only wait.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             _become_worker(list(args[2:]), self._environment)
         self.pid, self._child_created = pid, True

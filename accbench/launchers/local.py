@@ -65,7 +65,9 @@ class Launcher(launchers.Launcher):
             signals.take()  # from elastic, which raises them in the midst of its own work
             # It closes itself on a failure, with thirty seconds unless told otherwise.
             context.close = partial(context.close, timeout=GRACE_S)  # type: ignore[method-assign]
-            return _wait(context, error_files, signals, saves=task.save_interval > 0)
+            first_codes = failures.keep_first_exit_codes(context)
+            saves = task.save_interval > 0
+            return _wait(context, first_codes, error_files, signals, saves)
 
 
 def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict[str, str]:
@@ -105,12 +107,14 @@ def _silenced() -> Iterator[None]:
 
 
 def _wait(
-    context: PContext, error_files: dict[int, Path], signals: StopSignals, saves: bool
-) -> Failure | None:
+    context: PContext, first_codes: dict[int, int], error_files: dict[int, Path],
+    signals: StopSignals, saves: bool,
+) -> Failure | None:  # fmt: skip
     """Wait for the workers' end.
 
     Args:
         context: torch elastic's handle of the workers.
+        first_codes: from `failures.keep_first_exit_codes`.
         error_files: rank -> file that the worker writes its error to.
         signals: stop signals to this process.
         saves: whether a worker saves and ends at the first SIGTERM.
@@ -142,7 +146,7 @@ def _wait(
         return stopped
     if not result.failures:
         return None
-    exit_codes = {rank: process.exitcode for rank, process in result.failures.items()}
-    failure = failures.first_failure(exit_codes, error_files)
+    all_codes = {rank: process.exitcode for rank, process in result.failures.items()}
+    failure = failures.first_failure(first_codes or all_codes, error_files)
     # As "error" it ended before there was anything to save.
     return stopped if stopped and failure.status == "error" else failure

@@ -17,12 +17,10 @@ from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
 from accbench.errors import RequestError
 
-# The flag's name from torch 2.15 on, and the one before, which warns there.
-_SYNC_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+# The flags' names from torch 2.15 on, and the one before, which warns there.
+_SYNC_BUFFERS = {"forward_sync_buffers", "init_sync_buffers"} & {
+    *inspect.signature(DistributedDataParallel).parameters
+} or {"broadcast_buffers"}
 
 
 class DataParallel(TorchStrategy):
@@ -58,7 +56,7 @@ class DataParallel(TorchStrategy):
             "find_unused_parameters": self.find_unused_parameters,
             # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
             # statistics are those of the rank's shard.
-            _SYNC_BUFFERS: False,
+            **dict.fromkeys(_SYNC_BUFFERS, False),
         }
 
     def rebuild(self, wrapper: nn.Module) -> None:

@@ -51,6 +51,30 @@ _HINTS = {
 }
 
 
+def keep_first_exit_codes(context: Any) -> dict[int, int]:
+    """Have torch elastic keep the exit codes of workers that ended before it ends the others.
+
+    Its own result has the codes of those that it killed as well (torch 2.15).
+
+    Args:
+        context: elastic's `PContext` of subprocesses, whose `close` this replaces.
+
+    Returns:
+        local rank -> exit code other than 0; empty until the context closes.
+    """
+    codes: dict[int, int] = {}
+    close = context.close
+
+    def close_and_keep(*arguments: Any, **options: Any) -> None:
+        if not codes:
+            polled = {r: h.proc.poll() for r, h in context.subprocess_handlers.items()}
+            codes.update({rank: code for rank, code in polled.items() if code})
+        close(*arguments, **options)
+
+    context.close = close_and_keep
+    return codes
+
+
 def first_failure(exit_codes: Mapping[int, int], error_files: Mapping[int, Path]) -> Failure:
     """Return the failure that caused those of the other ranks.
 

@@ -53,6 +53,7 @@ class Agent(LocalElasticAgent):
         )
         self.plan, self.folder, self.signals, self.stderr = plan, folder, signals, stderr
         self.forwarded = False
+        self.first_codes: dict[int, int] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # Each round of workers connects under a key of its own, or it would read old keys.
@@ -72,6 +73,7 @@ class Agent(LocalElasticAgent):
             os.close(agent_stderr)
         self.signals.take()  # from elastic, which would raise them in the middle of its work
         assert self._pcontext is not None
+        self.first_codes = failures.keep_first_exit_codes(self._pcontext)
         pids = list(self._pcontext.pids().values())
         (self.folder / watching.PIDS_FILE).write_text(json.dumps(pids))
         return started
@@ -92,7 +94,7 @@ class Agent(LocalElasticAgent):
             self.forwarded = True
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
-            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            codes = self.exit_codes(result)
             if set(codes.values()) <= set(_FINAL_EXIT_CODES):
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
@@ -101,6 +103,12 @@ class Agent(LocalElasticAgent):
                 os.write(self.stderr, f"accbench: {failure.error}\n".encode())
                 print(f"starting again, {num_restarts} of {self.plan['max_restarts']}", flush=True)
         return result
+
+    def exit_codes(self, result: RunResult) -> dict[int, int]:
+        """Return the exit codes of the workers that failed first, by global rank."""
+        workers = self.get_worker_group().workers
+        first = {workers[rank].global_rank: code for rank, code in self.first_codes.items()}
+        return first or {rank: failed.exitcode for rank, failed in result.failures.items()}
 
     def _error_files(self, worker_group: WorkerGroup) -> dict[int, Path]:
         """Return the error file of each worker, by global rank."""
@@ -164,8 +172,7 @@ def _run(
     if not result.is_failed():
         return {"ok": True}, handler
     first_rank = min(worker.global_rank for worker in agent.get_worker_group().workers)
-    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    return {"exit_codes": codes, "first_rank": first_rank}, handler
+    return {"exit_codes": agent.exit_codes(result), "first_rank": first_rank}, handler
 
 
 def _rendezvous(plan: dict[str, Any]) -> DynamicRendezvousHandler:
