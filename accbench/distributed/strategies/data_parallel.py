@@ -1,8 +1,8 @@
 """Data parallel by PyTorch's DistributedDataParallel, which averages in the backward pass."""
 
 import contextlib
-import inspect
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,11 +16,6 @@ from accbench.distributed.complex_numbers import real
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
 from accbench.errors import RequestError
-
-# The flags' names from torch 2.15 on, and the one before, which warns there.
-_SYNC_BUFFERS = {"forward_sync_buffers", "init_sync_buffers"} & {
-    *inspect.signature(DistributedDataParallel).parameters
-} or {"broadcast_buffers"}
 
 
 class DataParallel(TorchStrategy):
@@ -47,7 +42,8 @@ class DataParallel(TorchStrategy):
         if self.topology.world_size == 1 or not complex_parameters.exclude_from_ddp(model):
             return model
         self._averaged = requires_grad(model)
-        return DistributedDataParallel(model, **self._settings())
+        with _without_notice_of_buffers():
+            return DistributedDataParallel(model, **self._settings())
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -56,7 +52,7 @@ class DataParallel(TorchStrategy):
             "find_unused_parameters": self.find_unused_parameters,
             # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
             # statistics are those of the rank's shard.
-            **dict.fromkeys(_SYNC_BUFFERS, False),
+            "broadcast_buffers": False,
         }
 
     def rebuild(self, wrapper: nn.Module) -> None:
@@ -64,7 +60,8 @@ class DataParallel(TorchStrategy):
         if not isinstance(wrapper, DistributedDataParallel):
             return
         model, call = wrapper.module, vars(wrapper).get("_compiled_call_impl")
-        DistributedDataParallel.__init__(wrapper, model, **self._settings())
+        with _without_notice_of_buffers():
+            DistributedDataParallel.__init__(wrapper, model, **self._settings())
         wrapper.train(model.training)
         wrapper._compiled_call_impl = call
         self._averaged = requires_grad(model)
@@ -142,6 +139,19 @@ class DataParallel(TorchStrategy):
         assert probe.weight.grad is not None
         averaged: list[float] = probe.weight.grad.flatten().tolist()
         return averaged
+
+
+@contextlib.contextmanager
+def _without_notice_of_buffers() -> Iterator[None]:
+    """Suppress torch 2.15's notice of `forward_sync_buffers`.
+
+    With that flag DistributedDataParallel broadcasts buffers when it is made, and with it all that
+    gloo has no type for, and BatchNorm's statistics when it is made anew. For ranks that keep their
+    own, torch itself recommends the older flag.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+        yield
 
 
 def requires_grad(model: nn.Module) -> list[bool]:

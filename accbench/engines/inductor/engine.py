@@ -114,6 +114,16 @@ def _raise_model_error(error: Exception, model: nn.Module, call: Callable[[], An
         ) from error
 
 
+class _Decompositions(dict[Any, Callable[..., Any]]):
+    """Decompositions, which torch 2.15 pickles for the key of its cache and cannot pickle.
+
+    Their place in the key is taken by the versions of torch and of accbench, which are in it.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ("accbench.engines.inductor",)
+
+
 class Engine(ddp.Engine):
     """torch.compile with inductor under DistributedDataParallel; the rest as in ddp."""
 
@@ -208,7 +218,7 @@ class Engine(ddp.Engine):
         from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch._inductor.decomposition import select_decomp_table
 
-        rules = {**select_decomp_table(), **decompositions.corrected()}
+        rules = _Decompositions({**select_decomp_table(), **decompositions.corrected()})
         # Inductor leaves complex numbers to torch, but takes their addition apart, which fails
         # where the last axis is not contiguous (torch 2.8). Real ones are not touched.
         for operation in (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar):

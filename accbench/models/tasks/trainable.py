@@ -108,7 +108,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _inner(module: nn.Module) -> Any:
-    return next(m for name in ("module", "_orig_mod") if (m := module._modules.get(name)))
+    found = (module._modules.get(name) for name in ("module", "_orig_mod"))
+    return next(inner for inner in found if inner is not None)  # a module's len() may be 0
 
 
 def _call(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
