@@ -38,6 +38,7 @@ CASES = {
     ),
     "preflight_table": (["FOLDER"], {}, ["| benchmarks.nets:tiny, 4 | xla | 1 x h100 | float16 |"]),
     "scaling": ([], {}, ["of which reducing", "| ddp |"]),
+    "sharding_memory": ([], {}, ["| ddp |", "| zero 3 |"]),
     "structure": ([], {}, ["| rooms of accbench | 19 |", "| arrows in circles | 0 |"]),
     "two_nodes": ([], {}, ["| ddp | 1 |", "equal"]),
     "verdict_trials": (["FOLDER", "--busy=1"], {}, ["same: ", "slowed: ", " repeated"]),

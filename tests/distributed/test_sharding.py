@@ -10,6 +10,7 @@ from accbench.data import mock_images
 from accbench.recording import records
 from accbench.training import checkpoint_file
 from tests.conftest import ROOT, TINY, end_of, of_kind, processes_of, run, several_ranks
+from tests.engine_params import NEEDS_XLA
 from tests.scripts import sharded_ranks
 
 
@@ -43,8 +44,9 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     (("--dp_shard=3",), "4 workers are no multiple of --dp_shard 3; use auto or one of 1, 2, 4"),
     (("--dp_shard=half",), "--dp_shard must be auto or a number of workers, not 'half'"),
     (("--zero=2",), "--zero 2 shards nothing without --dp_shard auto"),
-    (("--dp_shard=auto", "--engine=xla"), "--dp_shard auto: engine xla keeps the whole model on "
-     "each worker; use --engine ddp or jax"),
+    pytest.param(
+        ("--dp_shard=auto", "--engine=xla"), "--dp_shard auto: engine xla keeps the whole model on "
+        "each worker; use --engine ddp or jax", marks=[pytest.mark.xla, NEEDS_XLA]),
     (("--dp_shard=auto", "--engine=inductor"),
      "--dp_shard auto: engine inductor does not shard; use --engine ddp"),
     (("--dp_shard=2", "--engine=jax"), "--dp_shard 2: engine jax shards over all 4 workers; use "
