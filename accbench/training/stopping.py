@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,8 @@ class StopRequests:
             # A group of its own, so that no collective of training comes in between.
             timeout = timedelta(seconds=self.timeout_s)
             with terminal.redirect_descriptors(self.log):
-                self._group = dist.new_group(backend="gloo", timeout=timeout)
+                group: Any = dist.new_group(backend="gloo", timeout=timeout)
+                self._group = group
         self.signals.__enter__()
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and any(name in os.environ for name in _LAUNCHED):

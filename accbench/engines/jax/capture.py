@@ -183,6 +183,7 @@ def _capture(
     before = python_state.numbers_in(watch.state())
     # Tensors that are plain attributes of the model become constants of the graph.
     with traceable(model, fused_attention), functional.fake_mode():
+        graph: Any
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions
         )
@@ -284,6 +285,7 @@ def capture_score(
     inputs = functional.contiguous_clones([*nested.tensors_of(batch), *extra_inputs.tensors()])
     try:
         with torch.no_grad(), traceable(model, fused_attention=False), functional.fake_mode():
+            graph: Any
             graph, signature = aot_export_module(
                 holder, inputs, trace_joint=False, decompositions=decompositions
             )

@@ -83,7 +83,8 @@ def _inline_reentrant_checkpoints() -> Iterator[None]:
     def call(function: Callable[..., Any], _preserves: bool, *args: Any) -> Any:
         return function(*args)
 
-    CheckpointFunction.apply = call  # type: ignore[method-assign]
+    function_class: Any = CheckpointFunction
+    function_class.apply = call
     try:
         yield
     finally:
