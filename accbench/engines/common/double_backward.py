@@ -167,10 +167,12 @@ def _intercept_backward(kind: Any) -> None:
 
     compiled = kind.backward
 
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         call = getattr(ctx, _CALL, None)
         if torch.is_grad_enabled() and call is not None:
-            return tuple(call.gradients(ctx, gradients))
+            # From torch 2.15 on they come in one list (`boxed_grads_call`).
+            is_boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+            return tuple(call.gradients(ctx, tuple(gradients[0]) if is_boxed else gradients))
         if torch._C._autograd._get_current_graph_task_keep_graph():
             # AOTAutograd refuses by this setting alone, though no buffer is donated here.
             with config.patch(donated_buffer=False):
