@@ -14,13 +14,14 @@ BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O
 	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5 \
 	--save_interval=0
 
-.PHONY: help bench bench-xla train test soak check dist prepare prepare-dev prepare-xla
+.PHONY: help bench bench-xla train test test-today soak check dist prepare prepare-dev prepare-xla prepare-test
 
 help:
 	@echo "make bench   train the baseline and the compiled engines on mock images, and compare"
 	@echo "make bench-xla   the baseline and engine xla, in torch_xla's own environment"
 	@echo "make train   train a small ResNet on scanned digits to its end, and show the curves"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, in torch_xla's environment, which has every engine"
+	@echo "make test-today   those of today's torch and JAX"
 	@echo "make soak    run the long ones, which make test leaves out"
 	@echo "make check   ruff and mypy"
 	@echo "make dist    a wheel and a source distribution in dist/"
@@ -61,22 +62,27 @@ COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
 
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-# Engine xla's tests in its own environment, all others in today's.
-test: prepare-dev prepare-xla
+# torch_xla's environment has every engine; where it cannot be, today's has all but one.
+TEST_PYTHON := $(or $(XLA_PYTHON),$(PYTHON))
+prepare-test: $(if $(XLA_PYTHON),prepare-xla,prepare-dev)
+
+test: prepare-test
+	$(COMPILED_ONCE) $(TEST_PYTHON) $(PYTEST) -m "not soak"
+
+# All but engine xla's, with today's torch and JAX.
+test-today: prepare-dev
 	$(COMPILED_ONCE) $(PYTHON) $(PYTEST) -m "not soak and not xla"
-	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -m "xla and not soak")
 
-soak: prepare-dev prepare-xla
-	$(COMPILED_ONCE) $(PYTHON) -m pytest -m "soak and not xla" -n 2
-	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) -m pytest -m "soak and xla" -n 2)
+soak: prepare-test
+	$(COMPILED_ONCE) $(TEST_PYTHON) -m pytest -m soak -n 2
 
-check: prepare-dev
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy
+check: prepare-test
+	$(TEST_PYTHON) -m ruff format --check .
+	$(TEST_PYTHON) -m ruff check .
+	$(TEST_PYTHON) -m mypy
 
 # Without isolation, so that no package index is asked.
-dist: prepare-dev
+dist: prepare-test
 	rm -rf dist
-	$(PYTHON) -m build --no-isolation --outdir dist .
-	$(PYTHON) -m twine check --strict dist/*
+	$(TEST_PYTHON) -m build --no-isolation --outdir dist .
+	$(TEST_PYTHON) -m twine check --strict dist/*

@@ -336,7 +336,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
 
 
 def _has_input_round(plan: ComparisonPlan) -> bool:
-    data = next(row.task["data"] for row in plan.rows if row.task is not None)
+    data = next(row.task.get("data", "") for row in plan.rows if row.task is not None)
     return plan.input_round and config.data_name(data)[0] != "synthetic"
 
 
