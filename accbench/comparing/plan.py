@@ -166,10 +166,10 @@ class CompareRequest:
 
     plan: ComparisonPlan
     folder: str | None
-    """Where to; None for a new folder."""
+    """The folder to write to; None for a new one."""
     format: Literal["table", "json"]
     conditions: tuple[conditions.Condition, ...]
-    """Those of `--fail_if`."""
+    """The conditions of `--fail_if`."""
 
 
 def parse(argv: Sequence[str], prog: str) -> CompareRequest:

@@ -24,11 +24,11 @@ class ParameterShard:
     """One parameter, and the rows of it that this rank keeps."""
 
     parameter: nn.Parameter
-    """As the model has it."""
+    """The parameter in the form that the model has."""
     local: nn.Parameter
     """The rows of this rank, in the parameter's own memory; what the optimizer steps with."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     rows: slice
 
     def cut(self, whole: Any) -> torch.Tensor:
