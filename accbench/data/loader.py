@@ -105,6 +105,7 @@ class DataLoaderX(DataLoader[Any]):
         are_taken = self.persistent_workers and earlier is not None and earlier.is_fetching
         with shared_memory.explained():
             on_host = self._get_iterator() if are_taken else super().__iter__()
+            shared_memory.explain_signals()
         batches = BackgroundGenerator(
             name_dead_workers(on_host), self.local_rank, self.max_prefetch, device=self.device
         )

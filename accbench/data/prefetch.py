@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accbench.data import moving, nested, shared_memory
+from accbench.data import moving, nested
 
 # Batches that an engine keeps ready: copying one while another waits is enough to hide the copy,
 # and each takes device memory.
@@ -72,9 +72,7 @@ class BackgroundGenerator:
     def __next__(self) -> Any:
         if self._shared.stopped.is_set():
             raise StopIteration
-        # torch raises in the main thread that a process has died.
-        with shared_memory.explained():
-            item, error = self._shared.ready.get()
+        item, error = self._shared.ready.get()
         self._shared.free.release()
         if error is not None:
             self.close()

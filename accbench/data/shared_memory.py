@@ -4,6 +4,8 @@ import contextlib
 import multiprocessing.synchronize
 import re
 import shutil
+import signal
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +101,28 @@ def explained() -> Iterator[None]:
         if _is_lock_error(error) or is_full(error):
             raise RequestError(shortage_message()) from error
         raise
+
+
+def explain_signals() -> None:
+    """Have torch's error about a dead loading process explained wherever it is raised.
+
+    torch raises it in the main thread from a handler of SIGCHLD, which may be anywhere in a loop
+    then. Call it where a loader has just started its processes.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or not callable(handler)
+        or hasattr(handler, "explained")
+    ):
+        return
+
+    def explaining(signal_number: int, frame: Any) -> None:
+        with explained():
+            handler(signal_number, frame)
+
+    explaining.explained = handler  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, explaining)
 
 
 def is_full(error: BaseException) -> bool:

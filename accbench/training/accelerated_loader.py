@@ -74,6 +74,7 @@ class AcceleratedLoader:
         if getattr(self.loader, "num_workers", 0):
             with shared_memory.explained():
                 on_host = name_dead_workers(self._on_host())
+                shared_memory.explain_signals()
             with closing(engine.stream(on_host)) as batches:  # type: ignore[type-var]
                 yield from batches
         else:

@@ -468,22 +468,24 @@ def test_lost_connection_of_a_data_set_is_not_called_a_dead_worker(num_workers):
 
 
 FULL_SHM = """
+import time
 import torch
 from accbench.data.loader import DataLoaderX
 data = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
 loader = DataLoaderX(0, device="cpu", dataset=data, batch_size=16, num_workers=1)
-list(loader)
+batches = iter(loader)
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
-def test_full_shared_memory_is_an_error_not_a_hang():
+@pytest.mark.parametrize("then", ["list(batches)", f"time.sleep({HANG_S})"])
+def test_full_shared_memory_is_an_error_wherever_the_main_thread_is(then):
     mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"']
     if subprocess.run([*mount, "sh", "true"], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     done = subprocess.run(
-        [*mount, "sh", sys.executable, "-c", FULL_SHM], cwd=ROOT, capture_output=True, text=True,
-        timeout=HANG_S,
+        [*mount, "sh", sys.executable, "-c", FULL_SHM + then],
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "shared memory" in done.stderr or "No space left" in done.stderr
+    assert "RequestError: the loading processes hand batches over in shared memory" in done.stderr

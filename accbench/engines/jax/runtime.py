@@ -64,6 +64,20 @@ def configure(device: str, flags: str, tells: bool = False) -> None:
         # Or int64 would be int32, which silently changes models that compute with large
         # numbers, such as BERT's masking.
         jax.config.update("jax_enable_x64", True)
+    if jax.config.values["jax_platforms"] == "cpu":
+        _load_no_plugins()
+
+
+def _load_no_plugins() -> None:
+    """Keep JAX from loading the plug-ins of other platforms, which it loads wanted or not.
+
+    That of CUDA takes 375 MiB and a quarter of a second in every process, and where its version is
+    not JAX's, which JAX checks only if CUDA is wanted, a profile ends in a segmentation fault.
+    """
+    from jax._src import xla_bridge
+
+    if hasattr(xla_bridge, "discover_pjrt_plugins"):
+        xla_bridge.discover_pjrt_plugins = lambda: None
 
 
 def scratch_bytes(compiled: Any) -> int:
