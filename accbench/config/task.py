@@ -126,6 +126,12 @@ class MeshFlags:
         "What --dp_shard shards: 1 the optimizer's state, 2 gradients too, 3 parameters too. "
         "Unset: 3.",
     )
+    tp: int = flag(
+        1,
+        "Tensor parallelism: cut the products of each layer over this many workers, which share a "
+        "batch, by the model's plan (docs/parallel.md).",
+        minimum=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
 NOT_FOR_SCRIPTS = (
-    "--dp_shard shards models of accbench's own loop, not those of scripts; leave it out, or train "
-    "with --model"
+    "--dp_shard and --tp shard models of accbench's own loop, not those of scripts; leave them "
+    "out, or train with --model"
 )
 
 
@@ -58,6 +58,14 @@ class MeshShape:
         data_rank = at["replicate"] * self.shard + at["shard"]
         return dataclasses.replace(topology, rank=data_rank, world_size=self.num_data_ranks)
 
+    def data_groups(self) -> list[list[int]]:
+        """Return the ranks that average gradients with each other, group by group."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            groups.setdefault((at["pp"], at["cp"], at["tp"]), []).append(rank)
+        return [*groups.values()]
+
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Build torch's mesh of the axes with several ranks, and of `shard`; all ranks call it.
 
@@ -78,18 +86,31 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
     Raises:
         RequestError: they do not fit this number of workers; the message names those that do.
     """
+    if task.dp_shard is None and task.zero is not None:
+        raise RequestError(f"--zero {task.zero} shards nothing without --dp_shard auto")
+    _refuse_remainder(world_size, "tp", task.tp, "use one of")
+    num_data_ranks = world_size // task.tp
     if task.dp_shard is None:
-        if task.zero is not None:
-            raise RequestError(f"--zero {task.zero} shards nothing without --dp_shard auto")
-        return MeshShape(replicate=world_size)
-    num_shards = world_size if task.dp_shard == "auto" else _as_size(task.dp_shard)
-    if world_size % num_shards:
-        workers = "1 worker is" if world_size == 1 else f"{world_size} workers are"
-        fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        return MeshShape(replicate=num_data_ranks, tp=task.tp)
+    num_shards = num_data_ranks if task.dp_shard == "auto" else _as_size(task.dp_shard)
+    after_tp = f" after --tp {task.tp}" if task.tp > 1 else ""
+    _refuse_remainder(num_data_ranks, "dp_shard", num_shards, "use auto or one of", after_tp)
+    return MeshShape(replicate=num_data_ranks // num_shards, shard=num_shards, tp=task.tp)
+
+
+def is_sharded(task: TaskConfig) -> bool:
+    """Return whether a task's flags ask for more than replicas."""
+    return task.dp_shard is not None or task.tp > 1
+
+
+def _refuse_remainder(num: int, flag: str, size: int, remedy: str, after: str = "") -> None:
+    if num % size:
+        workers = "1 worker" if num == 1 else f"{num} workers"
+        verb = "is" if num == 1 else "are"
+        fitting = ", ".join(str(n) for n in range(1, num + 1) if num % n == 0)
         raise RequestError(
-            f"{workers} no multiple of --dp_shard {num_shards}; use auto or one of {fitting}"
+            f"{workers}{after} {verb} no multiple of --{flag} {size}; {remedy} {fitting}"
         )
-    return MeshShape(replicate=world_size // num_shards, shard=num_shards)
 
 
 def num_workers(task: TaskConfig) -> int | None:

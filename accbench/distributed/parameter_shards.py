@@ -1,9 +1,10 @@
-"""Rows of parameters: what a rank keeps of each parameter where they are sharded.
+"""Shards of parameters: what a rank keeps of each parameter where they are sharded.
 
 A parameter of n rows, along its first axis, is cut as `torch.chunk` cuts it, and so as torch's
 FSDP does: ranks have ceil(n / num_ranks) rows, the last ones fewer or none. An optimizer steps
 with a plain tensor of a rank's rows, so that all that works on plain tensors, fused updates too,
-works on shards. Values of a parameter's shape, such as its moments, are cut alike.
+works on shards. Values of a parameter's shape, such as its moments, are cut alike. With tensor
+parallelism the rows are those of the part that a `TensorSlice` leaves.
 """
 
 import dataclasses
@@ -15,8 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accbench.distributed.tensor_slices import TensorSlice
+
 # Rows are gathered together up to this size.
 _BUCKET_BYTES = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardGroups:
+    """The ranks that together have one whole model."""
+
+    rows: dist.ProcessGroup
+    """Those that have rows of the same tensors, in order."""
+    tp: dist.ProcessGroup | None = None
+    """Those that have slices of the same tensors, in order; None without tensor parallelism."""
+    is_first_replica: bool = True
+    """Whether rank 0 is among the ranks that have this model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +42,50 @@ class ParameterShard:
     """The parameter in the form that the model has."""
     local: nn.Parameter
     """The rows of this rank, in the parameter's own memory; what the optimizer steps with."""
-    shape: tuple[int, ...]
-    """The shape of the whole parameter."""
     rows: slice
+    groups: ShardGroups
+    tensor_slice: TensorSlice | None = None
+    """The part of which it has rows; None for the whole parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.part_shape if self.tensor_slice is None else self.tensor_slice.shape
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of what it has rows of."""
+        return tuple(self.parameter.shape)
 
     def cut(self, whole: Any) -> torch.Tensor:
-        """Return this rank's rows of a whole tensor, or of a file's slice, of the same shape."""
-        rows: torch.Tensor = whole[self.rows]
+        """Return this rank's rows of a whole tensor, or of a file's, of the same shape."""
+        part = whole if self.tensor_slice is None else self.tensor_slice.cut(whole)
+        rows: torch.Tensor = part[self.rows]
         return rows
+
+    def all_gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor of all ranks' rows, on their device; all ranks call it."""
+        part = all_gather_rows(local, self.part_shape, self.groups.rows)
+        if self.tensor_slice is None or self.groups.tp is None:
+            return part
+        num_ranks = self.groups.tp.size()
+        parts = part.new_empty((num_ranks, *part.shape))
+        dist.all_gather_into_tensor(_as_bytes(parts), _as_bytes(part), group=self.groups.tp)
+        return self.tensor_slice.join([*parts])
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole tensor on rank 0, and None elsewhere; all ranks call it."""
+        tp = self.groups.tp
+        is_double = self.tensor_slice is None and tp is not None and tp.rank() != 0
+        if is_double or not self.groups.is_first_replica:
+            return None
+        part = gather_rows(local, self.part_shape, self.groups.rows)
+        if part is None or self.tensor_slice is None or tp is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(tp.size())] if tp.rank() == 0 else None
+        received = None if parts is None else [_as_bytes(other) for other in parts]
+        dist.gather(_as_bytes(part), received, group=tp, group_dst=0)
+        return None if parts is None else self.tensor_slice.join(parts)
 
     def is_like(self, value: torch.Tensor) -> bool:
         """Return whether a value of the optimizer's has the rows' shape, and is cut alike."""
@@ -97,33 +148,30 @@ def gather_rows(
     return joined[: math.prod(shape)].view(*shape)
 
 
-class RowsTensor:
-    """A tensor of which each rank has rows, and which is gathered when it is needed.
+class ShardedTensor:
+    """A tensor of which each rank has a shard, and which is gathered when it is needed.
 
     Args:
         local: this rank's rows.
-        shape: of the whole tensor.
-        group: the ranks that have its rows, in order.
+        shard: of the parameter that it is cut like.
     """
 
-    def __init__(self, local: torch.Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> None:
-        self.shape, self.dtype = tuple(shape), local.dtype
-        self._local, self._group = local, group
+    def __init__(self, local: torch.Tensor, shard: ParameterShard) -> None:
+        self.shape, self.dtype = shard.shape, local.dtype
+        self._local, self._shard = local, shard
         self.is_gathered = False
 
     def gather(self) -> torch.Tensor | None:
         """Return the whole tensor on rank 0, None elsewhere; all ranks call it, in one order."""
         self.is_gathered = True
-        if dist.get_process_group_ranks(self._group)[0] != 0:
-            return None  # another replica's
-        return gather_rows(self._local, self.shape, self._group)
+        return self._shard.gather(self._local)
 
 
 def fill_from_rows(shards: Iterable[ParameterShard], group: dist.ProcessGroup) -> None:
     """Give whole parameters the rows that each rank has stepped; all ranks call it."""
     for bucket in _buckets(shards):
         wholes = all_gather_several(
-            [shard.local for shard in bucket], [shard.shape for shard in bucket], group
+            [shard.local for shard in bucket], [shard.part_shape for shard in bucket], group
         )
         for shard, whole in zip(bucket, wholes, strict=True):
             shard.parameter.detach().copy_(whole)
@@ -134,7 +182,7 @@ def _buckets(shards: Iterable[ParameterShard]) -> list[list[ParameterShard]]:
     found: list[list[ParameterShard]] = []
     num_bytes = 0
     for shard in shards:
-        size = math.prod(shard.shape) * shard.local.element_size()
+        size = math.prod(shard.part_shape) * shard.local.element_size()
         fits = found and num_bytes + size <= _BUCKET_BYTES
         if not fits or found[-1][0].local.dtype != shard.local.dtype:
             found.append([])
@@ -142,3 +190,8 @@ def _buckets(shards: Iterable[ParameterShard]) -> list[list[ParameterShard]]:
         found[-1].append(shard)
         num_bytes += size
     return found
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's bytes: gloo does not support all types."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

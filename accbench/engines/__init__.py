@@ -202,8 +202,10 @@ class Engine(EngineRequirements, StatefulEngine):
             names = [name.strip() for name in self.task.checkpoint_modules.split(",")]
             activation_checkpointing.apply(net, names, self.recompute_barrier)
         before = tied_parameters.names_by_tensor(net)
+        known = {name for names in before for name in names}
         model = self.prepare(net)
-        changed_ties = before ^ tied_parameters.names_by_tensor(net)
+        after = tied_parameters.names_by_tensor(net)
+        changed_ties = before ^ {names for names in after if known & {*names}}
         if changed_ties:
             raise RuntimeError(
                 f"engine {self.task.engine} keeps {', '.join(min(changed_ties))} otherwise than "

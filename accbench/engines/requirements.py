@@ -35,7 +35,7 @@ class EngineRequirements(abc.ABC):
             RequestError: the task's flags do not fit that number, or this engine.
         """
         shape = mesh.of_task(task, world_size)
-        problem = cls.mesh_problem(task, shape) if task.dp_shard is not None else None
+        problem = cls.mesh_problem(task, shape) if mesh.is_sharded(task) else None
         if problem is not None:
             raise RequestError(problem)
         return shape
@@ -43,9 +43,10 @@ class EngineRequirements(abc.ABC):
     @classmethod
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
         """Return why this engine cannot shard as asked and what to do, or None if it can."""
+        asked = f"--dp_shard {task.dp_shard}" if task.tp == 1 else f"--tp {task.tp}"
         return (
-            f"--dp_shard {task.dp_shard}: engine {task.engine} keeps the whole model on each "
-            "worker; use --engine ddp or jax"
+            f"{asked}: engine {task.engine} keeps the whole model on each worker; use --engine "
+            "ddp, inductor or jax"
         )
 
     @classmethod

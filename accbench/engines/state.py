@@ -64,7 +64,7 @@ class StatefulEngine(abc.ABC):
     def saved_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """Return the state for a checkpoint; of sharded tensors each rank has its rows.
 
-        Where `reads_together`, all ranks call it, and these are `RowsTensor`s, which all ranks
+        Where `reads_together`, all ranks call it, and these are `ShardedTensor`s, which all ranks
         gather one after the other, before the next step.
         """
         return self.training_state(net, optimizer)

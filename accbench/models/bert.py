@@ -21,6 +21,15 @@ _POSITIONS = 512
 # the fraction that is masked or replaced.
 _PREDICTED, _MASKED, _CHANGED = 0.15, 0.8, 0.9
 _UINT32_MASK = 0xFFFFFFFF
+TENSOR_PARALLEL_PLAN = {
+    "bert.embeddings.word_embeddings": "embedding_rowwise",
+    "bert.encoder.layer.*.attention.self.query": "colwise",
+    "bert.encoder.layer.*.attention.self.key": "colwise",
+    "bert.encoder.layer.*.attention.self.value": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "cls.predictions.decoder": "colwise_gather_output",
+}
 
 
 def _hash32(numbers: torch.Tensor) -> torch.Tensor:
@@ -89,7 +98,9 @@ def _build(name: str, num_tokens: int) -> nn.Module:
         intermediate_size=4 * width, num_hidden_layers=num_layers,
         num_attention_heads=num_heads, **options_of_transformers(),
     )  # fmt: skip
-    return MaskedBert(BertForMaskedLM(config), num_tokens)
+    net = BertForMaskedLM(config)
+    net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    return MaskedBert(net, num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,15 @@ _SIZES = {
     "gpt2_tiny": (2, 2, 64, 512),
 }
 _POSITIONS = 1024
+TENSOR_PARALLEL_PLAN = {
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.attn": "divide:split_size,num_heads",
+    "transformer.h.*.attn.c_attn": "packed_colwise:3",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
 
 
 def _build(name: str, num_tokens: int) -> nn.Module:
@@ -23,12 +32,14 @@ def _build(name: str, num_tokens: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     num_layers, num_heads, width, _ = _SIZES[name]
-    return GPT2LMHeadModel(
+    net = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=num_tokens, n_positions=_POSITIONS, n_embd=width, n_layer=num_layers,
             n_head=num_heads, **options_of_transformers(),
         )
     )  # fmt: skip
+    net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    return net
 
 
 class Family:

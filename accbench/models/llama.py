@@ -16,13 +16,22 @@ _SIZES = {
     "llama_1b": (22, 32, 4, 2048, 5632, 32000),
 }
 _POSITIONS = 2048
+TENSOR_PARALLEL_PLAN = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
 
 
 def _build(name: str, num_tokens: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     num_layers, num_heads, num_kv_heads, width, mlp_width, _ = _SIZES[name]
-    return LlamaForCausalLM(
+    net = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=num_tokens, max_position_embeddings=_POSITIONS, hidden_size=width,
             intermediate_size=mlp_width, num_hidden_layers=num_layers,
@@ -30,6 +39,8 @@ def _build(name: str, num_tokens: int) -> nn.Module:
             **options_of_transformers(),
         )
     )  # fmt: skip
+    net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    return net
 
 
 class Family:

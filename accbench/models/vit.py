@@ -13,6 +13,12 @@ from accbench.models import Classifier, ImageClassification
 _PATCH = 16
 # name -> (layers, heads, width); the MLPs are four times as wide.
 _SIZES = {"vit_ti_16": (12, 3, 192), "vit_s_16": (12, 6, 384), "vit_b_16": (12, 12, 768)}
+TENSOR_PARALLEL_PLAN = {
+    "encoder.layers.*.self_attention": "multihead_attention",
+    "encoder.layers.*.self_attention.out_proj": "rowwise",
+    "encoder.layers.*.mlp.0": "colwise",
+    "encoder.layers.*.mlp.3": "rowwise",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +37,12 @@ class _VisionTransformer(ImageClassification):
         from torchvision.models.vision_transformer import VisionTransformer
 
         num_layers, num_heads, width = _SIZES[self.name]
-        return Classifier(
-            VisionTransformer(
-                image_size=self.image_size, patch_size=_PATCH, num_layers=num_layers,
-                num_heads=num_heads, hidden_dim=width, mlp_dim=4 * width, num_classes=num_classes,
-            ),
-            num_classes,
+        net = VisionTransformer(
+            image_size=self.image_size, patch_size=_PATCH, num_layers=num_layers,
+            num_heads=num_heads, hidden_dim=width, mlp_dim=4 * width, num_classes=num_classes,
         )  # fmt: skip
+        net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN
+        return Classifier(net, num_classes)
 
 
 class Family:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from accbench.distributed import complex_numbers
-from accbench.distributed.parameter_shards import RowsTensor
+from accbench.distributed.parameter_shards import ShardedTensor
 from accbench.engines.common import extra_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.training import streamed_tensors
@@ -62,6 +62,8 @@ class CheckpointFacts:
     image_size: int = 224
     num_samples: int | None = None
     """Samples that all ranks have trained on; None in checkpoints from before it was stored."""
+    num_data_ranks: int | None = None
+    """Ranks that had a batch of their own; None in checkpoints from before it was stored."""
     format: int = FORMAT
 
 
@@ -105,7 +107,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
     extra: list[torch.Tensor] = []
     packed = {k: extra_state.pack(v, extra) for k, v in (checkpoint.state.extra or {}).items()}
     flat = _flat(checkpoint, extra)
-    sharded = {name: tensor for name, tensor in flat.items() if isinstance(tensor, RowsTensor)}
+    sharded = {name: tensor for name, tensor in flat.items() if isinstance(tensor, ShardedTensor)}
     rest = complex_numbers.as_real({n: t for n, t in flat.items() if n not in sharded})
     if sharded:
         streamed_tensors.write(tensors, {**rest, **sharded})
@@ -133,7 +135,7 @@ def _flat(checkpoint: Checkpoint, extra: list[torch.Tensor]) -> Tensors:
         tensors.update({f"rng/{rank}/{key}": tensor for key, tensor in states.items()})
     tensors.update({f"{_EXTRA}/{number}": tensor for number, tensor in enumerate(extra)})
     return {
-        name: tensor if isinstance(tensor, RowsTensor) else tensor.contiguous()
+        name: tensor if isinstance(tensor, ShardedTensor) else tensor.contiguous()
         for name, tensor in tensors.items()
     }
 
@@ -144,14 +146,14 @@ def gather_rest(checkpoint: Checkpoint) -> None:
 
 
 class FileTensor:
-    """A tensor in a safetensors file, of which rows are read as they are needed."""
+    """A tensor in a safetensors file, of which slices are read as they are needed."""
 
     def __init__(self, file: Any, key: str) -> None:
         self._file, self._key = file, key
         self.shape = tuple(file.get_slice(key).get_shape())
 
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        found: torch.Tensor = self._file.get_slice(self._key)[rows]
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        found: torch.Tensor = self._file.get_slice(self._key)[index]
         return found
 
     def read(self) -> torch.Tensor:

@@ -133,7 +133,7 @@ class Keeper:
                 top1=None if scores is None else scores.top1,
                 loss=None if scores is None else scores.loss,
                 optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
-                num_samples=num_samples,
+                num_samples=num_samples, num_data_ranks=self.engine.mesh.num_data_ranks,
             )  # fmt: skip
             rng_of_ranks = tuple(
                 {name: states[rank] for name, states in by_name.items()}
@@ -198,12 +198,20 @@ class Keeper:
             raise RequestError(f"--resume {folder} does not fit: {error}") from None
         rank, world_size = self.topology.rank, self.topology.world_size
         # Seed first: another engine's checkpoint may lack a generator that this one has.
-        data_rank = self.engine.mesh.data_topology(self.topology).rank
-        self.engine.seed(task.seed + data_rank + _SEED_STRIDE * facts.step)
-        if facts.world_size == world_size and rank < len(saved.rng):
+        data = self.engine.mesh.data_topology(self.topology)
+        self.engine.seed(task.seed + data.rank + _SEED_STRIDE * facts.step)
+        num_data_ranks = facts.num_data_ranks or facts.world_size
+        # Ranks with one batch draw the same numbers, so those of another mesh do not fit.
+        is_same = (facts.world_size, num_data_ranks) == (world_size, data.world_size)
+        if is_same and rank < len(saved.rng):
             self.engine.load_rng_state(saved.rng[rank])
         else:
-            change = f"saved by {facts.world_size} workers, now {world_size}"
+            change = (
+                f"saved by {facts.world_size} workers with {num_data_ranks} batches, now "
+                f"{world_size} with {data.world_size}"
+                if facts.world_size == world_size
+                else f"saved by {facts.world_size} workers, now {world_size}"
+            )
             log.info(f"{change}: dropout and the like draw new random numbers")
         return facts
 

@@ -163,14 +163,14 @@ class StepTimer:
             *(values[:6] for values in by_rank), strict=True
         )
         machine_use = self._machine.summarize([values[6:] for values in by_rank])
-        world_size = len(losses)
+        world_size, mesh = len(losses), self.engine.mesh
         stats = self.engine.compile_stats()
         in_window, self._stats = stats - self._stats, stats
         window = WindowRecord(
             epoch=self.epoch,
             first_step=self.num_steps - self._steps_in_window,
             num_steps=self._steps_in_window,
-            num_samples=int(sum(samples)),
+            num_samples=int(sum(samples)) * mesh.num_data_ranks // mesh.world_size,
             wall_s=now - self._window_started,
             data_wait_s=sum(data_waits_s) / world_size,
             dispatch_s=sum(dispatches_s) / world_size,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accbench.distributed.parameter_shards import RowsTensor
+from accbench.distributed.parameter_shards import ShardedTensor
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -33,12 +33,12 @@ def in_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def gather_rest(tensors: Mapping[str, Any]) -> None:
     """Take part in the gathering of all tensors that have not been gathered here yet."""
     for _, tensor in in_order(tensors):
-        if isinstance(tensor, RowsTensor) and not tensor.is_gathered:
+        if isinstance(tensor, ShardedTensor) and not tensor.is_gathered:
             tensor.gather()
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write tensors and `RowsTensor`s, one of which is in memory at a time.
+    """Write tensors and `ShardedTensor`s, one of which is in memory at a time.
 
     Raises:
         OSError: the file cannot be written; the other ranks still wait for `gather_rest`.
@@ -47,7 +47,7 @@ def write(path: Path, tensors: Mapping[str, Any]) -> None:
     with path.open("wb") as file:
         file.write(_header(tensors))
         for _, tensor in in_order(tensors):
-            whole = tensor.gather() if isinstance(tensor, RowsTensor) else tensor
+            whole = tensor.gather() if isinstance(tensor, ShardedTensor) else tensor
             assert whole is not None  # this is rank 0
             file.write(memoryview(_bytes_of(whole)))
 

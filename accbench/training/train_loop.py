@@ -102,7 +102,9 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
     def mean(total: float) -> float | None:
         return finite_or_none(total / num_samples) if num_samples else None
 
-    return EvalRecord(epoch, mean(loss), mean(top1), mean(top5), int(num_samples))
+    shape = engine.mesh  # ranks that share a batch have all scored it
+    num_scored = int(num_samples) * shape.num_data_ranks // shape.world_size
+    return EvalRecord(epoch, mean(loss), mean(top1), mean(top5), num_scored)
 
 
 def _num_missing_batches(loader: Any) -> int:

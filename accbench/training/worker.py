@@ -194,6 +194,7 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         epochs.run()
     bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
     num_bad = int(sum(n for (n,) in process_group.all_gather_values([bad])))
+    num_bad = num_bad * engine.mesh.num_data_ranks // engine.mesh.world_size
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)
     # A user's code is not run once more for this, as it may do anything.
     if topology.rank == 0 and not models.is_user_model(task.model):

@@ -13,42 +13,73 @@ from tests.conftest import ROOT, TINY, end_of, of_kind, processes_of, run, sever
 from tests.engine_params import NEEDS_XLA
 from tests.scripts import sharded_ranks
 
+# Position embeddings, norms and biases of rows are not cut, and in small models they are a part.
+SHARES = {
+    "tp sgd": 0.52, "tp adamw": 0.7, "tp overflow": 0.52, "tp accumulated": 0.35,
+    "tp bert same data": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
+    "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26,
+}  # fmt: skip
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("sharded")
-    done = several_ranks(4, ROOT / "tests" / "scripts" / "sharded_ranks.py", folder)
+
+def run_ranks(folder, kind: str) -> dict:
+    done = several_ranks(4, ROOT / "tests" / "scripts" / "sharded_ranks.py", folder, kind)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    return run_ranks(tmp_path_factory.mktemp("sharded"), "CASES")
+
+
 @pytest.mark.parametrize("case", sharded_ranks.CASES)
 def test_updates_are_those_of_unsharded_training(found, case):
-    of = found[case]
-    assert of["losses"] < 1e-6
-    assert of["updates"] < (1e-4 if "adamw" in case else 1e-5)
+    check_case(found[case], case, sharded_ranks.CASES[case])
+
+
+@pytest.mark.soak
+def test_compiled_updates_are_those_of_unsharded_training(tmp_path):
+    found = run_ranks(tmp_path, "SOAKED")
+    for case, asked in sharded_ranks.SOAKED.items():
+        check_case(found[case], case, asked)
+
+
+def check_case(of: dict, case: str, asked: sharded_ranks.Case) -> None:
+    flags = {*asked[0], *asked[1]}
+    if case == "tp overflow":  # products that are summed in parts are rounded otherwise in float16
+        assert of["losses"] < 1e-4
+        assert of["updates"] < 0.05
+    else:
+        assert of["losses"] < 1e-6
+        assert of["updates"] < (1e-4 if "--optimizer=adamw" in flags else 1e-5)
     sharded_applied, applied = of["applied"]
     assert sharded_applied == applied == (4 if "overflow" in case or "skipped" in case else 5)
     assert of["scale"] == ([32768.0] * 2 if "overflow" in case else [None] * 2)
     assert of["rereads"] == of["starts"] == [True, True]
-    assert of["deferred"] == ["zero 1" not in case, False]
+    is_built_in_shards = "--dp_shard" in str(flags) and not {"--zero=1", "--engine=jax"} & flags
+    assert of["deferred"] == [is_built_in_shards, False]
 
 
-@pytest.mark.parametrize("case", sharded_ranks.CASES)
+@pytest.mark.parametrize("case", [case for case in sharded_ranks.CASES if "jax" not in case])
 def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     sharded, whole = found[case]["bytes"]
-    assert sharded < whole / (2 if "2 x 2" in case else 4) * 1.05
+    assert sharded < whole * SHARES.get(case, 0.5 if "2 x 2" in case else 0.25) * 1.05
 
 
 @pytest.mark.parametrize(("flags", "line"), [
     (("--dp_shard=3",), "4 workers are no multiple of --dp_shard 3; use auto or one of 1, 2, 4"),
     (("--dp_shard=half",), "--dp_shard must be auto or a number of workers, not 'half'"),
     (("--zero=2",), "--zero 2 shards nothing without --dp_shard auto"),
+    (("--tp=3",), "4 workers are no multiple of --tp 3; use one of 1, 2, 4"),
+    (("--tp=2", "--dp_shard=4"), "2 workers after --tp 2 are no multiple of --dp_shard 4; use "
+     "auto or one of 1, 2"),
+    (("--tp=2",), "--model tests.nets:tiny has no plan for --tp 2; use --dp_shard, or give the "
+     "network a tensor_parallel_plan (docs/parallel.md)"),
+    (("--tp=4", "--model=llama_tiny"), "--tp 4: model.layers.0.self_attn.k_proj has 2 heads; use "
+     "--tp 1 or 2"),
     pytest.param(
         ("--dp_shard=auto", "--engine=xla"), "--dp_shard auto: engine xla keeps the whole model on "
-        "each worker; use --engine ddp or jax", marks=[pytest.mark.xla, NEEDS_XLA]),
-    (("--dp_shard=auto", "--engine=inductor"),
-     "--dp_shard auto: engine inductor does not shard; use --engine ddp"),
+        "each worker; use --engine ddp, inductor or jax", marks=[pytest.mark.xla, NEEDS_XLA]),
     (("--dp_shard=2", "--engine=jax"), "--dp_shard 2: engine jax shards over all 4 workers; use "
      "--dp_shard auto, or --engine ddp"),
     (("--dp_shard=auto", "--zero=1", "--engine=jax"), "--zero 1: engine jax shards parameters and "
@@ -62,7 +93,8 @@ def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
         *TINY, "--data=synthetic", "--nproc_per_node=4", f"--output_dir={tmp_path / 'run'}", *flags
     )
     assert done.returncode == 2
-    assert done.stderr.strip().endswith(f": {line}")
+    (told,) = done.stderr.splitlines()
+    assert told.partition("; logs in")[0].endswith(f": {line}")
 
 
 def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):
@@ -97,12 +129,16 @@ LEGS = (
     ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--engine=jax"),
     ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=2"),
     ("--nproc_per_node=2", "--batch_size=4"),
+    ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto"),
+    ("--nproc_per_node=2", "--batch_size=8", "--tp=2"),
+    ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto", "--engine=jax"),
+    ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=auto"),
 )
 
 
 @pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
 def test_a_run_goes_on_in_every_other_way_to_shard(tmp_path):
-    """4 -> 2 -> 1 -> 2 x 2 -> jax -> 2 workers, sharded or not: one run of two steps each."""
+    """4 -> 2 -> 1 -> 2 x 2 -> jax -> 2 -> tp -> 4 workers: one run of two steps each."""
     text = f"--data=tokens:{ROOT / 'docs' / 'architecture.md'}"
     for number, flags in enumerate(LEGS, start=1):
         done = run(*LANGUAGE, text, *flags, f"--max_steps={2 * number}", "--resume=auto",

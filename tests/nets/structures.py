@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accbench.models import Classifier
 from accbench.models.arcface import ArcFace, FaceNet
+from accbench.models.vit import TENSOR_PARALLEL_PLAN
 from benchmarks.nets import tied as tied
 from benchmarks.nets import tiny
 
@@ -60,6 +61,16 @@ def shallow_vit(num_classes: int) -> nn.Module:
     from torchvision.models.vision_transformer import VisionTransformer
 
     return VisionTransformer(32, 16, 2, 3, 192, 4 * 192, num_classes=num_classes)
+
+
+def small_vit(num_classes: int) -> nn.Module:
+    """A vision transformer with four heads, for images of 16 pixels, and vit_ti_16's plan."""
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    net = VisionTransformer(16, 8, 2, 4, 32, 64, num_classes=num_classes)
+    net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    nn.init.normal_(net.heads.head.weight, std=0.02)  # which begins with zeros
+    return net
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """A rank of four that train in every way to shard, beside training that shards nothing.
 
-    sharded_ranks.py OUT
+    sharded_ranks.py OUT [CASES|SOAKED [CASE ...]]
 
 Rank 0 writes OUT/found.json: case -> relative distances of losses and of all updates together.
 """
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,38 @@ CASES: dict[str, Case] = {
     "zero 1 accumulated": ((TIED, *SGD, "--accumulate=2"), ZERO_1, "whole"),
     "zero 3 accumulated": ((TIED, *SGD, "--accumulate=2"), ZERO_3, "whole"),
     "zero 3 dropout": ((TIED, *SGD), ZERO_3, "ddp"),
+    "tp sgd": (SGD_CLIPPED, ("--tp=2",), "whole"),
+    "tp adamw": (ADAMW_TIED, ("--tp=2",), "whole"),
+    "tp 2 x 2 zero 3": (SGD_CLIPPED, ("--tp=2", "--dp_shard=auto"), "whole"),
+    "tp 2 x 2 zero 1": (
+        (TIED, *SGD, "--clip_norm=0.5"),
+        ("--tp=2", "--dp_shard=2", "--zero=1"),
+        "whole",
+    ),
+    "tp 2 x 2 adamw": (ADAMW_TIED, ("--tp=2", "--dp_shard=2"), "whole"),
+    "tp bert same data": (("--model=bert_tiny", *SGD), ("--tp=2",), "whole"),
+    "tp vit": (("--model=tests.nets:small_vit", *SGD), ("--tp=2",), "whole"),
+    "tp overflow": (FLOAT16, ("--tp=2",), "ddp"),
+    "tp accumulated": ((TIED, *SGD, "--accumulate=2"), ("--tp=2", "--dp_shard=2"), "whole"),
 }
+INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
+CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
+# They compile for a minute each.
+SOAKED: dict[str, Case] = {
+    "inductor tp": (ADAMW_TIED, (INDUCTOR, "--tp=2"), "whole"),
+    "inductor zero 1": (ADAMW_TIED, (INDUCTOR, *ZERO_1), "whole"),
+    "inductor zero 3": (SGD_CLIPPED, (INDUCTOR, *ZERO_3), "whole"),
+}
+if find_spec("jax"):
+    JAX = ("--engine=jax", "--tp=2")
+    CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*JAX, "--dp_shard=auto"), "whole")
+    SOAKED |= {
+        "jax tp": (SGD_CLIPPED, JAX, "whole"),
+        "jax tp adamw": (ADAMW_TIED, JAX, "whole"),
+        "jax tp 2 x 2 adamw": (ADAMW_TIED, (*JAX, "--dp_shard=auto"), "whole"),
+        "jax tp vit": (VIT, JAX, "whole"),
+    }
 
 
 KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred")
@@ -82,7 +113,7 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
         batch = spec.synthetic_batch(BATCH, 64, torch.Generator().manual_seed(step))
         if step == 2 and ("overflow" in case or "skipped" in case):
             plant_infinity(engine, topology)
-        own = part(batch, data)
+        own = batch if "same data" in case else part(batch, data)
         loss = engine.run_step(train_step, model, spec, optimizer, own).detach()
         (mean,) = [
             sum(v) / len(v)
@@ -147,12 +178,14 @@ def distances(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(out: str) -> None:
+def main(out: str, kind: str = "CASES", *chosen: str) -> None:
     topology = Topology.from_env()
     torch.set_num_threads(1)
     process_group.init_distributed(topology, "cpu", 120)
     found, references = {}, {}
-    for case, (flags, sharded, beside) in CASES.items():
+    for case, (flags, sharded, beside) in globals()[kind].items():
+        if chosen and case not in chosen:
+            continue
         key = (flags, beside, "overflow" in case)
         if key not in references:
             alone = Topology() if beside == "whole" else topology
@@ -160,8 +193,12 @@ def main(out: str) -> None:
         found[case] = distances(train((*flags, *sharded), topology, case), references[key])
     if topology.rank == 0:
         Path(out, "found.json").write_text(json.dumps(found))
+    if find_spec("jax"):
+        from accbench.engines.jax import data_mesh
+
+        data_mesh.shutdown_distributed()
     process_group.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -29,22 +29,27 @@ class Strategy(abc.ABC):
     def average_probe(self, value: float) -> Sequence[float]:
         """Average a gradient of `value` over the ranks, in the way training does, and return it."""
 
+    @property
+    def data_topology(self) -> Topology:
+        """This rank and the number of ranks, counting only those with a batch of their own."""
+        return self.topology
+
     def prove(self) -> None:
         """Average known values, a different one on each rank, and check the result.
 
         Raises:
             ReductionError: on every rank, if the result is wrong on any.
         """
-        world_size = self.topology.world_size
-        if world_size == 1:
+        data = self.data_topology
+        if data.world_size == 1:
             return
-        expected = (world_size + 1) / 2  # mean of 1..world_size
-        averaged = self.average_probe(float(self.topology.rank + 1))
+        expected = (data.world_size + 1) / 2  # mean of 1..world_size
+        averaged = self.average_probe(float(data.rank + 1))
         wrong = [value for value in averaged if abs(value - expected) > 1e-6]
         wrong_ranks = [rank for rank, (bad,) in enumerate(all_gather_values([len(wrong)])) if bad]
         if wrong_ranks:
             raise ReductionError(
-                f"gradients are not averaged over the {world_size} ranks ({self.collectives}): "
-                f"rank {self.topology.rank} has {averaged[0]} where {expected} is right; "
-                f"wrong on ranks {wrong_ranks}"
+                f"gradients are not averaged over the {data.world_size} ranks "
+                f"({self.collectives}): rank {self.topology.rank} has {averaged[0]} where "
+                f"{expected} is right; wrong on ranks {wrong_ranks}"
             )

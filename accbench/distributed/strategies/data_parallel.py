@@ -26,12 +26,15 @@ class DataParallel(TorchStrategy):
         device: this rank's.
         engine: the engine's name, for a flag in messages.
         find_unused_parameters: look in every step for parameters that the loss does not depend on.
+        group: the ranks, if they are not all of the run's.
     """
 
     def __init__(
-        self, topology: Topology, device: torch.device, engine: str, find_unused_parameters: bool
-    ) -> None:
+        self, topology: Topology, device: torch.device, engine: str, find_unused_parameters: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(topology, device)
+        self.group = group
         self.engine = engine
         self.find_unused_parameters = find_unused_parameters
         self._is_checked = self._will_average = False
@@ -48,6 +51,7 @@ class DataParallel(TorchStrategy):
     def _settings(self) -> dict[str, Any]:
         return {
             "device_ids": [self.device] if self.device.type == "cuda" else None,
+            "process_group": self.group,
             "gradient_as_bucket_view": True,
             "find_unused_parameters": self.find_unused_parameters,
             # Buffers stay each rank's own, as in the compiled engine: BatchNorm's
@@ -111,7 +115,7 @@ class DataParallel(TorchStrategy):
             gradient = complex_parameters.materialize(parameter.grad)
             total = real(gradient).contiguous()  # gloo takes no other
             total = total.clone() if total.data_ptr() == gradient.data_ptr() else total
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
             real(gradient).copy_(total / self.topology.world_size)
             parameter.grad = gradient
 

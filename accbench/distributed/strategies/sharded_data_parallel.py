@@ -49,13 +49,19 @@ class ShardedDataParallel(ShardingStrategy):
             RequestError: it has a parameter that cannot be sharded.
         """
         refuse_unshardable(model)
-        self._fully_shard(model, units(model))
+        self._fully_shard(model, blocks(model))
         self.find_shards(model)
         return model
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """See the base class."""
+        return blocks(model) or [model]
 
     def set_whole(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
         """Give a parameter that was sharded on the device meta its rows of a whole tensor."""
         meta: Any = dict(model.named_parameters())[name]
+        if name in self.tensor_slices:
+            whole = self.tensor_slices[name].cut(whole)
         rows = parameter_shards.rows_of_rank(len(meta), self.group.rank(), self.group.size())
         part = DTensor.from_local(
             whole[rows].to(self.device, copy=True), meta.device_mesh, meta.placements,
@@ -74,10 +80,7 @@ class ShardedDataParallel(ShardingStrategy):
         for name, parameter in model.named_parameters():
             rows = parameter_shards.rows_of_rank(len(parameter), rank, num_ranks)
             local: Any = parameter.to_local()  # type: ignore[attr-defined]
-            self._shards[name] = ParameterShard(
-                parameter, nn.Parameter(local.detach(), parameter.requires_grad),
-                tuple(parameter.shape), rows,
-            )  # fmt: skip
+            self._shards[name] = self.build_shard(name, parameter, local, rows)
 
     @property
     def shards(self) -> dict[str, ParameterShard]:
@@ -89,8 +92,8 @@ class ShardedDataParallel(ShardingStrategy):
                 shard.local.data = local.detach()
         return self._shards
 
-    def _fully_shard(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        for module in (*blocks, model):
+    def _fully_shard(self, model: nn.Module, inner: Sequence[nn.Module]) -> None:
+        for module in (*inner, model):
             # The root's own parameters stay gathered, for the backward pass begins with them.
             again = not self.keeps_gathered and module is not model
             fully_shard(module, mesh=self._data_mesh, reshard_after_forward=again)
@@ -125,13 +128,12 @@ class ShardedDataParallel(ShardingStrategy):
         return averaged
 
 
-def units(model: nn.Module) -> list[nn.Module]:
+def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that are gathered one at a time: repeated modules, the outermost ones.
 
     A block is one of several modules of one class in a ModuleList or Sequential, whose parameters
     no module outside of it has as well.
     """
-    blocks = _repeated(model)
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -144,7 +146,7 @@ def units(model: nn.Module) -> list[nn.Module]:
                 own[id(parameter)] = own.get(id(parameter), 0) + 1
         return bool(own) and all(users[key] == number for key, number in own.items())
 
-    return [block for block in blocks if is_apart(block)]
+    return [block for block in _repeated(model) if is_apart(block)]
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:

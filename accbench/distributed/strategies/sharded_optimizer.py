@@ -1,7 +1,8 @@
 """Data parallel with a sharded optimizer: ZeRO's first stage.
 
 Gradients are averaged by DistributedDataParallel. Each rank then steps with its rows of every
-parameter, has moments for these alone, and all ranks gather what the others have stepped.
+parameter, has moments for these alone, and all ranks gather what the others have stepped. Where
+tensor parallelism alone cuts a model, a rank steps with all rows of its parts.
 """
 
 from contextlib import AbstractContextManager
@@ -12,7 +13,6 @@ from torch import nn
 
 from accbench.distributed import parameter_shards
 from accbench.distributed.mesh import MeshShape
-from accbench.distributed.parameter_shards import ParameterShard
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.torch_strategy import ShardingStrategy, refuse_unshardable
@@ -46,8 +46,7 @@ class ShardedOptimizer(ShardingStrategy):
         self._shards = {}
         for name, parameter in model.named_parameters():
             rows = parameter_shards.rows_of_rank(len(parameter), rank, num_ranks)
-            local = nn.Parameter(parameter.detach()[rows], parameter.requires_grad)
-            self._shards[name] = ParameterShard(parameter, local, tuple(parameter.shape), rows)
+            self._shards[name] = self.build_shard(name, parameter, parameter[rows], rows)
         return self.data_parallel.wrap(model)
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -61,6 +60,8 @@ class ShardedOptimizer(ShardingStrategy):
         self.data_parallel.reduce_after_step(optimizer)
 
     def after_update(self) -> None:
+        if self.group.size() == 1:
+            return  # it has stepped the parameters' own memory
         trained = (shard for shard in self.shards.values() if shard.parameter.requires_grad)
         parameter_shards.fill_from_rows(trained, self.group)
 

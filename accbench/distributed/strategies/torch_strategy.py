@@ -1,6 +1,6 @@
 """What engines that step with torch's own optimizers ask of a strategy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench.distributed.mesh import MeshShape
-from accbench.distributed.parameter_shards import ParameterShard
+from accbench.distributed.parameter_shards import ParameterShard, ShardGroups
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import Strategy
-from accbench.errors import RequestError
+from accbench.distributed.tensor_slices import TensorSlice
+from accbench.errors import ReductionError, RequestError
 
 
 class TorchStrategy(Strategy):
@@ -42,6 +43,10 @@ class TorchStrategy(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model in a form that averages in its backward pass."""
         return model
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules between whose calls no rank waits, apart from the model's own."""
+        return [model]
 
     def rebuild(self, wrapper: nn.Module) -> None:
         """Rebuild in place what `wrap` returned, after its parameters changed."""
@@ -93,7 +98,40 @@ class ShardingStrategy(TorchStrategy):
         self.shape = shape
         self.mesh = shape.device_mesh(device.type)
         self.group: dist.ProcessGroup = self.mesh.get_group("shard")
-        """The ranks that have one model's shards."""
+        """The ranks that have rows of the same tensors."""
+        self.tp_group = self.mesh.get_group("tp") if shape.tp > 1 else None
+        """The ranks that have slices of the same tensors; None without tensor parallelism."""
+        is_first = shape.coordinates(topology.rank)["replicate"] == 0
+        self.groups = ShardGroups(self.group, self.tp_group, is_first)
+        self.tensor_slices: Mapping[str, TensorSlice] = {}
+        """Parameter -> the part of it that this rank computes with; set before `wrap`."""
+
+    def build_shard(
+        self, name: str, parameter: nn.Parameter, local: torch.Tensor, rows: slice
+    ) -> ParameterShard:
+        """Return the shard of a parameter, whose rows `local` is this rank's."""
+        return ParameterShard(
+            parameter, nn.Parameter(local.detach(), parameter.requires_grad), rows, self.groups,
+            self.tensor_slices.get(name),
+        )  # fmt: skip
+
+    @property
+    def data_topology(self) -> Topology:
+        return self.shape.data_topology(self.topology)
+
+    def prove(self) -> None:
+        super().prove()
+        if self.tp_group is None:
+            return
+        num_ranks = self.tp_group.size()
+        total = torch.full((1,), self.tp_group.rank() + 1.0, device=self.device)
+        dist.all_reduce(total, group=self.tp_group)
+        expected = num_ranks * (num_ranks + 1) / 2
+        if total.item() != expected:
+            raise ReductionError(
+                f"products are not summed over the {num_ranks} ranks of --tp: "
+                f"rank {self.topology.rank} has {total.item()} where {expected} is right"
+            )
 
     def stepped_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         local_of = {id(shard.parameter): shard.local for shard in self.shards.values()}
@@ -104,10 +142,15 @@ class ShardingStrategy(TorchStrategy):
             dist.all_reduce(flag, dist.ReduceOp.MAX)  # of all replicas, or they would part
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        squares = nn.utils.get_total_norm(gradients) ** 2
+        sliced = {id(self.shards[name].local) for name in self.tensor_slices}
+        of_slices = [p.grad for p in parameters if p.grad is not None and id(p) in sliced]
+        of_wholes = [p.grad for p in parameters if p.grad is not None and id(p) not in sliced]
+        norms = [nn.utils.get_total_norm(grads) for grads in (of_slices, of_wholes)]
+        squares = torch.stack([norm.to(self.device) ** 2 for norm in norms])
         dist.all_reduce(squares, group=self.group)
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
+        if self.tp_group is not None:
+            dist.all_reduce(squares[:1], group=self.tp_group)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sum().sqrt())
 
 
 def refuse_unshardable(model: nn.Module) -> None:
@@ -119,11 +162,11 @@ def refuse_unshardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise RequestError(
-                f"--dp_shard: the model's {name} is a single number, which has no rows to shard; "
-                "make it a tensor of shape (1,), or leave --dp_shard out"
+                f"--dp_shard and --tp: the model's {name} is a single number, which has no rows to "
+                "shard; make it a tensor of shape (1,), or leave them out"
             )
         if parameter.is_complex():
             raise RequestError(
-                f"--dp_shard: the model's {name} is complex, which is not sharded; "
-                "leave --dp_shard out"
+                f"--dp_shard and --tp: the model's {name} is complex, which is not sharded; "
+                "leave them out"
             )

@@ -163,8 +163,6 @@ def _intercept_backward(kind: Any) -> None:
     """
     if "backward" not in vars(kind) or getattr(kind.backward, _CALL, False):
         return
-    from torch._functorch import config
-
     compiled = kind.backward
 
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -173,11 +171,8 @@ def _intercept_backward(kind: Any) -> None:
             # From torch 2.15 on they come in one list (`boxed_grads_call`).
             is_boxed = len(gradients) == 1 and isinstance(gradients[0], list)
             return tuple(call.gradients(ctx, tuple(gradients[0]) if is_boxed else gradients))
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            # AOTAutograd refuses by this setting alone, though no buffer is donated here.
-            with config.patch(donated_buffer=False):
-                return compiled(ctx, *gradients)
-        setattr(ctx, _CALL, None)  # frees the inputs, as autograd frees saved tensors
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            setattr(ctx, _CALL, None)  # frees the inputs, as autograd frees saved tensors
         return compiled(ctx, *gradients)
 
     setattr(backward, _CALL, True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accbench.distributed.parameter_shards import ParameterShard
+from accbench.distributed.parameter_shards import ParameterShard, ShardedTensor
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
 from accbench.engines.common import model_state, training_state
 from accbench.engines.common.optimizer_state import AVERAGE
@@ -17,23 +17,37 @@ from accbench.engines.common.training_state import Tensors, TrainingState
 Shards = Mapping[str, ParameterShard]
 
 
-def read(
+def read_gathered(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, shards: Shards
+) -> TrainingState:
+    """Read the current state as whole tensors on every rank; all ranks call it."""
+    return _read(net, optimizer, scaler, shards, lambda shard, rows: shard.all_gather(rows).cpu())
+
+
+def read_to_gather(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, shards: Shards
+) -> TrainingState:
+    """Read the current state with a `ShardedTensor` for each tensor that is sharded."""
+    return _read(net, optimizer, scaler, shards, lambda shard, rows: ShardedTensor(rows, shard))
+
+
+def _read(
     net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, shards: Shards,
-    gather: Callable[[torch.Tensor, tuple[int, ...]], Any],
+    gather: Callable[[ParameterShard, torch.Tensor], Any],
 ) -> TrainingState:  # fmt: skip
-    """Read the current state; all ranks call it.
+    """Read the current state.
 
     Args:
         net: the model that was sharded.
         optimizer: of the shards' rows.
         scaler: the GradScaler, or None.
         shards: by parameter name.
-        gather: called with a rank's rows and the whole shape, returns what stands for the whole.
+        gather: called with a shard and a rank's rows, returns what stands for the whole.
     """
 
     def whole(shard: ParameterShard, value: torch.Tensor) -> Any:
         if shard.is_like(value):
-            return gather(value.detach(), shard.shape)
+            return gather(shard, value.detach())
         return value.detach().to("cpu", copy=True)
 
     model: Tensors = {}
@@ -94,8 +108,11 @@ def in_memory(value: Any) -> torch.Tensor:
 def _as_parameter(shard: ParameterShard, whole: Any) -> torch.Tensor:
     """Return a whole tensor in the form in which the model has the parameter."""
     parameter: Any = shard.parameter
-    if not isinstance(parameter, DTensor) or tuple(whole.shape) != shard.shape:
+    if tuple(whole.shape) != shard.shape:
         return in_memory(whole)
+    if not isinstance(parameter, DTensor):
+        part = shard.tensor_slice
+        return in_memory(whole) if part is None else part.cut(whole)
     rows = shard.cut(whole).to(shard.local.device, shard.local.dtype)
     return DTensor.from_local(
         rows, parameter.device_mesh, parameter.placements, run_check=False,

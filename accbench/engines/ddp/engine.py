@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accbench import engines
@@ -17,7 +18,6 @@ from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import complex_parameters, mesh
 from accbench.distributed.mesh import MeshShape
-from accbench.distributed.parameter_shards import RowsTensor, all_gather_rows
 from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
@@ -122,12 +122,13 @@ class Engine(LoopEngine):
         self.memory_format = torch.channels_last if is_last else torch.contiguous_format
 
     def _build_strategy(self) -> TorchStrategy:
-        data_parallel = DataParallel(
-            self.topology, self.device, self.task.engine, self.options.find_unused_parameters
-        )
-        if self.mesh.shard == 1:
-            return data_parallel
-        if mesh.zero_stage(self.task) == 1:
+        settings = (self.device, self.task.engine, self.options.find_unused_parameters)
+        if self.mesh.shard == self.mesh.tp == 1:
+            return DataParallel(self.topology, *settings)
+        if self.mesh.shard == 1 or mesh.zero_stage(self.task) == 1:
+            # Gradients are averaged over those alone that have other data.
+            group, _ = dist.new_subgroups_by_enumeration(self.mesh.data_groups())
+            data_parallel = DataParallel(self.mesh.data_topology(self.topology), *settings, group)
             return ShardedOptimizer(self.topology, self.device, self.mesh, data_parallel)
         # Imported here: its imports take time.
         from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
@@ -160,7 +161,27 @@ class Engine(LoopEngine):
     def prepare(self, model: nn.Module) -> nn.Module:
         if self._deferred is not None:
             return self._prepare_deferred(model, self._deferred)
-        return self._use_channels_last(self.strategy.wrap(self._move_to_device(model)))
+        self._apply_tensor_parallelism(model)
+        return self._use_channels_last(self._wrap(self._move_to_device(model)))
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model in the form in which the ranks share it."""
+        return self.strategy.wrap(model)
+
+    def _apply_tensor_parallelism(self, model: nn.Module) -> None:
+        """Cut the model's layers by its plan.
+
+        Raises:
+            RequestError: it has none, or does not fit it.
+        """
+        strategy = self.strategy
+        if not isinstance(strategy, ShardingStrategy) or strategy.tp_group is None:
+            return
+        from accbench.engines.common import tensor_parallel
+
+        strategy.tensor_slices = tensor_parallel.parallelize_by_own_plan(
+            model, tensor_parallel.TensorGroup.of(strategy.tp_group), self.task.model
+        )
 
     def _prepare_deferred(self, model: nn.Module, deferred: Any) -> nn.Module:
         """Shard a model without weights, and fill it; no rank has more than one tensor whole."""
@@ -168,7 +189,8 @@ class Engine(LoopEngine):
 
         strategy: Any = self.strategy
         tensors = deferred_build.replace(model, deferred_build.without_content)
-        wrapped: nn.Module = strategy.wrap(model)
+        self._apply_tensor_parallelism(model)
+        wrapped = self._wrap(model)
         fakes = {name: fake for name, (fake, _) in tensors.items()}
         rank = self.topology.rank
         for name, whole in deferred_build.broadcast_values(deferred, fakes, rank):
@@ -332,23 +354,13 @@ class Engine(LoopEngine):
         strategy = self.strategy
         if not isinstance(strategy, ShardingStrategy):
             return super().training_state(net, optimizer)
-
-        def gather(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-            return all_gather_rows(rows, shape, strategy.group).cpu()
-
-        return sharded_state.read(net, optimizer, self.precision.scaler, strategy.shards, gather)
+        return sharded_state.read_gathered(net, optimizer, self.precision.scaler, strategy.shards)
 
     def saved_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         strategy = self.strategy
         if not isinstance(strategy, ShardingStrategy):
             return super().saved_state(net, optimizer)
-
-        def gather_later(rows: torch.Tensor, shape: tuple[int, ...]) -> RowsTensor:
-            return RowsTensor(rows, shape, strategy.group)
-
-        return sharded_state.read(
-            net, optimizer, self.precision.scaler, strategy.shards, gather_later
-        )
+        return sharded_state.read_to_gather(net, optimizer, self.precision.scaler, strategy.shards)
 
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState

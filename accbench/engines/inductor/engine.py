@@ -23,7 +23,6 @@ from torch.utils.checkpoint import _StopRecomputationError
 from accbench import engines
 from accbench.config import TaskConfig
 from accbench.config.field import flag
-from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import requires_grad
 from accbench.engines.common import (
@@ -50,17 +49,15 @@ def _graph_break_line(reason: str, stack: list[traceback.FrameSummary]) -> str:
     return f"the graph breaks: {what}{f' at {where}' if where else ''}"
 
 
-def allow_repeated_backward(task: TaskConfig) -> contextlib.AbstractContextManager[Any]:
-    """Compile so that a loop of a user's own may go back twice (retain_graph, create_graph).
+def _allow_repeated_backward() -> None:
+    """Let compiled graphs go back twice (retain_graph, create_graph), from now on.
 
-    What is saved for a backward pass would be memory for its results else.
+    What is saved for a backward pass would be memory for its results else. torch looks at the
+    setting when it compiles and again in each backward pass.
     """
-    if task.script is None:
-        return contextlib.nullcontext()
     from torch._functorch import config
 
-    manager: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
-    return manager
+    config.donated_buffer = False
 
 
 def _is_transformed() -> bool:
@@ -163,12 +160,6 @@ class Engine(ddp.Engine):
         return super().unavailable_reason(task)
 
     @classmethod
-    def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
-        if shape.shard > 1 and task.script is None:
-            return f"--dp_shard {task.dp_shard}: engine inductor does not shard; use --engine ddp"
-        return super().mesh_problem(task, shape)
-
-    @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         run_dir = None if task.output_dir is None else task.run_dir
         env = cache_folders.inductor_environment(run_dir)
@@ -187,6 +178,8 @@ class Engine(ddp.Engine):
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.mode = options.mode
+        if task.script is not None:
+            _allow_repeated_backward()
         self.num_compiles = self.num_executions = self.num_eager_gradients = 0
 
     @property
@@ -236,7 +229,7 @@ class Engine(ddp.Engine):
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             differentiable = self._differentiable(graph)
-            # Donated buffers are none in a script (`allow_repeated_backward`).
+            # Donated buffers are none in a script (`_allow_repeated_backward`).
             tag = compile_cache_key.tag(self.device.type, self.task.script is not None)
 
             def compile_locked(*args: Any, **kwargs: Any) -> Any:
@@ -244,7 +237,7 @@ class Engine(ddp.Engine):
                 with self._compile_lock(), apply_patches(), compile_cache_key.tagged(tag):
                     return compile_fx_inner(*args, **kwargs)
 
-            with compile_cache_key.tagged(tag), apply_patches(), allow_repeated_backward(self.task):
+            with compile_cache_key.tagged(tag), apply_patches():
                 compiled = compile_fx(
                     graph, inputs, inner_compile=compile_locked, config_patches=config_patches,
                     decompositions=rules,
@@ -291,10 +284,10 @@ class Engine(ddp.Engine):
             fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file closes
             yield
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        return self._use_channels_last(
-            self.strategy.wrap(self._compile(self._move_to_device(model)))
-        )
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        for unit in self.strategy.units(model):
+            self._compile(unit)
+        return super()._wrap(model)
 
     def _reset_compiled_code(self) -> None:
         torch._dynamo.reset_code_caches()  # its guards don't look at how parameters are laid out

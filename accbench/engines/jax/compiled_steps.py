@@ -29,7 +29,7 @@ from accbench.engines.jax import (
     runtime,
     step_cache,
 )
-from accbench.engines.jax.data_mesh import DataMesh
+from accbench.engines.jax.data_mesh import Axis, DataMesh
 from accbench.engines.jax.precision import JaxPrecision
 from accbench.engines.jax.step import StepPlan, build_step
 
@@ -75,6 +75,8 @@ class CompiledSteps:
         self._watch: python_state.PythonStateWatch | None = None
         self._recapture_limit = recapture.RecaptureLimit()
         self.stats = CompileStats()
+        self.tp_axes: list[Axis] = []
+        """Of each parameter, the axis along which ranks have parts; [] where none has."""
         self.scratch_bytes = 0
         """What a step takes at most beside the arrays that are there before it."""
 
@@ -233,6 +235,7 @@ class CompiledSteps:
             barrier_before_update=self._topology.world_size > 1
             and self.task.device != "cpu"
             and not scaler,
+            tp_axes=self.tp_axes or [None for _ in model.parameters()],
             shard_axes=[self._mesh.shard_axis(parameter.shape) for parameter in model.parameters()],
             rules=self._rules,
         )

@@ -1,7 +1,8 @@
 """A mesh of one device a rank, and its collectives: data parallel training.
 
 Each rank holds the whole state, or (`--dp_shard`) a shard of each large array as in ZeRO and
-FSDP: a step gathers the parameters, and each rank gets the mean of its shard of a gradient.
+FSDP: a step gathers the parameters, and each rank gets the mean of its shard of a gradient. With
+`--tp` neighbouring ranks have parts of the model's layers, and share a batch.
 """
 
 import atexit
@@ -23,9 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
+from accbench.engines.jax.lowering.rows.collectives import TP_AXIS
 from accbench.errors import RequestError
 
 _AXIS = "workers"
+_ALL_AXES = (_AXIS, TP_AXIS)
 # Smaller arrays are replicated: a collective costs more than they do.
 _MIN_SHARDED_SIZE = 1024
 # Arrays of so many elements are reduced by themselves: a bucket copies them twice, in and out
@@ -176,46 +179,59 @@ class DataMesh:
 
     Args:
         topology: ranks of the job.
-        shards: shard large arrays of `state` over the ranks.
+        shards: shard large arrays of `state` over the ranks with different data.
         by_gloo: XLA on a CPU reduces by gloo, which takes array after array and waits for each: so
             small arrays are reduced in one bucket.
+        tp: how many neighbouring ranks have parts of the same layers.
     """
 
-    def __init__(self, topology: Topology, shards: bool = False, by_gloo: bool = False) -> None:
+    def __init__(
+        self, topology: Topology, shards: bool = False, by_gloo: bool = False, tp: int = 1
+    ) -> None:
         self.device = local_device()
-        self._rank, self._shards, self._by_gloo = topology.rank, shards, by_gloo
-        self._mesh = None
-        if topology.world_size > 1:
-            self._mesh = Mesh(np.array(jax.devices()), (_AXIS,))
+        self._shards, self._by_gloo, self.tp = shards, by_gloo, tp
+        self._data_rank, self._tp_rank = divmod(topology.rank, tp)
+        self._mesh = self._build_mesh(jax.devices(), topology.world_size)
+
+    def _build_mesh(self, devices: Sequence[jax.Device], world_size: int) -> Mesh | None:
+        self.num_data_ranks = world_size // self.tp
+        if world_size == 1:
+            return None
+        return Mesh(np.array(devices).reshape(self.num_data_ranks, self.tp), _ALL_AXES)
 
     def shard_axis(self, shape: Sequence[int]) -> Axis:
-        """Return the axis along which an array of `state` of this shape is sharded."""
-        if not self._shards or self._mesh is None or math.prod(shape) < _MIN_SHARDED_SIZE:
+        """Return the axis along which an array of `state` is sharded over ranks with other data.
+
+        Args:
+            shape: of the array, or of this rank's part of it (`--tp`), before it is sharded.
+        """
+        num = self.num_data_ranks
+        if not self._shards or num == 1 or math.prod(shape) < _MIN_SHARDED_SIZE:
             return None
-        num = self._mesh.size
         return next((axis for axis, length in enumerate(shape) if length % num == 0), None)
 
     def local_shard(self, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Return this rank's shard of a tensor that all ranks have."""
-        if axis is None:
-            return tensor
-        assert self._mesh is not None
-        return tensor.chunk(self._mesh.size, axis)[self._rank]
+        """Return this rank's shard of a tensor that all ranks with other data have."""
+        return tensor if axis is None else tensor.chunk(self.num_data_ranks, axis)[self._data_rank]
 
-    def global_arrays(self, tree: Any, axis: Axis = None) -> Any:
-        """Make global arrays of this rank's arrays, replicated or sharded along `axis`.
+    def join_shards(self, of_all_ranks: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+        """Return the tensor of which all ranks' shards are given; see `local_shard`."""
+        return torch.cat([*of_all_ranks[self._tp_rank :: self.tp]], axis)
+
+    def global_arrays(self, tree: Any, axis: Axis = None, tp_axis: Axis = None) -> Any:
+        """Make global arrays of this rank's arrays, replicated or sharded.
 
         Args:
             tree: arrays on this device, the same on all ranks or shards.
-            axis: along which they are shards; None where they are replicated.
+            axis: along which they are shards; None where ranks with other data have the same.
+            tp_axis: along which they are parts (`--tp`); None where ranks with the same data have
+                the same.
         """
-        if axis is None:
-            return self._place(tree, PartitionSpec(), lambda array: array)
-        return self._place(tree, _spec(axis), lambda array: array)
+        return self._place(tree, _spec(axis, tp_axis), lambda array: array)
 
     def per_rank_arrays(self, tree: Any) -> Any:
         """Make global arrays of arrays that differ between ranks, stacked along a new axis 0."""
-        return self._place(tree, PartitionSpec(_AXIS), lambda array: array[None])
+        return self._place(tree, PartitionSpec(_ALL_AXES), lambda array: array[None])
 
     def _place(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
         mesh = self._mesh
@@ -224,7 +240,7 @@ class DataMesh:
 
         def place(array: Any) -> Any:
             shard = jax.device_put(form(array), self.device)
-            shape = _global_shape(shard.shape, spec, mesh.size)
+            shape = _global_shape(shard.shape, spec, mesh)
             sharding = NamedSharding(mesh, spec)
             return jax.make_array_from_single_device_arrays(shape, sharding, [shard])
 
@@ -258,7 +274,7 @@ class DataMesh:
         """Average arrays over the ranks, and keep this rank's shards; inside of `jit` only."""
         if self._mesh is None or not any(axis is not None for axis in axes):
             return self._all_reduce_mean(arrays)
-        num = self._mesh.size
+        num = self.num_data_ranks
         means = iter(
             self._all_reduce_mean([a for a, axis in zip(arrays, axes, strict=True) if axis is None])
         )
@@ -268,31 +284,36 @@ class DataMesh:
             for array, axis in zip(arrays, axes, strict=True)
         ]  # fmt: skip
 
-    def sum_over_shards(self, local_sums: Any, axes: Sequence[Axis]) -> Any:
+    def sum_over_shards(
+        self, local_sums: Any, axes: Sequence[Axis], tp_axes: Sequence[Axis]
+    ) -> Any:
         """Add up each array's local sum over its shards; inside of `jit` only.
 
         Args:
             local_sums: (n,) sums over what this rank has of n arrays.
             axes: along which the arrays are sharded.
+            tp_axes: along which they are in parts.
 
         Returns:
             (n,) sums over the global arrays.
         """
-        is_sharded = np.array([axis is not None for axis in axes])
-        if not is_sharded.any():
-            return local_sums
-        return jnp.where(is_sharded, lax.psum(local_sums, _AXIS), local_sums)
+        for name, cut_axes in ((_AXIS, axes), (TP_AXIS, tp_axes)):
+            is_cut = np.array([axis is not None for axis in cut_axes])
+            if is_cut.any():
+                local_sums = jnp.where(is_cut, lax.psum(local_sums, name), local_sums)
+        return local_sums
 
-    def any_rank(self, flag: Any, axes: Sequence[Axis]) -> Any:
+    def any_rank(self, flag: Any, axes: Sequence[Axis], tp_axes: Sequence[Axis]) -> Any:
         """Return whether the flag, bool (), is set on any rank; inside of `jit` only.
 
         Args:
             flag: of what this rank has of some arrays.
             axes: along which these are sharded; where none is, all ranks have the same flag.
+            tp_axes: along which they are in parts, likewise.
         """
-        if all(axis is None for axis in axes):
+        if all(axis is None for axis in (*axes, *tp_axes)):
             return flag
-        return lax.pmax(flag.astype(jnp.int32), _AXIS) > 0
+        return lax.pmax(flag.astype(jnp.int32), _ALL_AXES) > 0
 
     def jit(self, step: Callable[..., Any], state: Any = None) -> Any:
         """Wrap a step in `jax.jit` over all ranks; it reuses the memory of its first two arguments.
@@ -304,7 +325,7 @@ class DataMesh:
         """
         if self._mesh is None:
             return jax.jit(step, donate_argnums=(0, 1))
-        replicated, per_rank = PartitionSpec(), PartitionSpec(_AXIS)
+        replicated, per_rank = PartitionSpec(), PartitionSpec(_ALL_AXES)
         state_specs = (
             replicated if state is None else jax.tree.map(lambda a: a.sharding.spec, state)
         )
@@ -321,27 +342,31 @@ class DataMesh:
         return jax.jit(mapped, donate_argnums=(0, 1))
 
 
-def _spec(axis: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * axis, _AXIS)
+def _spec(axis: Axis, tp_axis: Axis) -> PartitionSpec:
+    cut_axes = {TP_AXIS: tp_axis, _AXIS: axis}  # parts first, which then are sharded
+    num_axes = max((cut + 1 for cut in cut_axes.values() if cut is not None), default=0)
+    names_of_axis = [
+        tuple(name for name, cut in cut_axes.items() if cut == index) for index in range(num_axes)
+    ]
+    return PartitionSpec(*(names or None for names in names_of_axis))
 
 
-def _global_shape(
-    shard_shape: Sequence[int], spec: PartitionSpec, num_ranks: int
-) -> tuple[int, ...]:
+def _global_shape(shard_shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of the array that has shards of this shape."""
-    mesh_axes = dict(enumerate(spec))
-    return tuple(
-        n * num_ranks if mesh_axes.get(axis) == _AXIS else n for axis, n in enumerate(shard_shape)
-    )
+    names_of_axis = [(names,) if isinstance(names, str) else names or () for names in spec]
+    nums = [math.prod(mesh.shape[name] for name in names) for names in names_of_axis]
+    nums += [1] * (len(shard_shape) - len(nums))
+    return tuple(length * num for length, num in zip(shard_shape, nums, strict=True))
 
 
 class AbstractDataMesh(DataMesh):
     """A mesh of ranks that do not run: its arrays are shapes and dtypes alone."""
 
-    def __init__(self, topology: Topology, shards: bool = False) -> None:
+    def __init__(self, topology: Topology, shards: bool = False, tp: int = 1) -> None:
         devices = jax.devices()[: topology.world_size]
-        self.device, self._rank, self._shards, self._by_gloo = devices[0], 0, shards, False
-        self._mesh = Mesh(np.array(devices), (_AXIS,)) if topology.world_size > 1 else None
+        self.device, self._shards, self._by_gloo, self.tp = devices[0], shards, False, tp
+        self._data_rank = self._tp_rank = 0
+        self._mesh = self._build_mesh(devices, topology.world_size)
 
     def _place(self, tree: Any, spec: PartitionSpec, form: Callable[[Any], Any]) -> Any:
         mesh = self._mesh
@@ -350,7 +375,7 @@ class AbstractDataMesh(DataMesh):
 
         def place(array: Any) -> Any:
             shard = jax.eval_shape(form, array)
-            shape = _global_shape(shard.shape, spec, mesh.size)
+            shape = _global_shape(shard.shape, spec, mesh)
             return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree.map(place, tree)

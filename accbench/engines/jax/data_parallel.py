@@ -1,5 +1,6 @@
 """Data parallel in the jitted step: gradients are averaged over the mesh of all devices."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,9 +34,17 @@ class MeshDataParallel(Strategy):
         super().__init__(topology)
         self.mesh, self._shards, self._quietly = mesh, shards, quietly
 
+    @property
+    def data_topology(self) -> Topology:
+        tp = self.mesh.tp
+        return dataclasses.replace(
+            self.topology, rank=self.topology.rank // tp,
+            world_size=self.topology.world_size // tp,
+        )  # fmt: skip
+
     def average_probe(self, value: float) -> list[float]:
         # Long enough to be reduced in parts, where large gradients are.
-        length = 1024 * self.topology.world_size if self._shards else 2
+        length = 1024 * self.mesh.num_data_ranks if self._shards else 2
         gradient = jnp.full((length,), value, jnp.float32)
         mesh, axis = self.mesh, self.mesh.shard_axis(gradient.shape)
 

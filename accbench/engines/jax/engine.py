@@ -22,9 +22,11 @@ from accbench.data import nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import mesh
 from accbench.distributed.mesh import MeshShape
+from accbench.distributed.parameter_shards import ParameterShard, ShardGroups
 from accbench.distributed.process_group import Topology
+from accbench.distributed.tensor_slices import TensorSlice
 from accbench.engines import optimizers
-from accbench.engines.common import extra_inputs, optimizer_state
+from accbench.engines.common import extra_inputs, optimizer_state, sharded_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.ddp.engine import peak_resident_bytes
 from accbench.engines.jax import runtime
@@ -125,6 +127,7 @@ class Engine(engines.Engine):
         self._seed, self._num_steps = 0, 0
         self._evaluation: Any = None
         self._is_warm = False
+        self._tensor_slices: dict[str, TensorSlice] = {}
 
     def _init_mesh(self) -> Any:
         from accbench.engines.jax import data_mesh
@@ -132,7 +135,7 @@ class Engine(engines.Engine):
         data_mesh.init_distributed(self.topology, self.task.device, self.task.timeout_s)
         data_mesh.check_device(self.task.device)
         return data_mesh.DataMesh(
-            self.topology, self.mesh.shard > 1, by_gloo=self.task.device == "cpu"
+            self.topology, self.mesh.shard > 1, by_gloo=self.task.device == "cpu", tp=self.mesh.tp
         )
 
     def _start_cache(self) -> str:
@@ -152,8 +155,28 @@ class Engine(engines.Engine):
         return str(self._mesh.device.device_kind)
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        if self.mesh.tp > 1:
+            from accbench.engines.common import tensor_parallel
+
+            self._tensor_slices = tensor_parallel.parallelize_by_own_plan(
+                model, self._tensor_group(), self.task.model
+            )
+            parts = {name: part.axis for name, part in self._tensor_slices.items()}
+            self._steps.tp_axes = [parts.get(name) for name, _ in model.named_parameters()]
         model.register_state_dict_pre_hook(lambda *_: self._sync_to_torch())
         return model
+
+    def _tensor_group(self) -> Any:
+        """Return the ranks that share a batch; in evaluation on the host they talk by torch."""
+        from accbench.engines.common import tensor_parallel
+
+        shape = MeshShape(replicate=self.mesh.num_data_ranks, tp=self.mesh.tp)
+        torch_mesh = shape.device_mesh("cpu")
+        self._shard_groups = ShardGroups(
+            torch_mesh.get_group("shard"), torch_mesh.get_group("tp"),
+            shape.coordinates(self.topology.rank)["replicate"] == 0,
+        )  # fmt: skip
+        return tensor_parallel.TensorGroup.of(torch_mesh.get_group("tp"))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from accbench.engines.jax import state_sync
@@ -164,8 +187,9 @@ class Engine(engines.Engine):
         )
         optimizer_state.make_state(self.task, optimizer, torch.zeros_like, torch.clone)
         self._state_sync = state_sync.StateSync(
-            model, optimizer, self.precision.scaler, state_sync.state_keys(self.task), self._mesh
-        )
+            model, optimizer, self.precision.scaler, state_sync.state_keys(self.task), self._mesh,
+            self._steps.tp_axes or [None for _ in model.parameters()],
+        )  # fmt: skip
         return optimizer
 
     def to_device(self, batch: engines.Batch) -> engines.Batch:
@@ -303,12 +327,41 @@ class Engine(engines.Engine):
 
     def training_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         self._sync_to_torch()
+        if self._tensor_slices:
+            return sharded_state.read_gathered(
+                net, optimizer, self.precision.scaler, self._shards(net)
+            )
         return super().training_state(net, optimizer)
+
+    @property
+    def reads_together(self) -> bool:
+        return bool(self._tensor_slices)
+
+    def saved_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+        if not self._tensor_slices:
+            return super().saved_state(net, optimizer)
+        self._sync_to_torch()
+        return sharded_state.read_to_gather(
+            net, optimizer, self.precision.scaler, self._shards(net)
+        )
+
+    def _shards(self, net: nn.Module) -> dict[str, ParameterShard]:
+        """Return this rank's parts of the parameters, which torch's tensors hold."""
+        return {
+            name: ParameterShard(
+                parameter, parameter, slice(None), self._shard_groups, self._tensor_slices.get(name)
+            )
+            for name, parameter in net.named_parameters()
+        }
 
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
     ) -> None:
         self._sync_to_torch()  # what is not in it stays as it is
+        if self._tensor_slices:
+            scaler = self.precision.scaler
+            sharded_state.load(net, optimizer, scaler, self._shards(net), saved)
+            return
         super().load_training_state(net, optimizer, saved)
 
     def state_bytes(self, optimizer: torch.optim.Optimizer) -> int | None:

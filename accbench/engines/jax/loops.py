@@ -98,7 +98,7 @@ class Engine(inductor.Engine):
                 )
                 with (
                     traceable.attention_backends(runtime.keeps_attention(self._rules, dtype)),
-                    kernel_dtypes.patch_fake_mode(), inductor.allow_repeated_backward(self.task),
+                    kernel_dtypes.patch_fake_mode(),
                 ):  # fmt: skip
                     run = self._count_calls(to_functions(graph, inputs), differentiable)
                     return _checked(run, check)

@@ -16,7 +16,7 @@ from accbench.distributed import process_group
 from accbench.engines import optimizers
 from accbench.engines.common import optimizer_state
 from accbench.engines.jax import arrays
-from accbench.engines.jax.data_mesh import DataMesh
+from accbench.engines.jax.data_mesh import Axis, DataMesh
 
 _BUFFERS, _SCALE, _TRACKER, _COUNTS = "buffers", "scale", "tracker", "counts"
 _Mark = tuple[int, int, int]
@@ -31,12 +31,14 @@ class StateSync:
         scaler: None, or one whose state is made.
         keys: names of the optimizer's state of each parameter, see `state_keys`.
         mesh: places the arrays.
+        tp_axes: of each parameter, the axis along which ranks have parts (`--tp`), or None.
     """
 
     def __init__(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, keys: list[str],
-        mesh: DataMesh,
+        mesh: DataMesh, tp_axes: list[Axis],
     ) -> None:  # fmt: skip
+        self._tp_axes = tp_axes
         self._parameters, self._net_buffers = list(net.parameters()), list(net.buffers())
         self._optimizer, self._scaler, self._mesh, self._keys = optimizer, scaler, mesh, keys
         self.state: dict[str, Any] = {}
@@ -98,7 +100,7 @@ class StateSync:
             axis = self._mesh.shard_axis(tensor.shape)
             shard = self._mesh.local_shard(tensor, axis)
             array = arrays.copy_from_torch(shard, self._mesh.device)
-            held[index] = self._mesh.global_arrays(array, axis)
+            held[index] = self._mesh.global_arrays(array, axis, self._tp_axes[index])
 
     def set_arrays(self, state: dict[str, Any], local_state: dict[str, Any]) -> None:
         """Replace the arrays, which a step has consumed, by the step's results."""
@@ -129,23 +131,26 @@ class StateSync:
         if key == _BUFFERS:
             buffers = self.local_state[key]
             return [arrays.to_torch(self._mesh.local_data(b, is_per_rank=True)) for b in buffers]
-        return [self._gather_to_host(array) for array in self.state[key]]
+        pairs = zip(self.state[key], self._tensors()[key], strict=True)
+        return [self._gather_to_host(array, tensor.shape) for array, tensor in pairs]
 
-    def _gather_to_host(self, array: jax.Array) -> torch.Tensor:
-        """Gather an array that may be sharded; all ranks call it."""
+    def _gather_to_host(self, array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
+        """Gather an array that may be sharded to this rank's tensor; all ranks call it."""
         shard = arrays.to_torch(self._mesh.local_data(array))
-        axis = self._mesh.shard_axis(array.shape)
-        return shard if axis is None else torch.cat(process_group.all_gather_tensor(shard), axis)
+        axis = self._mesh.shard_axis(shape)
+        if axis is None:
+            return shard
+        return self._mesh.join_shards(process_group.all_gather_tensor(shard), axis)
 
     def gather(self, key: str) -> list[jax.Array]:
         """Gather the arrays of `state[key]` on the device; all ranks call it."""
         held = self.state[key]
         if self._gathered.get(key, (None,))[0] is not held:
-            device = self._mesh.device
+            device, pairs = self._mesh.device, zip(held, self._tensors()[key], strict=True)
             self._gathered[key] = held, [
-                self._mesh.local_data(array) if self._mesh.shard_axis(array.shape) is None
-                else arrays.copy_from_torch(self._gather_to_host(array), device)
-                for array in held
+                self._mesh.local_data(array) if self._mesh.shard_axis(tensor.shape) is None
+                else arrays.copy_from_torch(self._gather_to_host(array, tensor.shape), device)
+                for array, tensor in pairs
             ]  # fmt: skip
         return self._gathered[key][1]
 

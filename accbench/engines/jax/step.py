@@ -40,6 +40,8 @@ class StepPlan:
     """The loss scale's growth, backoff and interval; None without a loss scale."""
     shard_axes: list[Axis]
     """Index of a parameter in the model -> the axis along which it is sharded."""
+    tp_axes: list[Axis]
+    """Index of a parameter in the model -> the axis along which ranks have parts (`--tp`)."""
     barrier_before_update: bool
     """Begin no update before all gradients are reduced."""
     rules: Rules
@@ -56,9 +58,10 @@ def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callab
     inputs) and random ((2,) uint32: seed, number of the step). The loss, float32 (), is last.
     """
     axes = [plan.shard_axes[index] for index in captured.trained]
+    tp_axes = [plan.tp_axes[index] for index in captured.trained]
 
     def sum_over_shards(local_sums: Any) -> Any:
-        return mesh.sum_over_shards(local_sums, axes)
+        return mesh.sum_over_shards(local_sums, axes, tp_axes)
 
     def step(state: Tree, local_state: Tree, rates: Tree, inputs: Tree) -> tuple[Tree, Tree, Any]:
         scale = state["scale"] if plan.loss_scaling else jnp.float32(1)
@@ -74,7 +77,7 @@ def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callab
         if plan.loss_scaling:
             gradients = [g * (1 / scale).astype(g.dtype) for g in gradients]
         if plan.loss_scaling or plan.skip_nonfinite:
-            overflow = mesh.any_rank(gradient_ops.any_nonfinite(gradients), axes)
+            overflow = mesh.any_rank(gradient_ops.any_nonfinite(gradients), axes, tp_axes)
         if plan.clip_norm is not None:
             gradients = gradient_ops.clip_by_global_norm(gradients, plan.clip_norm, sum_over_shards)
         if plan.skip_nonfinite:

@@ -28,7 +28,12 @@ class JaxTracingEngine(engine.Engine):
     def _init_mesh(self) -> Any:
         from accbench.engines.jax import data_mesh
 
-        return data_mesh.AbstractDataMesh(self.topology, self.mesh.shard > 1)
+        return data_mesh.AbstractDataMesh(self.topology, self.mesh.shard > 1, self.mesh.tp)
+
+    def _tensor_group(self) -> Any:
+        from accbench.engines.common.tensor_parallel import TensorGroup
+
+        return TensorGroup("", 0, self.mesh.tp)
 
     def lowered(self, model: Any, spec: Any, optimizer: Any, batch: Any) -> Any:
         """Lower the step to the form that JAX has before it compiles."""

@@ -1,0 +1,365 @@
+"""Tensor parallelism: layers whose weights are cut over ranks, by a plan of names.
+
+A plan maps names of modules, with `*` for any part of a name, to how each is cut. The words are
+those of transformers' plans, whose own are taken where a model has no other:
+
+- `colwise`: outputs are cut; each rank computes its own.
+- `packed_colwise:N`: likewise for N layers in one weight, such as query, key and value.
+- `rowwise`: inputs are cut; the ranks' products are summed.
+- `colwise_gather_output`: outputs are cut, and gathered.
+- `embedding_rowwise`: an embedding's rows are cut.
+- `multihead_attention`: torch's, by its heads.
+- `divide:ATTRIBUTES`: no weights; sizes, by commas, that the module keeps of its cut layers.
+
+Source: Shoeybi et al., Megatron-LM, 2019. Weights are plain tensors, so all that works on those
+works on cut ones: ties, fused optimizers, FSDP over the other ranks, compilers.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from accbench.distributed.tensor_slices import TensorSlice
+from accbench.engines.common import tied_parameters
+from accbench.errors import RequestError
+from accbench.recording.terminal import log
+
+Plan = Mapping[str, str]
+PLAN_ATTRIBUTE = "tensor_parallel_plan"
+"""The attribute of a network, or of a module in it, that holds its plan."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that each keep a part of a model's weights."""
+
+    name: str
+    """The process group's, for collectives."""
+    rank: int
+    """This one's."""
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "TensorGroup":
+        """Return the ranks of a process group."""
+        return cls(group.group_name, group.rank(), group.size())
+
+
+class _CopyToGroup(torch.autograd.Function):
+    """The same on all ranks; gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduce(gradients[0], ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    """The sum over the ranks; each has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    """All ranks' parts of the last axis; each has the gradient of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        ctx.save_for_backward(rank)
+        return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rank,) = ctx.saved_tensors
+        parts = gradients[0].unflatten(-1, (ctx.group.size, -1))
+        return parts.index_select(-2, rank[None]).squeeze(-2), None, None
+
+
+# torch's functional collectives, which all compilers of ours know. They are waited for at once.
+def _all_reduce(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    reduced = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group.name)
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
+    return waited
+
+
+def _all_gather(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+        x.contiguous(), group.size, group.name
+    )
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return waited
+
+
+class _ParallelModule(nn.Module):
+    """A layer with this rank's part of its weights."""
+
+    tensor_group: TensorGroup
+    group_rank: torch.Tensor
+    """This rank in the group, int64 (): a buffer, so that all ranks compile the same graph."""
+
+    def copy_to_group(self, x: torch.Tensor) -> torch.Tensor:
+        copied: torch.Tensor = _CopyToGroup.apply(x, self.tensor_group)
+        return copied
+
+    def reduce_from_group(self, x: torch.Tensor) -> torch.Tensor:
+        reduced: torch.Tensor = _ReduceFromGroup.apply(x, self.tensor_group)
+        return reduced
+
+
+class _ColumnParallel(_ParallelModule):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = super().forward(self.copy_to_group(x))
+        return product
+
+
+class _GatheredColumnParallel(_ColumnParallel):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = _GatherFromGroup.apply(
+            super().forward(x), self.group_rank, self.tensor_group
+        )
+        return gathered
+
+
+class _RowParallel(_ParallelModule):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.T if _is_transposed(self) else self.weight
+        summed = self.reduce_from_group(functional.linear(x, weight))
+        return summed if self.bias is None else summed + self.bias.to(summed.dtype)
+
+
+class _VocabularyParallelEmbedding(_ParallelModule):
+    weight: torch.Tensor
+    padding_idx: int | None
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        length = self.weight.shape[0]
+        local = indices - self.group_rank * length
+        is_here = (local >= 0) & (local < length)
+        rows = functional.embedding(torch.where(is_here, local, 0), self.weight)
+        if self.padding_idx is not None:  # whose row is looked up and does not train
+            rows = torch.where((indices == self.padding_idx)[..., None], rows.detach(), rows)
+        return self.reduce_from_group(rows * is_here[..., None])
+
+
+class _HeadParallelAttention(_ParallelModule):
+    """torch's MultiheadAttention of a sequence with itself, of this rank's heads."""
+
+    head_dim: int
+    batch_first: bool
+    dropout: float
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        masks = [*args, *(v for k, v in kwargs.items() if k != "need_weights")]
+        asks_weights = kwargs.get("need_weights", True)
+        if any(masks) or asks_weights or key is not query or value is not query:
+            raise RequestError(
+                "--tp cuts attention of a sequence with itself, without masks and with "
+                "need_weights=False; leave --tp out"
+            )
+        x = self.copy_to_group(query if self.batch_first else query.transpose(0, 1))
+        packed = functional.linear(x, self.in_proj_weight, self.in_proj_bias)  # type: ignore[arg-type]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in packed.chunk(3, -1)
+        )
+        attended = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0
+        )
+        out = self.out_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[operator]
+        return out if self.batch_first else out.transpose(0, 1), None
+
+
+def find_plan(model: nn.Module) -> Plan:
+    """Return the plan of a network, or of the first module in it that has one; {} if none has."""
+    for attribute in (PLAN_ATTRIBUTE, "_tp_plan"):  # the second is transformers'
+        for name, module in model.named_modules():
+            plan = getattr(module, attribute, None)
+            if plan:
+                prefix = f"{name}." if name else ""
+                return {prefix + pattern: style for pattern, style in plan.items()}
+    return {}
+
+
+def parallelize_by_own_plan(
+    model: nn.Module, group: TensorGroup, model_name: str
+) -> dict[str, TensorSlice]:
+    """Cut a model's weights by the plan that it brings; see `parallelize`.
+
+    Raises:
+        RequestError: it has no plan, or one that does not fit.
+    """
+    plan = find_plan(model)
+    if not plan:
+        raise RequestError(
+            f"--model {model_name} has no plan for --tp {group.size}; use --dp_shard, or give the "
+            f"network a {PLAN_ATTRIBUTE} (docs/parallel.md)"
+        )
+    return parallelize(model, plan, group)
+
+
+def parallelize(model: nn.Module, plan: Plan, group: TensorGroup) -> dict[str, TensorSlice]:
+    """Cut a model's weights in place, and have its layers compute with their parts.
+
+    Args:
+        model: with whole weights, the same on all ranks, or weights on the device meta.
+        plan: see above.
+        group: the ranks that each keep a part.
+
+    Returns:
+        Parameter's first name -> the part that this rank keeps; those of whole ones are missing.
+
+    Raises:
+        RequestError: the plan does not fit the model, or a weight cannot be cut so often.
+    """
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    slices: dict[int, TensorSlice] = {}
+    unused = set(plan)
+    for path, module in [*model.named_modules()]:
+        pattern = next((p for p in plan if fnmatch.fnmatchcase(path, p)), None)
+        if pattern is None:
+            continue
+        unused.discard(pattern)
+        style, _, argument = plan[pattern].partition(":")
+        if style == "divide":
+            _divide(path, module, argument.split(","), group.size)
+            continue
+        weight: Any = getattr(module, "weight", None)
+        if style in _SKIPPED_IF_UNEVEN and len(weight) % group.size:
+            log.info(
+                f"{path} has {len(weight)} rows, no multiple of --tp {group.size}: each worker "
+                "keeps it whole"
+            )
+            continue
+        for key, axis in _axes(path, module, style):
+            parameter = getattr(module, key, None)
+            if parameter is not None and id(parameter) not in slices:
+                num_fused = 3 if style == "multihead_attention" else int(argument or 1)
+                shape = tuple(parameter.shape)
+                part = TensorSlice(shape, axis, group.rank, group.size, num_fused)
+                _check(path, part, _head_size(model, path))
+                slices[id(parameter)] = part
+        for attribute in _CUT_SIZES.get(style, ()):
+            if hasattr(module, attribute):
+                setattr(module, attribute, getattr(module, attribute) // group.size)
+        _become_parallel(module, _LAYERS[style], group)
+    if unused:
+        raise RequestError(
+            f"--tp: the model has no module {sorted(unused)[0]}, which its plan names"
+        )
+    _replace_parameters(model, slices)
+    return {name_of[key]: part for key, part in slices.items()}
+
+
+_LAYERS: dict[str, type[_ParallelModule]] = {
+    "colwise": _ColumnParallel, "packed_colwise": _ColumnParallel, "rowwise": _RowParallel,
+    "colwise_gather_output": _GatheredColumnParallel, "colwise_rep": _GatheredColumnParallel,
+    "embedding_rowwise": _VocabularyParallelEmbedding,
+    "multihead_attention": _HeadParallelAttention,
+}  # fmt: skip
+# Sizes that torch's Linear and Embedding and transformers' Conv1D keep, which reads some of them.
+_CUT_SIZES = {
+    "colwise": ("out_features", "nf"), "packed_colwise": ("out_features", "nf"),
+    "rowwise": ("in_features", "nx"), "colwise_gather_output": ("out_features", "nf"),
+    "colwise_rep": ("out_features", "nf"), "embedding_rowwise": ("num_embeddings",),
+}  # fmt: skip
+_KNOW_THEIR_RANK = (_GatheredColumnParallel, _VocabularyParallelEmbedding)
+# Vocabularies, whose size the data decides.
+_SKIPPED_IF_UNEVEN = ("colwise_gather_output", "colwise_rep", "embedding_rowwise")
+
+
+def _axes(path: str, module: nn.Module, style: str) -> Iterator[tuple[str, int]]:
+    """Yield the module's parameters to cut, and the axis of each."""
+    if style == "multihead_attention":
+        yield from (("in_proj_weight", 0), ("in_proj_bias", 0))
+    elif style == "embedding_rowwise":
+        yield "weight", 0
+    elif style == "rowwise":
+        yield "weight", 0 if _is_transposed(module) else 1
+    elif style in _LAYERS:
+        yield from (("weight", 1 if _is_transposed(module) else 0), ("bias", 0))
+    else:
+        known = ", ".join((*_LAYERS, "divide"))
+        raise RequestError(f"--tp: {path} is to be cut {style!r}; there are: {known}")
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Return whether the weight is (in, out): that of transformers' Conv1D."""
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
+def _head_size(model: nn.Module, path: str) -> int:
+    """Return the size of an attention's heads, which a layer of it is cut between; 1 for others."""
+    modules = (model.get_submodule(path), model.get_submodule(path.rpartition(".")[0]))
+    keys = ("head_dim", "attention_head_size")
+    sizes = (getattr(module, key, None) for module in modules for key in keys)
+    return next((size for size in sizes if isinstance(size, int)), 1)
+
+
+def _check(path: str, part: TensorSlice, head_size: int) -> None:
+    length = part.shape[part.axis] // part.num_fused
+    count = length // head_size if length % head_size == 0 else length
+    if count % part.num_ranks == 0 and part.shape[part.axis] % part.num_fused == 0:
+        return
+    what = "heads" if head_size > 1 else "columns" if part.axis == 0 else "rows"
+    _refuse(path, count, what, part.num_ranks)
+
+
+def _refuse(path: str, count: int, what: str, num_ranks: int) -> None:
+    fitting = [n for n in range(1, num_ranks) if count % n == 0]
+    values = " or ".join(map(str, fitting[-3:]))
+    raise RequestError(f"--tp {num_ranks}: {path} has {count} {what}; use --tp {values}")
+
+
+def _divide(path: str, module: nn.Module, attributes: list[str], num_ranks: int) -> None:
+    for attribute in attributes:
+        size = getattr(module, attribute, None)
+        if not isinstance(size, int):
+            raise RequestError(f"--tp: {path} has no size {attribute}, which its plan names")
+        if size % num_ranks:
+            _refuse(path, size, attribute, num_ranks)
+        setattr(module, attribute, size // num_ranks)
+
+
+def _become_parallel(module: nn.Module, layer: type[_ParallelModule], group: TensorGroup) -> None:
+    """Give a module the parallel layer's forward pass before its own."""
+    plain = type(module)
+    module.__class__ = type(f"{layer.__name__.lstrip('_')}{plain.__name__}", (layer, plain), {})
+    module.tensor_group = group  # type: ignore[assignment]
+    if layer in _KNOW_THEIR_RANK:
+        module.register_buffer("group_rank", torch.tensor(group.rank), persistent=False)
+
+
+def _replace_parameters(model: nn.Module, slices: Mapping[int, TensorSlice]) -> None:
+    parts: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, whole in module._parameters.items():
+            if whole is None or id(whole) not in slices:
+                continue
+            if id(whole) not in parts:
+                cut = slices[id(whole)].cut(whole.detach())
+                part = nn.Parameter(cut.clone(memory_format=torch.contiguous_format))
+                part.requires_grad_(whole.requires_grad)
+                tied_parameters.copy_attributes_and_hooks(whole, part)
+                parts[id(whole)] = part
+            module._parameters[key] = parts[id(whole)]
