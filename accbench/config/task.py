@@ -132,6 +132,12 @@ class MeshFlags:
         "batch, by the model's plan (docs/parallel.md).",
         minimum=1,
     )
+    cp: int = flag(
+        1,
+        "Context parallelism: cut each sequence over this many workers, which share a batch, and "
+        "exchange heads for positions in attention (DeepSpeed-Ulysses).",
+        minimum=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

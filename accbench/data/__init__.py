@@ -213,6 +213,7 @@ class Loader:
         self.num_bad_samples = 0
         self.problems: Callable[[str], None] = lambda problem: None
         self.check: Callable[[Batch], None] = lambda batch: None
+        self.transform: Callable[[Batch], Batch] = lambda batch: batch
         self._max_bad_samples = task.max_bad_samples
         self._sampler, self._batch_size = sampler, task.batch_size
         self._num_ranks, self._has_room = topology.local_world_size, False
@@ -280,7 +281,7 @@ class Loader:
             for problem in problems:
                 self._count(problem)
             self.check(batch)
-            yield batch
+            yield self.transform(batch)
 
     def _check_shared_memory(self, keys: _EpochKeys) -> None:
         """Check that the batches of all loading processes fit, by the size of one sample.

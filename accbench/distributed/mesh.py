@@ -15,8 +15,8 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
 NOT_FOR_SCRIPTS = (
-    "--dp_shard and --tp shard models of accbench's own loop, not those of scripts; leave them "
-    "out, or train with --model"
+    "--dp_shard, --tp and --cp share models of accbench's own loop, not those of scripts; leave "
+    "them out, or train with --model"
 )
 
 
@@ -44,6 +44,18 @@ class MeshShape:
     def num_data_ranks(self) -> int:
         """Ranks that have a batch of their own; the others share one."""
         return self.replicate * self.shard
+
+    @property
+    def num_token_ranks(self) -> int:
+        """Ranks that have tokens of their own; the others have the same ones."""
+        return self.num_data_ranks * self.cp
+
+    @property
+    def of_gradients(self) -> "MeshShape":
+        """The mesh as it averages gradients: parts of a sequence are as other data."""
+        if self.shard > 1:
+            return dataclasses.replace(self, shard=self.shard * self.cp, cp=1)
+        return dataclasses.replace(self, replicate=self.replicate * self.cp, cp=1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's position along each axis."""
@@ -89,18 +101,24 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
     if task.dp_shard is None and task.zero is not None:
         raise RequestError(f"--zero {task.zero} shards nothing without --dp_shard auto")
     _refuse_remainder(world_size, "tp", task.tp, "use one of")
-    num_data_ranks = world_size // task.tp
+    after = f" after --tp {task.tp}" if task.tp > 1 else ""
+    _refuse_remainder(world_size // task.tp, "cp", task.cp, "use one of", after)
+    num_data_ranks = world_size // task.tp // task.cp
     if task.dp_shard is None:
-        return MeshShape(replicate=num_data_ranks, tp=task.tp)
+        return MeshShape(replicate=num_data_ranks, cp=task.cp, tp=task.tp)
     num_shards = num_data_ranks if task.dp_shard == "auto" else _as_size(task.dp_shard)
-    after_tp = f" after --tp {task.tp}" if task.tp > 1 else ""
-    _refuse_remainder(num_data_ranks, "dp_shard", num_shards, "use auto or one of", after_tp)
-    return MeshShape(replicate=num_data_ranks // num_shards, shard=num_shards, tp=task.tp)
+    asked = {"tp": task.tp, "cp": task.cp}
+    taken = " and ".join(f"--{name} {size}" for name, size in asked.items() if size > 1)
+    after = f" after {taken}" if taken else ""
+    _refuse_remainder(num_data_ranks, "dp_shard", num_shards, "use auto or one of", after)
+    return MeshShape(
+        replicate=num_data_ranks // num_shards, shard=num_shards, cp=task.cp, tp=task.tp
+    )
 
 
 def is_sharded(task: TaskConfig) -> bool:
     """Return whether a task's flags ask for more than replicas."""
-    return task.dp_shard is not None or task.tp > 1
+    return task.dp_shard is not None or task.tp > 1 or task.cp > 1
 
 
 def _refuse_remainder(num: int, flag: str, size: int, remedy: str, after: str = "") -> None:

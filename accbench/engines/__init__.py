@@ -64,6 +64,8 @@ class Engine(EngineRequirements, StatefulEngine):
 
     strategy: Strategy
     """How the ranks share a step."""
+    device: torch.device
+    """Where torch has the model and its batches."""
     compiler: str | None = None
     """Which compiler this engine is meant to train through; None if it is eager."""
     pins_batches: bool = False

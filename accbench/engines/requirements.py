@@ -43,7 +43,11 @@ class EngineRequirements(abc.ABC):
     @classmethod
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
         """Return why this engine cannot shard as asked and what to do, or None if it can."""
-        asked = f"--dp_shard {task.dp_shard}" if task.tp == 1 else f"--tp {task.tp}"
+        sizes = {"tp": task.tp, "cp": task.cp}
+        asked = next(
+            (f"--{name} {size}" for name, size in sizes.items() if size > 1),
+            f"--dp_shard {task.dp_shard}",
+        )
         return (
             f"{asked}: engine {task.engine} keeps the whole model on each worker; use --engine "
             "ddp, inductor or jax"

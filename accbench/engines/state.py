@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology, broadcast_tensor
 from accbench.engines.common import model_state, optimizer_state, training_state
 from accbench.engines.common.training_state import Tensors, TrainingState
@@ -20,6 +21,8 @@ class StatefulEngine(abc.ABC):
 
     topology: Topology
     """The ranks."""
+    mesh: MeshShape
+    """How they are laid out."""
     precision: Precision
     """The types of a step, and its loss scale."""
 
@@ -43,7 +46,7 @@ class StatefulEngine(abc.ABC):
     @property
     def evaluates_together(self) -> bool:
         """Whether a forward pass waits for the other ranks, so that all evaluate equally often."""
-        return False
+        return self.mesh.cp > 1
 
     def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return a model that evaluates with `--ema_decay`'s averages in place of parameters."""

@@ -52,4 +52,6 @@ class Family:
     def spec(name: str) -> LanguageModel:
         """Return the spec of a model in `names`, which builds it with random weights."""
         *_, num_tokens = _SIZES[name]
-        return LanguageModel(name, partial(_build, name), num_tokens, _POSITIONS)
+        return LanguageModel(
+            name, partial(_build, name), num_tokens, _POSITIONS, cuts_sequences=True
+        )

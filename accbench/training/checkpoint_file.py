@@ -63,7 +63,7 @@ class CheckpointFacts:
     num_samples: int | None = None
     """Samples that all ranks have trained on; None in checkpoints from before it was stored."""
     num_data_ranks: int | None = None
-    """Ranks that had a batch of their own; None in checkpoints from before it was stored."""
+    """Ranks with tokens of their own; None in checkpoints from before it was stored."""
     format: int = FORMAT
 
 

@@ -102,8 +102,8 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
     def mean(total: float) -> float | None:
         return finite_or_none(total / num_samples) if num_samples else None
 
-    shape = engine.mesh  # ranks that share a batch have all scored it
-    num_scored = int(num_samples) * shape.num_data_ranks // shape.world_size
+    shape = engine.mesh  # ranks with the same tokens have all scored them
+    num_scored = int(num_samples) * shape.num_token_ranks // shape.world_size
     return EvalRecord(epoch, mean(loss), mean(top1), mean(top5), num_scored)
 
 

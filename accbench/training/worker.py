@@ -18,6 +18,7 @@ from torch import nn
 from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.distributed import process_group, slurm_variables
+from accbench.distributed.collectives import RankGroup
 from accbench.distributed.process_group import Topology
 from accbench.engines import Engine
 from accbench.engines.common import model_state
@@ -171,13 +172,16 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     spec = models.of_task(task)
     net, model = build_model(engine, lambda: trainable.plain(spec.build(source.num_classes)))
     optimizer = engine.build_optimizer(model)
-    engine.seed(task.seed + data_topology.rank)  # dropout and the like differ by batch
+    transform = share_sequences(engine, spec, net)
+    tokens = engine.mesh.of_gradients.data_topology(topology)
+    engine.seed(task.seed + tokens.rank)  # dropout and the like differ by batch
 
     train_loader, eval_loader = source.train_loader(), source.eval_loader()
     for loader in (train_loader, eval_loader):
         if loader is not None:
             loader.problems = log.warning
             loader.check = partial(_check, task, spec, source.num_classes)
+            loader.transform = transform
     steps_per_epoch = len(train_loader)
     num_steps = min(task.max_steps or sys.maxsize, task.epochs * steps_per_epoch)
     keeper = resume.Keeper(
@@ -221,6 +225,24 @@ def build_model(engine: Engine, build: Callable[[], nn.Module]) -> tuple[nn.Modu
         if task.save_interval:
             model_state.check_loadable(net)
     return net, engine.prepared(net)
+
+
+def share_sequences(engine: Engine, spec: Any, net: nn.Module) -> Callable[[Any], Any]:
+    """Have ranks compute with parts of sequences (`--cp`), and return what cuts a batch.
+
+    Raises:
+        RequestError: the model cannot.
+    """
+    shape = engine.mesh
+    if shape.cp == 1:
+        return lambda batch: batch
+    if not hasattr(spec, "share_sequences"):
+        raise RequestError(
+            f"--cp {shape.cp}: --model {engine.task.model} has no sequences to cut; leave --cp out"
+        )
+    group = RankGroup.of(shape.device_mesh(engine.device.type).get_group("cp"))
+    spec.share_sequences(net, group, shape.tp)
+    return partial(spec.part_of_sequences, group)
 
 
 def _check(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> None:

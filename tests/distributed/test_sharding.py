@@ -15,6 +15,7 @@ from tests.scripts import sharded_ranks
 
 # Position embeddings, norms and biases of rows are not cut, and in small models they are a part.
 SHARES = {
+    "cp sgd": 1, "cp adamw": 0.25, "cp ignored labels": 1, "cp 2 x tp 2": 0.52,
     "tp sgd": 0.52, "tp adamw": 0.7, "tp overflow": 0.52, "tp accumulated": 0.35,
     "tp bert same data": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
     "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26,
@@ -75,6 +76,13 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
      "auto or one of 1, 2"),
     (("--tp=2",), "--model tests.nets:tiny has no plan for --tp 2; use --dp_shard, or give the "
      "network a tensor_parallel_plan (docs/parallel.md)"),
+    (("--cp=2",), "--cp 2: --model tests.nets:tiny has no sequences to cut; leave --cp out"),
+    (("--cp=2", "--model=bert_tiny"), "--cp 2: --model bert_tiny needs whole sequences; leave --cp "
+     "out"),
+    (("--cp=4", "--model=llama_tiny"), "--cp 4: --model llama_tiny has 2 num_key_value_heads; use a "
+     "divisor of them"),
+    (("--cp=2", "--tp=2", "--model=llama_tiny"), "--cp 2: --model llama_tiny has 2 "
+     "num_key_value_heads, 1 with --tp 2; use a divisor of them"),
     (("--tp=4", "--model=llama_tiny"), "--tp 4: model.layers.0.self_attn.k_proj has 2 heads; use "
      "--tp 1 or 2"),
     pytest.param(
@@ -132,6 +140,7 @@ LEGS = (
     ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto"),
     ("--nproc_per_node=2", "--batch_size=8", "--tp=2"),
     ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto", "--engine=jax"),
+    ("--nproc_per_node=4", "--batch_size=4", "--cp=2", "--dp_shard=auto"),
     ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=auto"),
 )
 
@@ -161,6 +170,25 @@ def test_a_run_goes_on_in_every_other_way_to_shard(tmp_path):
     }  # fmt: skip
     for name, tensor in states[1].model.items():
         assert (states[0].model[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("shared", [("--tp=2",), ("--cp=2",)])
+def test_samples_that_workers_share_count_once(tmp_path, shared):
+    records_of = {}
+    (tmp_path / "text").write_text((ROOT / "docs" / "architecture.md").read_text()[:700])
+    for name, flags in {"alone": (), "shared": ("--nproc_per_node=2", *shared)}.items():
+        done = run(*LANGUAGE, f"--data=tokens:{tmp_path / 'text'}", "--epochs=1",
+                   "--batch_size=4", "--eval_interval=1", "--save_interval=0",
+                   f"--output_dir={tmp_path / name}", *flags)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        windows = of_kind(tmp_path / name, records.WindowRecord)
+        evaluations = of_kind(tmp_path / name, records.EvalRecord)
+        records_of[name] = [end_of(tmp_path / name).num_samples, *(w.num_samples for w in windows)]
+        records_of[name] += [e.num_samples for e in evaluations]
+        records_of[f"losses {name}"] = [r.loss for r in (*windows, *evaluations)]
+    assert len(records_of["alone"]) > 3
+    assert records_of["shared"] == records_of["alone"]
+    assert records_of["losses shared"] == pytest.approx(records_of["losses alone"], rel=1e-5)
 
 
 @pytest.mark.parametrize("sharded", [("--zero=1",), ("--zero=3",)])

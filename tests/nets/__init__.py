@@ -23,7 +23,7 @@ from tests.nets.not_finite import (
     wrong_on_white,
 )
 from tests.nets.outputs import no_module, returns_dict, returns_tuple, returns_words, takes_nothing
-from tests.nets.specs import Autoencoder, Mislabelled, Ragged, Recolours
+from tests.nets.specs import Autoencoder, Mislabelled, Ragged, Recolours, many_heads
 from tests.nets.structures import (
     ShallowFace,
     checkpointed,
@@ -80,6 +80,7 @@ __all__ = [
     "killed_once",
     "leaves_the_compiler",
     "loud",
+    "many_heads",
     "masks",
     "no_module",
     "not_a_number",

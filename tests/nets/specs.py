@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from accbench.models import Spec
+from accbench.models.llama import TENSOR_PARALLEL_PLAN
+from accbench.models.tasks.language import LanguageModel, options_of_transformers
 from benchmarks.nets import tied as tied
 
 
@@ -68,3 +70,27 @@ class Recolours(Spec):
 
     def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator):
         raise NotImplementedError
+
+
+def _build_many_heads(num_tokens: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    net = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=num_tokens, max_position_embeddings=64, hidden_size=64,
+            intermediate_size=96, num_hidden_layers=1, num_attention_heads=8,
+            num_key_value_heads=4, **options_of_transformers(),
+        )
+    )  # fmt: skip
+    net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    return net
+
+
+many_heads = LanguageModel(
+    "tests.nets:many_heads",
+    _build_many_heads,
+    max_seq_len=64,
+    seq_len=16,
+    cuts_sequences=True,
+)
+"""A Llama of one layer, with heads for two ways to share them."""

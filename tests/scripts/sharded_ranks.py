@@ -27,6 +27,7 @@ FLAGS = ("--device=cpu", "--amp_level=O0", "--threads=1", "--data=synthetic", "-
          "--image_size=16")  # fmt: skip
 SGD, ADAMW = ("--optimizer=sgd", "--lr=0.1"), ("--optimizer=adamw", "--lr=1e-3")
 UNTIED, TIED = "--model=llama_tiny", "--model=gpt2_tiny"
+HEADS = "--model=tests.nets:many_heads"
 BATCHNORM = "--model=tests.nets:sevenths"
 Case = tuple[tuple[str, ...], tuple[str, ...], str]
 ZERO_1, ZERO_2, ZERO_3 = (("--dp_shard=auto", f"--zero={stage}") for stage in (1, 2, 3))
@@ -62,6 +63,12 @@ CASES: dict[str, Case] = {
     "tp overflow": (FLOAT16, ("--tp=2",), "ddp"),
     "tp accumulated": ((TIED, *SGD, "--accumulate=2"), ("--tp=2", "--dp_shard=2"), "whole"),
 }
+CASES |= {
+    "cp sgd": (SGD_CLIPPED, ("--cp=2",), "whole"),
+    "cp adamw": (ADAMW_TIED, ("--cp=2", "--dp_shard=2"), "whole"),
+    "cp ignored labels": (SGD_CLIPPED, ("--cp=2",), "whole"),
+    "cp 2 x tp 2": ((HEADS, *SGD, "--accumulate=2"), ("--cp=2", "--tp=2"), "whole"),
+}
 INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
 CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
@@ -76,6 +83,9 @@ if find_spec("jax"):
     CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*JAX, "--dp_shard=auto"), "whole")
     SOAKED |= {
         "jax tp": (SGD_CLIPPED, JAX, "whole"),
+        "jax cp": (SGD_CLIPPED, ("--engine=jax", "--cp=2", "--dp_shard=auto"), "whole"),
+        "jax cp 2 x tp 2": ((HEADS, *ADAMW), (*JAX, "--cp=2"), "whole"),
+        "inductor cp 2 x tp 2": ((HEADS, *SGD), (INDUCTOR, "--tp=2", "--cp=2"), "whole"),
         "jax tp adamw": (ADAMW_TIED, JAX, "whole"),
         "jax tp 2 x 2 adamw": (ADAMW_TIED, (*JAX, "--dp_shard=auto"), "whole"),
         "jax tp vit": (VIT, JAX, "whole"),
@@ -107,14 +117,17 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     optimizer = engine.build_optimizer(model)
     start = engine.training_state(net, optimizer).model
     data = engine.mesh.data_topology(topology)
+    transform = worker.share_sequences(engine, spec, net)
     engine.seed(data.rank)
     losses = []
     for step in range(STEPS):
         batch = spec.synthetic_batch(BATCH, 64, torch.Generator().manual_seed(step))
         if step == 2 and ("overflow" in case or "skipped" in case):
             plant_infinity(engine, topology)
+        if "ignored" in case:
+            batch["labels"][:, :3] = -1  # of one part of a sequence more than of the other
         own = batch if "same data" in case else part(batch, data)
-        loss = engine.run_step(train_step, model, spec, optimizer, own).detach()
+        loss = engine.run_step(train_step, model, spec, optimizer, transform(own)).detach()
         (mean,) = [
             sum(v) / len(v)
             for v in zip(*process_group.all_gather_values([loss.item()]), strict=True)
@@ -186,7 +199,7 @@ def main(out: str, kind: str = "CASES", *chosen: str) -> None:
     for case, (flags, sharded, beside) in globals()[kind].items():
         if chosen and case not in chosen:
             continue
-        key = (flags, beside, "overflow" in case)
+        key = (flags, beside, "overflow" in case, "ignored" in case)
         if key not in references:
             alone = Topology() if beside == "whole" else topology
             references[key] = train(flags, alone, case)

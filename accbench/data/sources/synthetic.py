@@ -65,6 +65,7 @@ class FixedBatches:
     def __init__(self, batches: list[data.Batch], num_steps: int) -> None:
         self.batches, self.num_steps = batches, num_steps
         self.check: Callable[[data.Batch], None] = lambda batch: None
+        self.transform: Callable[[data.Batch], data.Batch] = lambda batch: batch
         self.epoch = 0
         self.num_done = 0
         """Steps of this epoch that an earlier process has done."""
@@ -75,7 +76,7 @@ class FixedBatches:
     def __iter__(self) -> Iterator[data.Batch]:
         for batch in self.batches:
             self.check(batch)
-            yield batch
+            yield self.transform(batch)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; epochs differ only in where they begin."""

@@ -11,20 +11,24 @@ those of transformers' plans, whose own are taken where a model has no other:
 - `multihead_attention`: torch's, by its heads.
 - `divide:ATTRIBUTES`: no weights; sizes, by commas, that the module keeps of its cut layers.
 
-Source: Shoeybi et al., Megatron-LM, 2019. Weights are plain tensors, so all that works on those
+Weights are plain tensors, so all that works on those
 works on cut ones: ties, fused optimizers, FSDP over the other ranks, compilers.
 """
 
-import dataclasses
 import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from accbench.distributed.collectives import (
+    RankGroup,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+)
 from accbench.distributed.tensor_slices import TensorSlice
 from accbench.engines.common import tied_parameters
 from accbench.errors import RequestError
@@ -35,106 +39,23 @@ PLAN_ATTRIBUTE = "tensor_parallel_plan"
 """The attribute of a network, or of a module in it, that holds its plan."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorGroup:
-    """The ranks that each keep a part of a model's weights."""
-
-    name: str
-    """The process group's, for collectives."""
-    rank: int
-    """This one's."""
-    size: int
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "TensorGroup":
-        """Return the ranks of a process group."""
-        return cls(group.group_name, group.rank(), group.size())
-
-
-class _CopyToGroup(torch.autograd.Function):
-    """The same on all ranks; gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(gradients[0], ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    """The sum over the ranks; each has its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
-class _GatherFromGroup(torch.autograd.Function):
-    """All ranks' parts of the last axis; each has the gradient of its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rank: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        ctx.save_for_backward(rank)
-        return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (rank,) = ctx.saved_tensors
-        parts = gradients[0].unflatten(-1, (ctx.group.size, -1))
-        return parts.index_select(-2, rank[None]).squeeze(-2), None, None
-
-
-# torch's functional collectives, which all compilers of ours know. They are waited for at once.
-def _all_reduce(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    reduced = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group.name)
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
-    return waited
-
-
-def _all_gather(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-        x.contiguous(), group.size, group.name
-    )
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
-    return waited
-
-
 class _ParallelModule(nn.Module):
     """A layer with this rank's part of its weights."""
 
-    tensor_group: TensorGroup
+    tensor_group: RankGroup
     group_rank: torch.Tensor
-    """This rank in the group, int64 (): a buffer, so that all ranks compile the same graph."""
-
-    def copy_to_group(self, x: torch.Tensor) -> torch.Tensor:
-        copied: torch.Tensor = _CopyToGroup.apply(x, self.tensor_group)
-        return copied
-
-    def reduce_from_group(self, x: torch.Tensor) -> torch.Tensor:
-        reduced: torch.Tensor = _ReduceFromGroup.apply(x, self.tensor_group)
-        return reduced
+    """This rank in the group, int64 (): a buffer, so that all ranks compile one graph."""
 
 
 class _ColumnParallel(_ParallelModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = super().forward(self.copy_to_group(x))
+        product: torch.Tensor = super().forward(copy_to_group(x, self.tensor_group))
         return product
 
 
 class _GatheredColumnParallel(_ColumnParallel):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = _GatherFromGroup.apply(
-            super().forward(x), self.group_rank, self.tensor_group
-        )
-        return gathered
+        return gather_from_group(super().forward(x), self.group_rank, self.tensor_group)
 
 
 class _RowParallel(_ParallelModule):
@@ -143,7 +64,7 @@ class _RowParallel(_ParallelModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.T if _is_transposed(self) else self.weight
-        summed = self.reduce_from_group(functional.linear(x, weight))
+        summed = reduce_from_group(functional.linear(x, weight), self.tensor_group)
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
@@ -158,7 +79,7 @@ class _VocabularyParallelEmbedding(_ParallelModule):
         rows = functional.embedding(torch.where(is_here, local, 0), self.weight)
         if self.padding_idx is not None:  # whose row is looked up and does not train
             rows = torch.where((indices == self.padding_idx)[..., None], rows.detach(), rows)
-        return self.reduce_from_group(rows * is_here[..., None])
+        return reduce_from_group(rows * is_here[..., None], self.tensor_group)
 
 
 class _HeadParallelAttention(_ParallelModule):
@@ -178,7 +99,8 @@ class _HeadParallelAttention(_ParallelModule):
                 "--tp cuts attention of a sequence with itself, without masks and with "
                 "need_weights=False; leave --tp out"
             )
-        x = self.copy_to_group(query if self.batch_first else query.transpose(0, 1))
+        sequence = query if self.batch_first else query.transpose(0, 1)
+        x = copy_to_group(sequence, self.tensor_group)
         packed = functional.linear(x, self.in_proj_weight, self.in_proj_bias)  # type: ignore[arg-type]
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in packed.chunk(3, -1)
@@ -202,7 +124,7 @@ def find_plan(model: nn.Module) -> Plan:
 
 
 def parallelize_by_own_plan(
-    model: nn.Module, group: TensorGroup, model_name: str
+    model: nn.Module, group: RankGroup, model_name: str
 ) -> dict[str, TensorSlice]:
     """Cut a model's weights by the plan that it brings; see `parallelize`.
 
@@ -218,7 +140,7 @@ def parallelize_by_own_plan(
     return parallelize(model, plan, group)
 
 
-def parallelize(model: nn.Module, plan: Plan, group: TensorGroup) -> dict[str, TensorSlice]:
+def parallelize(model: nn.Module, plan: Plan, group: RankGroup) -> dict[str, TensorSlice]:
     """Cut a model's weights in place, and have its layers compute with their parts.
 
     Args:
@@ -341,7 +263,7 @@ def _divide(path: str, module: nn.Module, attributes: list[str], num_ranks: int)
         setattr(module, attribute, size // num_ranks)
 
 
-def _become_parallel(module: nn.Module, layer: type[_ParallelModule], group: TensorGroup) -> None:
+def _become_parallel(module: nn.Module, layer: type[_ParallelModule], group: RankGroup) -> None:
     """Give a module the parallel layer's forward pass before its own."""
     plain = type(module)
     module.__class__ = type(f"{layer.__name__.lstrip('_')}{plain.__name__}", (layer, plain), {})

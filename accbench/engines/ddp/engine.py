@@ -123,18 +123,19 @@ class Engine(LoopEngine):
 
     def _build_strategy(self) -> TorchStrategy:
         settings = (self.device, self.task.engine, self.options.find_unused_parameters)
-        if self.mesh.shard == self.mesh.tp == 1:
+        shape = self.mesh.of_gradients
+        if shape.shard == shape.tp == 1:
             return DataParallel(self.topology, *settings)
-        if self.mesh.shard == 1 or mesh.zero_stage(self.task) == 1:
-            # Gradients are averaged over those alone that have other data.
-            group, _ = dist.new_subgroups_by_enumeration(self.mesh.data_groups())
-            data_parallel = DataParallel(self.mesh.data_topology(self.topology), *settings, group)
-            return ShardedOptimizer(self.topology, self.device, self.mesh, data_parallel)
+        if shape.shard == 1 or mesh.zero_stage(self.task) == 1:
+            # Gradients are averaged over those alone that have other tokens.
+            group, _ = dist.new_subgroups_by_enumeration(shape.data_groups())
+            data_parallel = DataParallel(shape.data_topology(self.topology), *settings, group)
+            return ShardedOptimizer(self.topology, self.device, shape, data_parallel)
         # Imported here: its imports take time.
         from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
 
         keeps_gathered = mesh.zero_stage(self.task) == 2
-        return ShardedDataParallel(self.topology, self.device, self.mesh, keeps_gathered)
+        return ShardedDataParallel(self.topology, self.device, shape, keeps_gathered)
 
     @property
     def device_name(self) -> str:
@@ -177,10 +178,11 @@ class Engine(LoopEngine):
         strategy = self.strategy
         if not isinstance(strategy, ShardingStrategy) or strategy.tp_group is None:
             return
+        from accbench.distributed.collectives import RankGroup
         from accbench.engines.common import tensor_parallel
 
         strategy.tensor_slices = tensor_parallel.parallelize_by_own_plan(
-            model, tensor_parallel.TensorGroup.of(strategy.tp_group), self.task.model
+            model, RankGroup.of(strategy.tp_group), self.task.model
         )
 
     def _prepare_deferred(self, model: nn.Module, deferred: Any) -> nn.Module:
@@ -332,7 +334,7 @@ class Engine(LoopEngine):
 
     @property
     def evaluates_together(self) -> bool:
-        return self.strategy.gathers_in_forward
+        return super().evaluates_together or self.strategy.gathers_in_forward
 
     def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         if not self.strategy.shards:

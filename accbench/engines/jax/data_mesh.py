@@ -24,11 +24,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
-from accbench.engines.jax.lowering.rows.collectives import TP_AXIS
+from accbench.engines.jax.lowering.rows.collectives import CP_AXIS, TP_AXIS
 from accbench.errors import RequestError
 
-_AXIS = "workers"
-_ALL_AXES = (_AXIS, TP_AXIS)
+_AXIS = ("workers", CP_AXIS)
+"""The axes of ranks with tokens of their own."""
+_ALL_AXES = (*_AXIS, TP_AXIS)
 # Smaller arrays are replicated: a collective costs more than they do.
 _MIN_SHARDED_SIZE = 1024
 # Arrays of so many elements are reduced by themselves: a bucket copies them twice, in and out
@@ -183,13 +184,15 @@ class DataMesh:
         by_gloo: XLA on a CPU reduces by gloo, which takes array after array and waits for each: so
             small arrays are reduced in one bucket.
         tp: how many neighbouring ranks have parts of the same layers.
+        cp: how many of their groups have parts of the same sequences.
     """
 
     def __init__(
-        self, topology: Topology, shards: bool = False, by_gloo: bool = False, tp: int = 1
-    ) -> None:
+        self, topology: Topology, shards: bool = False, by_gloo: bool = False, tp: int = 1,
+        cp: int = 1,
+    ) -> None:  # fmt: skip
         self.device = local_device()
-        self._shards, self._by_gloo, self.tp = shards, by_gloo, tp
+        self._shards, self._by_gloo, self.tp, self._cp = shards, by_gloo, tp, cp
         self._data_rank, self._tp_rank = divmod(topology.rank, tp)
         self._mesh = self._build_mesh(jax.devices(), topology.world_size)
 
@@ -197,7 +200,7 @@ class DataMesh:
         self.num_data_ranks = world_size // self.tp
         if world_size == 1:
             return None
-        return Mesh(np.array(devices).reshape(self.num_data_ranks, self.tp), _ALL_AXES)
+        return Mesh(np.array(devices).reshape(-1, self._cp, self.tp), _ALL_AXES)
 
     def shard_axis(self, shape: Sequence[int]) -> Axis:
         """Return the axis along which an array of `state` is sharded over ranks with other data.
@@ -297,7 +300,7 @@ class DataMesh:
         Returns:
             (n,) sums over the global arrays.
         """
-        for name, cut_axes in ((_AXIS, axes), (TP_AXIS, tp_axes)):
+        for name, cut_axes in ((_AXIS, axes), ((TP_AXIS,), tp_axes)):
             is_cut = np.array([axis is not None for axis in cut_axes])
             if is_cut.any():
                 local_sums = jnp.where(is_cut, lax.psum(local_sums, name), local_sums)
@@ -343,10 +346,11 @@ class DataMesh:
 
 
 def _spec(axis: Axis, tp_axis: Axis) -> PartitionSpec:
-    cut_axes = {TP_AXIS: tp_axis, _AXIS: axis}  # parts first, which then are sharded
-    num_axes = max((cut + 1 for cut in cut_axes.values() if cut is not None), default=0)
+    cuts = (((TP_AXIS,), tp_axis), (_AXIS, axis))  # parts first, which then are sharded
+    num_axes = max((cut + 1 for _, cut in cuts if cut is not None), default=0)
     names_of_axis = [
-        tuple(name for name, cut in cut_axes.items() if cut == index) for index in range(num_axes)
+        tuple(name for names, cut in cuts if cut == index for name in names)
+        for index in range(num_axes)
     ]
     return PartitionSpec(*(names or None for names in names_of_axis))
 
@@ -364,7 +368,8 @@ class AbstractDataMesh(DataMesh):
 
     def __init__(self, topology: Topology, shards: bool = False, tp: int = 1) -> None:
         devices = jax.devices()[: topology.world_size]
-        self.device, self._shards, self._by_gloo, self.tp = devices[0], shards, False, tp
+        self.device, self._shards, self._by_gloo = devices[0], shards, False
+        self.tp, self._cp = tp, 1
         self._data_rank = self._tp_rank = 0
         self._mesh = self._build_mesh(devices, topology.world_size)
 

@@ -135,7 +135,11 @@ class Engine(engines.Engine):
         data_mesh.init_distributed(self.topology, self.task.device, self.task.timeout_s)
         data_mesh.check_device(self.task.device)
         return data_mesh.DataMesh(
-            self.topology, self.mesh.shard > 1, by_gloo=self.task.device == "cpu", tp=self.mesh.tp
+            self.topology,
+            self.mesh.shard > 1,
+            by_gloo=self.task.device == "cpu",
+            tp=self.mesh.tp,
+            cp=self.mesh.cp,
         )
 
     def _start_cache(self) -> str:
@@ -168,15 +172,15 @@ class Engine(engines.Engine):
 
     def _tensor_group(self) -> Any:
         """Return the ranks that share a batch; in evaluation on the host they talk by torch."""
-        from accbench.engines.common import tensor_parallel
+        from accbench.distributed.collectives import RankGroup
 
-        shape = MeshShape(replicate=self.mesh.num_data_ranks, tp=self.mesh.tp)
+        shape = MeshShape(replicate=self.mesh.num_token_ranks, tp=self.mesh.tp)
         torch_mesh = shape.device_mesh("cpu")
         self._shard_groups = ShardGroups(
             torch_mesh.get_group("shard"), torch_mesh.get_group("tp"),
             shape.coordinates(self.topology.rank)["replicate"] == 0,
         )  # fmt: skip
-        return tensor_parallel.TensorGroup.of(torch_mesh.get_group("tp"))
+        return RankGroup.of(torch_mesh.get_group("tp"))
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         from accbench.engines.jax import state_sync
@@ -282,7 +286,8 @@ class Engine(engines.Engine):
 
     def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
         mode = self.options.evaluation
-        is_eager = mode == "eager" or (mode == "auto" and self.task.device == "cpu")
+        is_shared = self.mesh.tp > 1 or self.mesh.cp > 1  # by collectives of the model's own
+        is_eager = is_shared or mode == "eager" or (mode == "auto" and self.task.device == "cpu")
         if is_eager or self._state_sync is None:
             return self._score_on_host(model, spec, batch)
         if self._evaluation is None:

@@ -8,11 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from accbench.distributed.collectives import RankGroup, all_to_all
 from accbench.errors import RequestError
 from accbench.models.tasks.classification import logits_of, sums_of_logits
 from accbench.models.tasks.spec import TOKENS, Spec, out_of_range
 
 _ATTENTION = "accbench_sdpa"
+_GROUP = "context_parallel_group"
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_LABELS_PER_RANK = "labels_per_rank"
 IGNORED_LABEL = -1
 """The label of tokens that the model does not predict, also of padding from `accbench.data`."""
 
@@ -27,7 +31,21 @@ def options_of_transformers() -> dict[str, Any]:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        """Attend with this rank's heads to all positions, where ranks have parts of sequences.
+
+        Arrays are (N, H, T, D), and what is returned is (N, T, H, D).
+        """
+        group = getattr(module.config, _GROUP, None)
+        if group is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        q, k, v = (all_to_all(x, group, cut=1, joined=2) for x in (query, key, value))
+        out, weights = sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
+        return all_to_all(out, group, cut=1, joined=2), weights
+
+    AttentionInterface.register(_ATTENTION, attend)
     return {
         "attn_implementation": _ATTENTION, "use_cache": False,
         "bos_token_id": None, "eos_token_id": None,
@@ -54,6 +72,9 @@ class LanguageModel(Spec):
     """Longest sequence in tokens that the model has positions for; None: no limit."""
     seq_len: int = 128
     """Tokens per sample."""
+    cuts_sequences: bool = False
+    """Whether the network takes `position_ids` and attends as `options_of_transformers` has it,
+    so that ranks may share a sequence (`--cp`)."""
 
     def __post_init__(self) -> None:
         if self.max_seq_len is not None and self.seq_len > self.max_seq_len:
@@ -73,7 +94,8 @@ class LanguageModel(Spec):
 
     def logits_and_labels(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits (N * T, V), and the labels that they should predict, (N * T,) int64."""
-        logits_NTV = logits_of(model(batch["input_ids"]))
+        positions = {key: batch[key] for key in ("position_ids",) if key in batch}
+        logits_NTV = logits_of(model(batch["input_ids"], **positions))
         return logits_NTV.flatten(0, 1), batch["labels"].flatten()
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -83,7 +105,51 @@ class LanguageModel(Spec):
         total = functional.cross_entropy(
             logits_MV, labels_M, ignore_index=IGNORED_LABEL, reduction="sum"
         )
+        if _LABELS_PER_RANK in batch:  # those of the whole sequences, over the ranks
+            num_labels = batch[_LABELS_PER_RANK].sum()
+            return total / torch.where(num_labels > 0, num_labels, 1)
         return total / (labels_M != IGNORED_LABEL).sum().clamp(min=1)
+
+    def share_sequences(self, net: nn.Module, group: RankGroup, tp: int) -> None:
+        """Have a network compute with a part of each sequence.
+
+        Args:
+            net: of this spec.
+            group: the ranks that share each sequence.
+            tp: ranks that share each of its heads' parts.
+
+        Raises:
+            RequestError: it cannot; the message says why.
+        """
+        asked = f"--cp {group.size}"
+        if not self.cuts_sequences:
+            raise RequestError(
+                f"{asked}: --model {self.name} needs whole sequences; leave --cp out"
+            )
+        if self.seq_len % group.size:
+            raise RequestError(f"{asked}: --seq_len {self.seq_len} is no multiple of it")
+        (config,) = {id(m.config): m.config for m in net.modules() if hasattr(m, "config")}.values()
+        heads = {key: getattr(config, key, None) for key in _HEADS}
+        for key, number in heads.items():
+            if number is not None and number // tp % group.size:
+                of_rank = f"{number} {key}{f', {number // tp} with --tp {tp}' if tp > 1 else ''}"
+                raise RequestError(
+                    f"{asked}: --model {self.name} has {of_rank}; use a divisor of them"
+                )
+        setattr(config, _GROUP, group)
+
+    def part_of_sequences(self, group: RankGroup, batch: Any) -> Any:
+        """Return a rank's part of a batch's sequences, and what it has to know of the whole."""
+        labels_NT = batch["labels"]
+        length = labels_NT.shape[1] // group.size
+        part = slice(group.rank * length, (group.rank + 1) * length)
+        positions_T = torch.arange(labels_NT.shape[1])[part]
+        return {
+            "input_ids": batch["input_ids"][:, part].contiguous(),
+            "labels": labels_NT[:, part].contiguous(),
+            "position_ids": positions_T.expand(len(labels_NT), -1).contiguous(),
+            _LABELS_PER_RANK: (labels_NT != IGNORED_LABEL).sum(1) / group.size,
+        }
 
     def score(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return sums over the labelled tokens: loss, top-1, top-5, tokens; (4,)."""

@@ -31,9 +31,9 @@ class JaxTracingEngine(engine.Engine):
         return data_mesh.AbstractDataMesh(self.topology, self.mesh.shard > 1, self.mesh.tp)
 
     def _tensor_group(self) -> Any:
-        from accbench.engines.common.tensor_parallel import TensorGroup
+        from accbench.distributed.collectives import RankGroup
 
-        return TensorGroup("", 0, self.mesh.tp)
+        return RankGroup("", 0, self.mesh.tp)
 
     def lowered(self, model: Any, spec: Any, optimizer: Any, batch: Any) -> Any:
         """Lower the step to the form that JAX has before it compiles."""

@@ -83,6 +83,8 @@ def build(task: TaskConfig, engine_class: type[Engine], rank: int = 0) -> Traced
     options = task.options.get(task.engine, engine_class.Options())
     with pause_gc():
         engine = engine_class(task, options, topology)
+    if engine.mesh.cp > 1:
+        raise RequestError("preflight compiles no parts of sequences yet; leave --cp out")
     name, location = config.data_name(task.data)
     source = plugins.load("data", name)(location, task, task.options.get(name), Topology())
     spec = models.of_task(task)
