@@ -47,9 +47,10 @@ MARKS = {
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],
     "kill_soak": [soak],
-    "peers": [needs("transformers")],
+    "peers": [soak, needs("transformers")],
     "preflight_table": [soak, pytest.mark.xla, needs("torch_xla"), needs("jax_plugins")],
     "scaling": [soak],
+    "sharding_memory": [soak],
     "two_nodes": [soak],
     "verdict_trials": [soak],
 }

@@ -79,8 +79,8 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     (("--cp=2",), "--cp 2: --model tests.nets:tiny has no sequences to cut; leave --cp out"),
     (("--cp=2", "--model=bert_tiny"), "--cp 2: --model bert_tiny needs whole sequences; leave --cp "
      "out"),
-    (("--cp=4", "--model=llama_tiny"), "--cp 4: --model llama_tiny has 2 num_key_value_heads; use a "
-     "divisor of them"),
+    (("--cp=4", "--model=llama_tiny"), "--cp 4: --model llama_tiny has 2 num_key_value_heads; use "
+     "a divisor of them"),
     (("--cp=2", "--tp=2", "--model=llama_tiny"), "--cp 2: --model llama_tiny has 2 "
      "num_key_value_heads, 1 with --tp 2; use a divisor of them"),
     (("--tp=4", "--model=llama_tiny"), "--tp 4: model.layers.0.self_attn.k_proj has 2 heads; use "

@@ -11,8 +11,8 @@ those of transformers' plans, whose own are taken where a model has no other:
 - `multihead_attention`: torch's, by its heads.
 - `divide:ATTRIBUTES`: no weights; sizes, by commas, that the module keeps of its cut layers.
 
-Weights are plain tensors, so all that works on those
-works on cut ones: ties, fused optimizers, FSDP over the other ranks, compilers.
+Weights are plain tensors, so all that works on those works on cut ones: ties, fused optimizers,
+FSDP over the other ranks, compilers.
 """
 
 import fnmatch
@@ -90,11 +90,12 @@ class _HeadParallelAttention(_ParallelModule):
     dropout: float
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
-        masks = [*args, *(v for k, v in kwargs.items() if k != "need_weights")]
-        asks_weights = kwargs.get("need_weights", True)
-        if any(masks) or asks_weights or key is not query or value is not query:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None,
+        average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        is_masked = key_padding_mask is not None or attn_mask is not None or is_causal
+        if is_masked or need_weights or key is not query or value is not query:
             raise RequestError(
                 "--tp cuts attention of a sequence with itself, without masks and with "
                 "need_weights=False; leave --tp out"
@@ -156,6 +157,7 @@ def parallelize(model: nn.Module, plan: Plan, group: RankGroup) -> dict[str, Ten
     """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     slices: dict[int, TensorSlice] = {}
+    cut_modules: set[str] = set()
     unused = set(plan)
     for path, module in [*model.named_modules()]:
         pattern = next((p for p in plan if fnmatch.fnmatchcase(path, p)), None)
@@ -173,14 +175,17 @@ def parallelize(model: nn.Module, plan: Plan, group: RankGroup) -> dict[str, Ten
                 "keeps it whole"
             )
             continue
+        num_fused = _num_fused(path, module, style, argument)
         for key, axis in _axes(path, module, style):
             parameter = getattr(module, key, None)
-            if parameter is not None and id(parameter) not in slices:
-                num_fused = 3 if style == "multihead_attention" else int(argument or 1)
-                shape = tuple(parameter.shape)
-                part = TensorSlice(shape, axis, group.rank, group.size, num_fused)
-                _check(path, part, _head_size(model, path))
-                slices[id(parameter)] = part
+            if parameter is None:
+                continue
+            shape = tuple(parameter.shape)
+            part = TensorSlice(shape, axis, group.rank, group.size, num_fused)
+            _check(path, part, _head_size(model, path))
+            if slices.setdefault(id(parameter), part) != part:
+                raise RequestError(f"--tp: {path}.{key} is tied to what is cut in another way")
+        cut_modules.add(path)
         for attribute in _CUT_SIZES.get(style, ()):
             if hasattr(module, attribute):
                 setattr(module, attribute, getattr(module, attribute) // group.size)
@@ -189,6 +194,7 @@ def parallelize(model: nn.Module, plan: Plan, group: RankGroup) -> dict[str, Ten
         raise RequestError(
             f"--tp: the model has no module {sorted(unused)[0]}, which its plan names"
         )
+    _refuse_ties_to_whole_modules(model, slices, cut_modules)
     _replace_parameters(model, slices)
     return {name_of[key]: part for key, part in slices.items()}
 
@@ -208,6 +214,35 @@ _CUT_SIZES = {
 _KNOW_THEIR_RANK = (_GatheredColumnParallel, _VocabularyParallelEmbedding)
 # Vocabularies, whose size the data decides.
 _SKIPPED_IF_UNEVEN = ("colwise_gather_output", "colwise_rep", "embedding_rowwise")
+
+
+def _num_fused(path: str, module: nn.Module, style: str, argument: str) -> int:
+    """Return how many layers a module's weight holds."""
+    if style == "multihead_attention":
+        if any(getattr(module, key) is not None for key in ("bias_k", "bias_v")) or (
+            module.in_proj_weight is None or module.add_zero_attn
+        ):
+            raise RequestError(
+                f"--tp: {path} has keys of another width or of its own, which are not cut"
+            )
+        return 3
+    if argument and not (style == "packed_colwise" and argument.isdigit()):
+        raise RequestError(f"--tp: {path} is to be cut {style}:{argument}; no such way is known")
+    return int(argument or 1)
+
+
+def _refuse_ties_to_whole_modules(
+    model: nn.Module, slices: Mapping[int, TensorSlice], cut_modules: set[str]
+) -> None:
+    """Check that no module computes with a part of a weight as if it were the whole."""
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            is_cut = parameter is not None and id(parameter) in slices and parameter.dim() > 1
+            if is_cut and path not in cut_modules:
+                raise RequestError(
+                    f"--tp: {path}.{key} is tied to a weight that the plan cuts, and {path} is not "
+                    "in the plan"
+                )
 
 
 def _axes(path: str, module: nn.Module, style: str) -> Iterator[tuple[str, int]]:
@@ -268,6 +303,9 @@ def _become_parallel(module: nn.Module, layer: type[_ParallelModule], group: Ran
     plain = type(module)
     module.__class__ = type(f"{layer.__name__.lstrip('_')}{plain.__name__}", (layer, plain), {})
     module.tensor_group = group  # type: ignore[assignment]
+    if layer is _HeadParallelAttention:
+        # Or torch's encoder layers would compute with its weights by themselves, to evaluate.
+        module._qkv_same_embed_dim = False  # type: ignore[assignment]
     if layer in _KNOW_THEIR_RANK:
         module.register_buffer("group_rank", torch.tensor(group.rank), persistent=False)
 

@@ -128,7 +128,13 @@ class LanguageModel(Spec):
             )
         if self.seq_len % group.size:
             raise RequestError(f"{asked}: --seq_len {self.seq_len} is no multiple of it")
-        (config,) = {id(m.config): m.config for m in net.modules() if hasattr(m, "config")}.values()
+        configs = {id(m.config): m.config for m in net.modules() if hasattr(m, "config")}
+        if len(configs) != 1:
+            raise RequestError(
+                f"{asked}: --model {self.name} has {len(configs)} configurations of transformers, "
+                "not one, so that its attention is not known; leave --cp out"
+            )
+        (config,) = configs.values()
         heads = {key: getattr(config, key, None) for key in _HEADS}
         for key, number in heads.items():
             if number is not None and number // tp % group.size:
@@ -141,7 +147,12 @@ class LanguageModel(Spec):
     def part_of_sequences(self, group: RankGroup, batch: Any) -> Any:
         """Return a rank's part of a batch's sequences, and what it has to know of the whole."""
         labels_NT = batch["labels"]
-        length = labels_NT.shape[1] // group.size
+        length, rest = divmod(labels_NT.shape[1], group.size)
+        if rest:
+            raise RequestError(
+                f"--cp {group.size}: a batch has sequences of {labels_NT.shape[1]} tokens, no "
+                "multiple of it"
+            )
         part = slice(group.rank * length, (group.rank + 1) * length)
         positions_T = torch.arange(labels_NT.shape[1])[part]
         return {
