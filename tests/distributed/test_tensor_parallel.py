@@ -108,8 +108,8 @@ def test_a_plan_that_does_not_fit_is_refused_in_a_line(change, line):
 
 
 def test_attention_is_cut_between_heads():
+    plan = {"attention.qkv": "packed_colwise:3"}
     with pytest.raises(RequestError, match=r"--tp 4: attention.qkv has 2 heads; use --tp 1 or 2"):
-        plan = {"attention.qkv": "packed_colwise:3"}
         tensor_parallel.parallelize(Net(), plan, RankGroup("", 0, 4))
     net = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, add_zero_attn=True)})
     with pytest.raises(RequestError, match="has keys of another width or of its own"):
