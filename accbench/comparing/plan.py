@@ -38,8 +38,8 @@ class CompareFlags(TaskConfig):
     )
     quick: bool = flag(
         False,
-        "A first verdict within two minutes: at most 4 rounds of few steps, no pass that compares "
-        "training, none on synthetic data. The page says what was not tested.",
+        "A first look in two to three minutes: at most 4 rounds of few steps, no pass that "
+        "compares training, none on synthetic data. The page says what was not tested.",
     )
     repeats: int | None = flag(
         None,
