@@ -277,6 +277,7 @@ class Loader:
             self._check_shared_memory(self._keys)
         with shared_memory.explained():
             batches = iter(self._loader)
+            shared_memory.explain_signals()
         for batch, problems in name_dead_workers(batches):
             for problem in problems:
                 self._count(problem)

@@ -62,7 +62,7 @@ class CheckpointFacts:
     image_size: int = 224
     num_samples: int | None = None
     """Samples that all ranks have trained on; None in checkpoints from before it was stored."""
-    num_data_ranks: int | None = None
+    num_token_ranks: int | None = None
     """Ranks with tokens of their own; None in checkpoints from before it was stored."""
     format: int = FORMAT
 

@@ -133,7 +133,7 @@ class Keeper:
                 top1=None if scores is None else scores.top1,
                 loss=None if scores is None else scores.loss,
                 optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
-                num_samples=num_samples, num_data_ranks=self.engine.mesh.num_token_ranks,
+                num_samples=num_samples, num_token_ranks=self.engine.mesh.num_token_ranks,
             )  # fmt: skip
             rng_of_ranks = tuple(
                 {name: states[rank] for name, states in by_name.items()}
@@ -200,14 +200,14 @@ class Keeper:
         # Seed first: another engine's checkpoint may lack a generator that this one has.
         data = self.engine.mesh.of_gradients.data_topology(self.topology)
         self.engine.seed(task.seed + data.rank + _SEED_STRIDE * facts.step)
-        num_data_ranks = facts.num_data_ranks or facts.world_size
+        num_token_ranks = facts.num_token_ranks or facts.world_size
         # Ranks with one batch draw the same numbers, so those of another mesh do not fit.
-        is_same = (facts.world_size, num_data_ranks) == (world_size, data.world_size)
+        is_same = (facts.world_size, num_token_ranks) == (world_size, data.world_size)
         if is_same and rank < len(saved.rng):
             self.engine.load_rng_state(saved.rng[rank])
         else:
             change = (
-                f"saved by {facts.world_size} workers of which {num_data_ranks} had tokens of "
+                f"saved by {facts.world_size} workers of which {num_token_ranks} had tokens of "
                 f"their own, now {world_size} and {data.world_size}"
                 if facts.world_size == world_size
                 else f"saved by {facts.world_size} workers, now {world_size}"

@@ -197,7 +197,7 @@ class DataMesh:
         self._mesh = self._build_mesh(jax.devices(), topology.world_size)
 
     def _build_mesh(self, devices: Sequence[jax.Device], world_size: int) -> Mesh | None:
-        self.num_data_ranks = world_size // self.tp
+        self.num_token_ranks = world_size // self.tp
         if world_size == 1:
             return None
         return Mesh(np.array(devices).reshape(-1, self._cp, self.tp), _ALL_AXES)
@@ -208,14 +208,14 @@ class DataMesh:
         Args:
             shape: of the array, or of this rank's part of it (`--tp`), before it is sharded.
         """
-        num = self.num_data_ranks
+        num = self.num_token_ranks
         if not self._shards or num == 1 or math.prod(shape) < _MIN_SHARDED_SIZE:
             return None
         return next((axis for axis, length in enumerate(shape) if length % num == 0), None)
 
     def local_shard(self, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         """Return this rank's shard of a tensor that all ranks with other data have."""
-        return tensor if axis is None else tensor.chunk(self.num_data_ranks, axis)[self._data_rank]
+        return tensor if axis is None else tensor.chunk(self.num_token_ranks, axis)[self._data_rank]
 
     def join_shards(self, of_all_ranks: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
         """Return the tensor of which all ranks' shards are given; see `local_shard`."""
@@ -277,7 +277,7 @@ class DataMesh:
         """Average arrays over the ranks, and keep this rank's shards; inside of `jit` only."""
         if self._mesh is None or not any(axis is not None for axis in axes):
             return self._all_reduce_mean(arrays)
-        num = self.num_data_ranks
+        num = self.num_token_ranks
         means = iter(
             self._all_reduce_mean([a for a, axis in zip(arrays, axes, strict=True) if axis is None])
         )

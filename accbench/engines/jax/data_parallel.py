@@ -44,7 +44,7 @@ class MeshDataParallel(Strategy):
 
     def average_probe(self, value: float) -> list[float]:
         # Long enough to be reduced in parts, where large gradients are.
-        length = 1024 * self.mesh.num_data_ranks if self._shards else 2
+        length = 1024 * self.mesh.num_token_ranks if self._shards else 2
         gradient = jnp.full((length,), value, jnp.float32)
         mesh, axis = self.mesh, self.mesh.shard_axis(gradient.shape)
 
