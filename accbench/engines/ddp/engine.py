@@ -43,7 +43,8 @@ def allow_tf32(allowed: bool) -> None:
     torch by itself does so for convolutions and not for matrix products.
     """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
+    # Where torch.testing._internal was imported, attributes of the backends cannot be set.
+    torch.backends.cudnn.set_flags(_allow_tf32=allowed)
 
 
 class Engine(LoopEngine):
@@ -109,7 +110,7 @@ class Engine(LoopEngine):
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
-            torch.backends.cudnn.benchmark = True  # shapes do not change
+            torch.backends.cudnn.set_flags(_benchmark=True)  # shapes do not change
             if task.script is None:
                 allow_tf32(task.tf32 == "on")
         self.precision.scaler = torch.amp.GradScaler(

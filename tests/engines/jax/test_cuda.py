@@ -51,21 +51,27 @@ def test_workers_are_told_where_libdevice_is(monkeypatch, tmp_path):
     assert "CUDA_ROOT" not in Engine.worker_env(TaskConfig(device="cpu", threads=1), 0)
 
 
+@pytest.fixture
+def tf32_of_torch():
+    products, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(products)
+    torch.backends.cudnn.set_flags(_allow_tf32=cudnn)
+
+
 @pytest.mark.parametrize("tf32", [True, False])
-def test_torch_and_jax_have_one_policy_of_tf32(monkeypatch, tf32):
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_torch_and_jax_have_one_policy_of_tf32(monkeypatch, tf32_of_torch, tf32, is_frozen):
     """And products of 16 bits are not widened, which moves more bytes."""
     from accbench.engines.ddp import engine as ddp
     from accbench.engines.jax import lowering
     from accbench.engines.jax.engine import Engine
 
-    before = torch.get_float32_matmul_precision()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-    try:
-        ddp.allow_tf32(tf32)
-        assert torch.backends.cuda.matmul.allow_tf32 is tf32
-        assert torch.backends.cudnn.allow_tf32 is tf32
-    finally:
-        torch.set_float32_matmul_precision(before)
+    # As the import of torch.testing._internal does, which some libraries bring.
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", not is_frozen)
+    ddp.allow_tf32(tf32)
+    assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    assert torch.backends.cudnn.allow_tf32 is tf32
     rules = runtime.lowering_rules("cuda", Engine.Options(), tf32)
     for dtype, is_exact in ((torch.float32, not tf32), (torch.bfloat16, False)):
         with mock.patch.dict(os.environ):  # torch's tracing leaves a folder's name there
