@@ -1,10 +1,10 @@
-"""Do all ways to share a model train the same? GPT-2 without dropout, four workers, this folder's docs.
+"""Do all ways to share a model train the same? GPT-2 without dropout, four workers, on docs/.
 
     python benchmarks/mesh_losses.py FOLDER [--steps 100] [--rows ddp,tp2-shard2] [--tiny]
 
-Every row has the same global batch of sixteen sequences. Prints a Markdown table of training losses,
-averaged over the workers, and of each row's largest difference from ddp's; the same command goes on
-where it was stopped. Returns 1 if a row ends elsewhere than ddp.
+Every row has the same global batch of sixteen sequences. Prints a Markdown table of training
+losses, averaged over the workers, and of each row's largest difference from ddp's; the same command
+goes on where it was stopped. Returns 1 if a row ends elsewhere than ddp.
 """
 
 import argparse
