@@ -138,6 +138,12 @@ class MeshFlags:
         "exchange heads for positions in attention (DeepSpeed-Ulysses).",
         minimum=1,
     )
+    offload: Literal["none", "optimizer", "all"] = flag(
+        "none",
+        "What lies in host memory between steps. optimizer: the optimizer's state, and the step "
+        "runs there (ZeRO-Offload). all: parameters too, with --dp_shard; each block is copied to "
+        "the device before it computes.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
 NOT_FOR_SCRIPTS = (
-    "--dp_shard, --tp and --cp share models of accbench's own loop, not those of scripts; leave "
-    "them out, or train with --model"
+    "--dp_shard, --tp, --cp and --offload are for accbench's own loop, not for those of scripts; "
+    "leave them out, or train with --model"
 )
 
 
@@ -117,8 +117,23 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
 
 
 def is_sharded(task: TaskConfig) -> bool:
-    """Return whether a task's flags ask for more than replicas."""
-    return task.dp_shard is not None or task.tp > 1 or task.cp > 1
+    """Return whether a task's flags ask for more than replicas on devices."""
+    return task.dp_shard is not None or task.tp > 1 or task.cp > 1 or task.offload != "none"
+
+
+def offload_problem(task: TaskConfig) -> str | None:
+    """Return why `--offload` cannot be had with a task's other flags, or None if it can."""
+    if task.offload == "all" and task.dp_shard is None:
+        return (
+            "--offload all copies the shards of --dp_shard to the device as they are needed; add "
+            "--dp_shard auto, or use --offload optimizer"
+        )
+    if task.offload == "all" and zero_stage(task) != 3:
+        return (
+            f"--offload all: --zero {task.zero} keeps whole parameters on the device; use --zero "
+            "3, or --offload optimizer"
+        )
+    return None
 
 
 def _refuse_remainder(num: int, flag: str, size: int, remedy: str, after: str = "") -> None:

@@ -41,11 +41,14 @@ class ParameterShard:
     parameter: nn.Parameter
     """The parameter in the form that the model has."""
     local: nn.Parameter
-    """The rows of this rank, in the parameter's own memory; what the optimizer steps with."""
+    """The rows of this rank, which the optimizer steps with: in the parameter's own memory, or a
+    copy in host memory."""
     rows: slice
     groups: ShardGroups
     tensor_slice: TensorSlice | None = None
     """The part of which it has rows; None for the whole parameter."""
+    resident: torch.Tensor | None = None
+    """The rows in the parameter's own memory, where `local` is a copy of them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,9 +90,31 @@ class ParameterShard:
         dist.gather(_as_bytes(part), received, group=tp, group_dst=0)
         return None if parts is None else self.tensor_slice.join(parts)
 
+    @property
+    def in_parameter(self) -> torch.Tensor:
+        """The rows in the parameter's own memory."""
+        return self.local if self.resident is None else self.resident
+
+    @torch.no_grad()
+    def read_parameter(self) -> None:
+        """Give what the optimizer steps with the parameter's values, where it is a copy."""
+        if self.resident is not None:
+            self.local.copy_(self.resident)
+
+    @torch.no_grad()
+    def write_parameter(self) -> None:
+        """Copy what the optimizer has stepped into the parameter, unless it is there; no wait."""
+        if self.resident is not None:
+            self.resident.copy_(self.local, non_blocking=True)
+
     def is_like(self, value: torch.Tensor) -> bool:
         """Return whether a value of the optimizer's has the rows' shape, and is cut alike."""
         return value.dim() > 0 and value.shape == self.local.shape
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of this shape in host memory, from which CUDA copies while it runs."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def rows_of_rank(num_rows: int, rank: int, num_ranks: int) -> slice:
@@ -171,7 +196,7 @@ def fill_from_rows(shards: Iterable[ParameterShard], group: dist.ProcessGroup) -
     """Give whole parameters the rows that each rank has stepped; all ranks call it."""
     for bucket in _buckets(shards):
         wholes = all_gather_several(
-            [shard.local for shard in bucket], [shard.part_shape for shard in bucket], group
+            [shard.in_parameter for shard in bucket], [s.part_shape for s in bucket], group
         )
         for shard, whole in zip(bucket, wholes, strict=True):
             shard.parameter.detach().copy_(whole)

@@ -50,20 +50,17 @@ def init_distributed(topology: Topology, device: str, timeout_s: float) -> None:
     """
     if topology.world_size == 1:
         return
-    # Gloo finds its network interface by the host's name, which often resolves to nothing on a
-    # laptop or in a container.
-    if topology.local_world_size == topology.world_size and os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if topology.local_world_size == topology.world_size:
+        _use_loopback()
     # The default arguments of this module's functions keep the process group that exists when it is
     # imported, which DDP's constructor would do. Imported before there is a group they are None,
     # so that `close` can end gloo's threads.
     importlib.import_module("torch.distributed.nn.functional")
-    nccl = device == "cuda" and torch.cuda.is_available()
     meeting = os.environ.get(MEETING_VARIABLE)
     where = meeting or ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+            backend=_backend(device),
             timeout=timedelta(seconds=timeout_s),
             **({} if meeting is None else _rendezvous_arguments(meeting, topology, timeout_s)),
         )
@@ -75,6 +72,25 @@ def init_distributed(topology: Topology, device: str, timeout_s: float) -> None:
             f"rank {topology.rank} of {topology.world_size} did not meet the others at {where}: "
             f"{' '.join(str(error).split())}; start them all within --timeout_s {timeout_s:g}{how}"
         ) from None
+
+
+def init_alone(device: str) -> None:
+    """Make a group of this process alone, for what needs one even where there is one worker."""
+    _use_loopback()
+    importlib.import_module("torch.distributed.nn.functional")  # see `init_distributed`
+    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _use_loopback() -> None:
+    # Gloo finds its network interface by the host's name, which often resolves to nothing on a
+    # laptop or in a container.
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _backend(device: str) -> str:
+    nccl = device == "cuda" and torch.cuda.is_available()
+    return "cpu:gloo,cuda:nccl" if nccl else "gloo"
 
 
 def _rendezvous_arguments(meeting: str, topology: Topology, timeout_s: float) -> dict[str, Any]:

@@ -101,4 +101,5 @@ class Precision:
     def restore_buffers(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Give buffers their values before a step that was skipped; does not wait."""
         for buffer, before in copies:
-            buffer.copy_(torch.where(self.found_inf > 0, before, buffer))
+            is_skipped = self.found_inf.to(buffer.device) > 0  # found on the host with --offload
+            buffer.copy_(torch.where(is_skipped, before, buffer))

@@ -43,6 +43,8 @@ class EngineRequirements(abc.ABC):
     @classmethod
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
         """Return why this engine cannot shard as asked and what to do, or None if it can."""
+        if task.offload != "none":
+            return cls.no_offloading(task)
         sizes = {"tp": task.tp, "cp": task.cp}
         asked = next(
             (f"--{name} {size}" for name, size in sizes.items() if size > 1),
@@ -51,6 +53,14 @@ class EngineRequirements(abc.ABC):
         return (
             f"{asked}: engine {task.engine} keeps the whole model on each worker; use --engine "
             "ddp, inductor or jax"
+        )
+
+    @classmethod
+    def no_offloading(cls, task: TaskConfig) -> str:
+        """Return the refusal of an engine that keeps its state on the device."""
+        return (
+            f"--offload {task.offload}: engine {task.engine} keeps all of its state on the device; "
+            "use --engine ddp or inductor"
         )
 
     @classmethod

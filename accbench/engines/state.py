@@ -117,6 +117,10 @@ class StatefulEngine(abc.ABC):
             kept += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
+    def offloaded_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return those of `state_bytes` that `--offload` keeps in host memory."""
+        return 0
+
     @staticmethod
     def applied_steps(optimizer: torch.optim.Optimizer) -> int:
         """Steps that changed the parameters, by the optimizer's own count; waits for it."""

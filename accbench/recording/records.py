@@ -149,6 +149,8 @@ class EndRecord:
     """Graphs compiled in training windows after the warm-up."""
     state_bytes: int | None = None
     """Bytes of parameters and optimizer state that rank 0 keeps between steps."""
+    offloaded_bytes: int | None = None
+    """Those of them that `--offload` keeps in host memory."""
     flops_per_sample: float | None = None
     """Floating point operations of products in a sample's forward and backward pass."""
     shape_changes: list[str] | None = None

@@ -134,6 +134,7 @@ def end_record(
         num_fallbacks=(timer.warmup + steady).num_fallbacks,
         left_compiler=engine.left_compiler() or None,
         state_bytes=engine.state_bytes(optimizer),
+        offloaded_bytes=engine.offloaded_bytes(optimizer),
         skipped_steps=timer.num_steps - engine.applied_steps(optimizer),
         num_steps=timer.num_steps,
         num_samples=timer.num_samples_of_all,

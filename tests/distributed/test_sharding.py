@@ -4,6 +4,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from accbench.comparing import plan
 from accbench.data import mock_images
@@ -18,7 +19,8 @@ SHARES = {
     "cp sgd": 1, "cp adamw": 0.25, "cp ignored labels": 1, "cp 2 x tp 2": 0.52,
     "tp sgd": 0.52, "tp adamw": 0.7, "tp overflow": 0.52, "tp accumulated": 0.35,
     "tp bert same data": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
-    "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26,
+    "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26, "offload optimizer": 1,
+    "offload all tp 2 x 2": 0.35,
 }  # fmt: skip
 
 
@@ -95,6 +97,12 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     (("--dp_shard=auto", "--ddp.find_unused_parameters"), "--ddp.find_unused_parameters is not "
      "for --dp_shard, which needs every parameter's gradient on each worker; freeze those that "
      "are unused (requires_grad = False)"),
+    (("--offload=all",), "--offload all copies the shards of --dp_shard to the device as they are "
+     "needed; add --dp_shard auto, or use --offload optimizer"),
+    (("--offload=all", "--dp_shard=auto", "--zero=2"), "--offload all: --zero 2 keeps whole "
+     "parameters on the device; use --zero 3, or --offload optimizer"),
+    (("--offload=optimizer", "--engine=jax"), "--offload optimizer: engine jax keeps all of its "
+     "state on the device; use --engine ddp or inductor"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
     done = run(
@@ -110,20 +118,26 @@ def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):
     images = mock_images.MockImagePlan(num_classes=3, num_train=8, num_val=3)
     mock_images.make(tmp_path / "images", images)
     evaluations = []
-    for name, flags in {"ddp": (), "sharded": ("--dp_shard=auto",)}.items():
+    ways = {"ddp": (), "sharded": ("--dp_shard=auto",), "offloaded": ("--offload=optimizer",)}
+    for name, flags in ways.items():
         done = run(*TINY, f"--data=imagefolder:{tmp_path / 'images'}", "--nproc_per_node=2",
                    "--ema_decay=0.5", "--save_interval=0", "--ddp.no-channels_last",
                    f"--output_dir={tmp_path / name}", *flags)  # fmt: skip
         assert done.returncode == 0, done.stderr
         evaluations.append(of_kind(tmp_path / name, records.EvalRecord))
-    for expected, of in zip(*evaluations, strict=True):
-        assert of.loss == pytest.approx(expected.loss, rel=1e-5)
-        assert (of.num_samples, of.averaged) == (9, expected.averaged)
+    for expected, *others in zip(*evaluations, strict=True):
+        for of in others:
+            assert of.loss == pytest.approx(expected.loss, rel=1e-5)
+            assert (of.num_samples, of.averaged) == (9, expected.averaged)
     assert {of.averaged for of in evaluations[1]} == {False, True}
     header = of_kind(tmp_path / "sharded", records.RunRecord)[0]
     assert header.mesh == {"pp": 1, "replicate": 1, "shard": 2, "cp": 1, "tp": 1}
-    kept = [end_of(tmp_path / name).state_bytes for name in ("ddp", "sharded")]
-    assert kept[1] < 0.6 * kept[0]
+    ends = {name: end_of(tmp_path / name) for name in ways}
+    assert ends["sharded"].state_bytes < 0.6 * ends["ddp"].state_bytes
+    assert [end.offloaded_bytes for end in ends.values()] == [0, 0, ends["ddp"].state_bytes]
+    # AdamW's moments, and the parameters twice.
+    on_device = ends["offloaded"].state_bytes - ends["offloaded"].offloaded_bytes
+    assert on_device == pytest.approx(ends["ddp"].state_bytes / 4, rel=0.2)
 
 
 LANGUAGE = (*TINY, "--model=llama_tiny", "--seq_len=16", "--warmup_steps=1", "--log_interval=1",
@@ -131,9 +145,9 @@ LANGUAGE = (*TINY, "--model=llama_tiny", "--seq_len=16", "--warmup_steps=1", "--
 # Eight samples a step in all of them.
 LEGS = (
     ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=auto"),
-    ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=1"),
+    ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=1", "--offload=optimizer"),
     ("--nproc_per_node=1", "--batch_size=8"),
-    ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=2"),
+    ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=2", "--offload=all"),
     ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--engine=jax"),
     ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=2"),
     ("--nproc_per_node=2", "--batch_size=4"),
@@ -141,6 +155,7 @@ LEGS = (
     ("--nproc_per_node=2", "--batch_size=8", "--tp=2"),
     ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto", "--engine=jax"),
     ("--nproc_per_node=4", "--batch_size=4", "--cp=2", "--dp_shard=auto"),
+    ("--nproc_per_node=1", "--batch_size=8", "--offload=optimizer"),
     ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=auto"),
 )
 
@@ -223,3 +238,19 @@ def test_a_comparison_has_sharded_rows(monkeypatch, tmp_path):
         (None, None), ("auto", 1), None
     ]  # fmt: skip
     assert "2 workers are no multiple of --dp_shard 3" in asked.rows[2].reason
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "offload", [("--offload=optimizer",), ("--offload=all", "--dp_shard=auto")]
+)
+def test_a_gpu_trains_the_same_with_its_state_on_the_host(tmp_path, offload):
+    losses, ends = [], []
+    for name, flags in {"device": (), "host": offload}.items():
+        done = run(*LANGUAGE, "--device=cuda", "--data=synthetic", "--nproc_per_node=1",
+                   "--clip_norm=0.5", f"--output_dir={tmp_path / name}", *flags)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses.append([w.loss for w in of_kind(tmp_path / name, records.WindowRecord)])
+        ends.append(end_of(tmp_path / name))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert ends[1].offloaded_bytes == ends[0].state_bytes

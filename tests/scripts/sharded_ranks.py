@@ -69,6 +69,14 @@ CASES |= {
     "cp ignored labels": (SGD_CLIPPED, ("--cp=2",), "whole"),
     "cp 2 x tp 2": ((HEADS, *SGD, "--accumulate=2"), ("--cp=2", "--tp=2"), "whole"),
 }
+OFFLOADED = "--offload=optimizer"
+CASES |= {
+    "offload optimizer": (SGD_CLIPPED, (OFFLOADED,), "whole"),
+    "offload optimizer zero 1 overflow": (FLOAT16, (OFFLOADED, *ZERO_1), "ddp"),
+    "offload optimizer zero 3": (ADAMW_TIED, (OFFLOADED, *ZERO_3), "whole"),
+    "offload all": (SGD_CLIPPED, ("--offload=all", *ZERO_3), "whole"),
+    "offload all tp 2 x 2": (ADAMW_TIED, ("--offload=all", "--tp=2", "--dp_shard=auto"), "whole"),
+}
 INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
 CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
@@ -77,7 +85,23 @@ SOAKED: dict[str, Case] = {
     "inductor tp": (ADAMW_TIED, (INDUCTOR, "--tp=2"), "whole"),
     "inductor zero 1": (ADAMW_TIED, (INDUCTOR, *ZERO_1), "whole"),
     "inductor zero 3": (SGD_CLIPPED, (INDUCTOR, *ZERO_3), "whole"),
-}
+    "inductor offload all": (SGD_CLIPPED, (INDUCTOR, "--offload=all", *ZERO_3), "whole"),
+    "inductor offload optimizer": (ADAMW_TIED, (INDUCTOR, OFFLOADED), "whole"),
+    "offload optimizer tp": (ADAMW_TIED, (OFFLOADED, "--tp=2"), "whole"),
+    "offload optimizer cp": (SGD_CLIPPED, (OFFLOADED, "--cp=2", "--dp_shard=2"), "whole"),
+    "offload optimizer zero 2": (
+        (TIED, *SGD, "--accumulate=2"), (OFFLOADED, "--dp_shard=2", "--zero=2"), "whole"
+    ),
+    "offload optimizer batchnorm": ((BATCHNORM, *SGD), (OFFLOADED, *ZERO_1), "ddp"),
+    "offload optimizer skipped": (
+        (UNTIED, *SGD, "--on_nan=skip"), (OFFLOADED, "--dp_shard=2"), "ddp"
+    ),
+    "offload all 2 x 2": (
+        (TIED, *SGD, "--accumulate=2"), ("--offload=all", "--dp_shard=2"), "whole"
+    ),
+    "offload all overflow": (FLOAT16, ("--offload=all", *ZERO_3), "ddp"),
+    "offload all dropout": ((TIED, *SGD), ("--offload=all", *ZERO_3), "ddp"),
+}  # fmt: skip
 if find_spec("jax"):
     JAX = ("--engine=jax", "--tp=2")
     CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*JAX, "--dp_shard=auto"), "whole")

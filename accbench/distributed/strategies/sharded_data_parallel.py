@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from accbench.distributed import parameter_shards
@@ -30,15 +30,19 @@ class ShardedDataParallel(ShardingStrategy):
         shape: how the ranks are laid out.
         keeps_gathered: whether parameters stay gathered until the backward pass (ZeRO's second
             stage) rather than being gathered again there (the third).
+        steps_on_host: see the base class.
+        offloads_parameters: whether parameters too lie in host memory, and each block is copied to
+            the device before it is gathered.
     """
 
     gathers_in_forward = True
 
     def __init__(
-        self, topology: Topology, device: torch.device, shape: MeshShape, keeps_gathered: bool
-    ) -> None:
-        super().__init__(topology, device, shape)
-        self.keeps_gathered = keeps_gathered
+        self, topology: Topology, device: torch.device, shape: MeshShape, keeps_gathered: bool,
+        steps_on_host: bool = False, offloads_parameters: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(topology, device, shape, steps_on_host)
+        self.keeps_gathered, self.offloads_parameters = keeps_gathered, offloads_parameters
         names = ("replicate", "shard") if shape.replicate > 1 else ("shard",)
         self._data_mesh = self.mesh[names]
 
@@ -63,8 +67,9 @@ class ShardedDataParallel(ShardingStrategy):
         if name in self.tensor_slices:
             whole = self.tensor_slices[name].cut(whole)
         rows = parameter_shards.rows_of_rank(len(meta), self.group.rank(), self.group.size())
+        device = "cpu" if self.offloads_parameters else self.device
         part = DTensor.from_local(
-            whole[rows].to(self.device, copy=True), meta.device_mesh, meta.placements,
+            whole[rows].to(device, copy=True), meta.device_mesh, meta.placements,
             run_check=False, shape=meta.shape, stride=meta.stride(),
         )  # fmt: skip
         parameter = nn.Parameter(part, meta.requires_grad)
@@ -88,29 +93,38 @@ class ShardedDataParallel(ShardingStrategy):
         for shard in self._shards.values():
             # FSDP pads uneven rows once more in the first forward pass, in memory of their own.
             local: Any = shard.parameter.to_local()  # type: ignore[attr-defined]
-            if local.data_ptr() != shard.local.data_ptr():
-                shard.local.data = local.detach()
+            if local.data_ptr() != shard.in_parameter.data_ptr():
+                shard.in_parameter.data = local.detach()
         return self._shards
 
     def _fully_shard(self, model: nn.Module, inner: Sequence[nn.Module]) -> None:
         for module in (*inner, model):
             # The root's own parameters stay gathered, for the backward pass begins with them.
             again = not self.keeps_gathered and module is not model
-            fully_shard(module, mesh=self._data_mesh, reshard_after_forward=again)
+            fully_shard(
+                module, mesh=self._data_mesh, reshard_after_forward=again,
+                offload_policy=self._offload_policy(),
+            )  # fmt: skip
         if self.device.type == "cpu":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     # Asked to average, gloo's reduce_scatter sums (torch 2.8).
                     module.set_force_sum_reduction_for_comms(True)
 
+    def _offload_policy(self) -> OffloadPolicy:
+        if self.offloads_parameters:
+            return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        return OffloadPolicy()
+
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()  # a micro-batch's whole gradients would have to be kept
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for shard in self.shards.values():
-            gradient: Any = shard.parameter.grad
-            shard.local.grad = None if gradient is None else gradient.to_local()
-            shard.parameter.grad = None  # it has moved, and the next step begins without
+        gradients: dict[str, Any] = {n: shard.parameter.grad for n, shard in self.shards.items()}
+        self.move_gradients({
+            name: None if gradient is None else gradient.to_local()
+            for name, gradient in gradients.items()
+        })  # fmt: skip
 
     def after_evaluation(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -2,7 +2,8 @@
 
 Gradients are averaged by DistributedDataParallel. Each rank then steps with its rows of every
 parameter, has moments for these alone, and all ranks gather what the others have stepped. Where
-tensor parallelism alone cuts a model, a rank steps with all rows of its parts.
+tensor parallelism alone cuts a model, a rank steps with all rows of its parts, and so it does with
+`--offload optimizer` alone.
 """
 
 from contextlib import AbstractContextManager
@@ -25,14 +26,15 @@ class ShardedOptimizer(ShardingStrategy):
         topology: the ranks.
         device: this rank's.
         shape: how the ranks are laid out.
+        steps_on_host: see the base class.
         data_parallel: what averages the gradients.
     """
 
     def __init__(
-        self, topology: Topology, device: torch.device, shape: MeshShape,
+        self, topology: Topology, device: torch.device, shape: MeshShape, steps_on_host: bool,
         data_parallel: DataParallel,
     ) -> None:  # fmt: skip
-        super().__init__(topology, device, shape)
+        super().__init__(topology, device, shape, steps_on_host)
         self.data_parallel = data_parallel
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -53,15 +55,17 @@ class ShardedOptimizer(ShardingStrategy):
         return self.data_parallel.without_reduction(model)
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for shard in self.shards.values():
-            gradient = shard.parameter.grad
-            shard.local.grad = None if gradient is None else gradient[shard.rows]
-            shard.parameter.grad = None  # it has moved, and the next step begins without
+        gradients = {name: shard.parameter.grad for name, shard in self.shards.items()}
+        self.move_gradients({
+            name: None if gradient is None else gradient[self.shards[name].rows]
+            for name, gradient in gradients.items()
+        })  # fmt: skip
         self.data_parallel.reduce_after_step(optimizer)
 
     def after_update(self) -> None:
+        super().after_update()
         if self.group.size() == 1:
-            return  # it has stepped the parameters' own memory
+            return  # it has stepped all rows
         trained = (shard for shard in self.shards.values() if shard.parameter.requires_grad)
         parameter_shards.fill_from_rows(trained, self.group)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench.distributed.mesh import MeshShape
-from accbench.distributed.parameter_shards import ParameterShard, ShardGroups
+from accbench.distributed.parameter_shards import ParameterShard, ShardGroups, pinned_like
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import Strategy
 from accbench.distributed.tensor_slices import TensorSlice
@@ -89,13 +89,18 @@ class ShardingStrategy(TorchStrategy):
         topology: the ranks.
         device: this rank's.
         shape: how the ranks are laid out.
+        steps_on_host: whether the optimizer steps with copies in host memory, and so keeps its
+            state there. Ren et al., ZeRO-Offload, 2021.
     """
 
     is_contiguous = True
 
-    def __init__(self, topology: Topology, device: torch.device, shape: MeshShape) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, shape: MeshShape, steps_on_host: bool
+    ) -> None:
         super().__init__(topology, device)
-        self.shape = shape
+        self.shape, self.steps_on_host = shape, steps_on_host
+        self._host_gradients: dict[str, torch.Tensor] = {}
         self.mesh = shape.device_mesh(device.type)
         self.group: dist.ProcessGroup = self.mesh.get_group("shard")
         """The ranks that have rows of the same tensors."""
@@ -110,10 +115,41 @@ class ShardingStrategy(TorchStrategy):
         self, name: str, parameter: nn.Parameter, local: torch.Tensor, rows: slice
     ) -> ParameterShard:
         """Return the shard of a parameter, whose rows `local` is this rank's."""
-        return ParameterShard(
+        in_parameter, resident = local.detach(), None
+        if self.steps_on_host and not local.is_meta:
+            local, resident = pinned_like(in_parameter), in_parameter
+        shard = ParameterShard(
             parameter, nn.Parameter(local.detach(), parameter.requires_grad), rows, self.groups,
-            self.tensor_slices.get(name),
+            self.tensor_slices.get(name), resident,
         )  # fmt: skip
+        shard.read_parameter()
+        return shard
+
+    def move_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Give what the optimizer steps with its gradients, and the parameters none.
+
+        Where that is in host memory, the host waits for the device here.
+        """
+        for name, gradient in gradients.items():
+            shard = self._shards[name]
+            if gradient is not None and self.steps_on_host:
+                if name not in self._host_gradients:
+                    self._host_gradients[name] = pinned_like(gradient)
+                gradient = self._host_gradients[name].copy_(gradient, non_blocking=True)
+            shard.local.grad = gradient
+            shard.parameter.grad = None  # it has moved, and the next step begins without
+        self._wait_for_copies()
+
+    def after_update(self) -> None:
+        for shard in self._shards.values():
+            if shard.parameter.requires_grad:
+                shard.write_parameter()
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """Wait until the device has read and written host memory, which is about to change."""
+        if self.steps_on_host and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @property
     def data_topology(self) -> Topology:
@@ -139,7 +175,9 @@ class ShardingStrategy(TorchStrategy):
 
     def share_overflow(self, flags: Sequence[torch.Tensor]) -> None:
         for flag in flags:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)  # of all replicas, or they would part
+            shared = flag.to(self.device)
+            dist.all_reduce(shared, dist.ReduceOp.MAX)  # of all replicas, or they would part
+            flag.copy_(shared)
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float) -> None:
         sliced = {id(self.shards[name].local) for name in self.tensor_slices}
@@ -162,11 +200,11 @@ def refuse_unshardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise RequestError(
-                f"--dp_shard and --tp: the model's {name} is a single number, which has no rows to "
-                "shard; make it a tensor of shape (1,), or leave them out"
+                f"--dp_shard, --tp and --offload: the model's {name} is a single number, which has "
+                "no rows to shard; make it a tensor of shape (1,), or leave them out"
             )
         if parameter.is_complex():
             raise RequestError(
-                f"--dp_shard and --tp: the model's {name} is complex, which is not sharded; "
-                "leave them out"
+                f"--dp_shard, --tp and --offload: the model's {name} is complex, which is not "
+                "sharded; leave them out"
             )

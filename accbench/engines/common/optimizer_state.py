@@ -78,7 +78,9 @@ def _count(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     found_inf = getattr(optimizer, "found_inf", None)
     for parameter, state in optimizer.state.items():
         if parameter.grad is not None:
-            state["step"] += 1 if found_inf is None else 1 - found_inf
+            # With --offload the scaler's flag and the state are on different devices.
+            is_taken = 1 if found_inf is None else 1 - found_inf.to(state["step"].device)
+            state["step"] += is_taken
 
 
 def averages(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -96,6 +96,8 @@ def load(
         net, optimizer, scaler, dataclasses.replace(saved, model=model, optimizer=states),
         local_names,
     )  # fmt: skip
+    for shard in shards.values():
+        shard.read_parameter()
 
 
 def in_memory(value: Any) -> torch.Tensor:
@@ -114,7 +116,7 @@ def _as_parameter(shard: ParameterShard, whole: Any) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         part = shard.tensor_slice
         return in_memory(whole) if part is None else part.cut(whole)
-    rows = shard.cut(whole).to(shard.local.device, shard.local.dtype)
+    rows = shard.cut(whole).to(shard.in_parameter.device, shard.local.dtype)
     return DTensor.from_local(
         rows, parameter.device_mesh, parameter.placements, run_check=False,
         shape=parameter.shape, stride=parameter.stride(),

@@ -16,7 +16,7 @@ from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.distributed import complex_parameters, mesh
+from accbench.distributed import complex_parameters, mesh, process_group
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.distributed.strategies.data_parallel import DataParallel
@@ -93,6 +93,9 @@ class Engine(LoopEngine):
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
         if task.script is not None:
             return mesh.NOT_FOR_SCRIPTS
+        problem = mesh.offload_problem(task)
+        if problem is not None:
+            return problem
         options = task.options.get(task.engine)
         if shape.shard > 1 and options is not None and options.find_unused_parameters:
             return (
@@ -124,19 +127,29 @@ class Engine(LoopEngine):
 
     def _build_strategy(self) -> TorchStrategy:
         settings = (self.device, self.task.engine, self.options.find_unused_parameters)
-        shape = self.mesh.of_gradients
-        if shape.shard == shape.tp == 1:
+        shape, offload = self.mesh.of_gradients, self.task.offload
+        if shape.shard == shape.tp == 1 and offload == "none":
             return DataParallel(self.topology, *settings)
-        if shape.shard == 1 or mesh.zero_stage(self.task) == 1:
-            # Gradients are averaged over those alone that have other tokens.
-            group, _ = dist.new_subgroups_by_enumeration(shape.data_groups())
-            data_parallel = DataParallel(shape.data_topology(self.topology), *settings, group)
-            return ShardedOptimizer(self.topology, self.device, shape, data_parallel)
+        if not dist.is_initialized():
+            process_group.init_alone(self.device.type)
+        whole = shape.shard == 1 or mesh.zero_stage(self.task) == 1
+        if whole and offload != "all":
+            return self._build_sharded_optimizer(shape, *settings)
         # Imported here: its imports take time.
         from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
 
         keeps_gathered = mesh.zero_stage(self.task) == 2
-        return ShardedDataParallel(self.topology, self.device, shape, keeps_gathered)
+        return ShardedDataParallel(
+            self.topology, self.device, shape, keeps_gathered,
+            steps_on_host=offload == "optimizer", offloads_parameters=offload == "all",
+        )  # fmt: skip
+
+    def _build_sharded_optimizer(self, shape: MeshShape, *settings: Any) -> ShardedOptimizer:
+        # Gradients are averaged over those alone that have other tokens.
+        group, _ = dist.new_subgroups_by_enumeration(shape.data_groups())
+        data_parallel = DataParallel(shape.data_topology(self.topology), *settings, group)
+        steps_on_host = self.task.offload == "optimizer"
+        return ShardedOptimizer(self.topology, self.device, shape, steps_on_host, data_parallel)
 
     @property
     def device_name(self) -> str:
@@ -343,11 +356,16 @@ class Engine(LoopEngine):
         return sharded_state.ShardedAverages(net, optimizer, self.strategy)
 
     def state_bytes(self, optimizer: torch.optim.Optimizer) -> int | None:
-        num_bytes = super().state_bytes(optimizer)
-        if num_bytes is None or not isinstance(self.strategy, ShardedOptimizer):
-            return num_bytes
-        shards = self.strategy.shards.values()  # beside rows it steps with it has them whole
-        return num_bytes + sum(s.parameter.nbytes - s.local.nbytes for s in shards)
+        num_bytes = super().state_bytes(optimizer) or 0
+        has_wholes = isinstance(self.strategy, ShardedOptimizer)  # beside what it steps with
+        for shard in self.strategy.shards.values():
+            in_parameter = shard.parameter if has_wholes else shard.in_parameter
+            is_copy = shard.resident is not None
+            num_bytes += in_parameter.nbytes - (0 if is_copy else shard.local.nbytes)
+        return num_bytes
+
+    def offloaded_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        return 0 if self.task.offload == "none" else super().state_bytes(optimizer) or 0
 
     @property
     def reads_together(self) -> bool:

@@ -74,6 +74,8 @@ class Engine(engines.Engine):
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
         if task.script is not None:
             return mesh.NOT_FOR_SCRIPTS
+        if task.offload != "none":
+            return cls.no_offloading(task)
         if mesh.zero_stage(task) != 3:
             return (
                 f"--zero {task.zero}: engine jax shards parameters and optimizer state alike; "
