@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ def _defines_plugin(path: Path, module: str, kind: PluginKind) -> bool:
 
 
 @cache
-def _all_entry_points() -> EntryPoints:
+def _all_entry_points() -> Any:  # another type before Python 3.12
     """Return those of every installed package, whose files are read once and not for each kind."""
     return entry_points()
 

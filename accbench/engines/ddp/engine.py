@@ -134,7 +134,7 @@ class Engine(LoopEngine):
             process_group.init_alone(self.device.type)
         whole = shape.shard == 1 or mesh.zero_stage(self.task) == 1
         if whole and offload != "all":
-            return self._build_sharded_optimizer(shape, *settings)
+            return self._build_sharded_optimizer(shape, settings)
         # Imported here: its imports take time.
         from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
 
@@ -144,7 +144,9 @@ class Engine(LoopEngine):
             steps_on_host=offload == "optimizer", offloads_parameters=offload == "all",
         )  # fmt: skip
 
-    def _build_sharded_optimizer(self, shape: MeshShape, *settings: Any) -> ShardedOptimizer:
+    def _build_sharded_optimizer(
+        self, shape: MeshShape, settings: tuple[torch.device, str, bool]
+    ) -> ShardedOptimizer:
         # Gradients are averaged over those alone that have other tokens.
         group, _ = dist.new_subgroups_by_enumeration(shape.data_groups())
         data_parallel = DataParallel(shape.data_topology(self.topology), *settings, group)
