@@ -269,8 +269,10 @@ def _make_row(
         task = config.parse(config.as_flags(values), "accbench run")
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
-    if task.tp > 1 or task.cp > 1:
-        raise RequestError("compare does not measure --tp and --cp; its rows may have --dp_shard")
+    if max(task.tp, task.cp, task.pp) > 1:
+        raise RequestError(
+            "compare does not measure --tp, --cp and --pp; its rows may have --dp_shard"
+        )
     try:
         task = launchers.resolve(task)
     except RequestError as error:

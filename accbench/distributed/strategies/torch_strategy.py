@@ -180,6 +180,15 @@ class ShardingStrategy(TorchStrategy):
             flag.copy_(shared)
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float) -> None:
+        total = self.sum_squares(parameters).sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+
+    def sum_squares(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of squares of the whole model's gradients, (); does not wait.
+
+        Args:
+            parameters: this rank's rows, which have gradients.
+        """
         sliced = {id(self.shards[name].local) for name in self.tensor_slices}
         of_slices = [p.grad for p in parameters if p.grad is not None and id(p) in sliced]
         of_wholes = [p.grad for p in parameters if p.grad is not None and id(p) not in sliced]
@@ -188,7 +197,7 @@ class ShardingStrategy(TorchStrategy):
         dist.all_reduce(squares, group=self.group)
         if self.tp_group is not None:
             dist.all_reduce(squares[:1], group=self.tp_group)
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sum().sqrt())
+        return squares.sum()
 
 
 def refuse_unshardable(model: nn.Module) -> None:
