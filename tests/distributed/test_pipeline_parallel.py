@@ -264,3 +264,26 @@ def test_workers_with_different_numbers_of_batches_evaluate_each_sample_once(tmp
     for expected, of in zip(*windows, strict=True):
         assert of.loss == pytest.approx(expected.loss, rel=1e-5)
         assert of.num_samples == expected.num_samples
+
+
+@pytest.mark.soak
+def test_dropout_is_the_same_in_every_run_and_after_a_checkpoint(tmp_path):
+    flags = (*TINY, "--model=gpt2_tiny", "--data=synthetic", "--seq_len=16", "--nproc_per_node=2",
+             *STAGES, "--warmup_steps=1", "--log_interval=1", "--resume=auto")  # fmt: skip
+    for name, num_steps in (("whole", 4), ("legs", 2), ("legs", 4)):
+        done = run(*flags, f"--max_steps={num_steps}", f"--output_dir={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+    losses = [[w.loss for w in of_kind(tmp_path / name, records.WindowRecord)]
+              for name in ("whole", "legs")]  # fmt: skip
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.soak
+def test_an_error_in_a_stage_is_told_as_it_is(tmp_path):
+    done = run(*TINY, "--data=synthetic", "--model=tests.nets:raises_on_rank1", *STAGES,
+               "--nproc_per_node=2", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "accbench: rank 1 failed: ValueError: planted fault"
+    )

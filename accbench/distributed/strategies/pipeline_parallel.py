@@ -33,6 +33,8 @@ class PipelineParallel(ShardedOptimizer):
         num_stages: stages of the model.
     """
 
+    builds_in_parts = True
+
     def __init__(
         self, topology: Topology, device: torch.device, shape: MeshShape,
         data_parallel: DataParallel, num_stages: int,
@@ -80,6 +82,18 @@ class PipelineParallel(ShardedOptimizer):
     def units(self, model: nn.Module) -> list[nn.Module]:
         """See the base class."""
         return self._blocks
+
+    def set_whole(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        """Give a parameter on the device meta its values, if it is one of this rank's stages."""
+        meta = dict(model.named_parameters()).get(name)
+        if meta is None:
+            return
+        part = self.tensor_slices[name].cut(whole) if name in self.tensor_slices else whole
+        parameter = nn.Parameter(part.to(self.device, copy=True), meta.requires_grad)
+        for module in model.modules():
+            for key, other in module._parameters.items():
+                if other is meta:
+                    module._parameters[key] = parameter
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """See the base class."""
