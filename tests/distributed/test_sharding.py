@@ -2,12 +2,14 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
-from accbench.comparing import plan
+from accbench.comparing import plan, rounds
 from accbench.data import mock_images
+from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import checkpoint_file
 from tests.conftest import ROOT, TINY, end_of, of_kind, processes_of, run, several_ranks
@@ -238,6 +240,26 @@ def test_a_comparison_has_sharded_rows(monkeypatch, tmp_path):
         (None, None), ("auto", 1), None
     ]  # fmt: skip
     assert "2 workers are no multiple of --dp_shard 3" in asked.rows[2].reason
+
+
+def test_rows_whose_workers_share_a_batch_have_the_same_global_batch(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = [*TINY, "--data=synthetic", "--nproc_per_node=4", "--batch_size=3"]
+    engines = "--engines=ddp:tp=2:dp_shard=auto,ddp,ddp:cp=2:tp=2"
+    asked = plan.parse([*flags, engines], "accbench compare").plan
+    assert [row.task and row.task["batch_size"] for row in asked.rows] == [6, 3, 12]
+    jobs = [job for job in rounds.jobs(asked, tmp_path) if job.label.startswith("numerics")]
+    references = {job.folder: job for job in jobs if job.kind == "reference"}
+    made = [(job.argument, job.task["batch_size"]) for job in references.values()]
+    assert made == [("4:reuse", 3), ("2x2:reuse", 6), ("1x4:reuse", 12)]
+    checks = {job.row.name: job for job in jobs if job.kind == "check"}
+    for row in (asked.rows[0], asked.rows[2]):
+        beside = references[Path(checks[row.name].argument)]
+        assert beside.task["batch_size"] == row.task["batch_size"]
+    (floor, _) = [job for job in jobs if job.kind == "floor"]
+    assert (floor.task["batch_size"], floor.task["tp"], floor.task["dp_shard"]) == (3, 1, None)
+    with pytest.raises(RequestError, match="in its rows alone: --engines ddp,ddp:tp=2"):
+        plan.parse([*flags, "--engines=ddp,jax", "--tp=2"], "accbench compare")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

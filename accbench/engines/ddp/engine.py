@@ -126,15 +126,14 @@ class Engine(LoopEngine):
         self.memory_format = torch.channels_last if is_last else torch.contiguous_format
 
     def _build_strategy(self) -> TorchStrategy:
-        settings = (self.device, self.task.engine, self.options.find_unused_parameters)
         shape, offload = self.mesh.of_gradients, self.task.offload
         if shape.shard == shape.tp == 1 and offload == "none":
-            return DataParallel(self.topology, *settings)
+            return self._build_data_parallel(self.topology)
         if not dist.is_initialized():
             process_group.init_alone(self.device.type)
         whole = shape.shard == 1 or mesh.zero_stage(self.task) == 1
         if whole and offload != "all":
-            return self._build_sharded_optimizer(shape, *settings)
+            return self._build_sharded_optimizer(shape)
         # Imported here: its imports take time.
         from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
 
@@ -144,10 +143,14 @@ class Engine(LoopEngine):
             steps_on_host=offload == "optimizer", offloads_parameters=offload == "all",
         )  # fmt: skip
 
-    def _build_sharded_optimizer(self, shape: MeshShape, *settings: Any) -> ShardedOptimizer:
+    def _build_data_parallel(self, topology: Topology, group: Any = None) -> DataParallel:
+        find_unused = self.options.find_unused_parameters
+        return DataParallel(topology, self.device, self.task.engine, find_unused, group)
+
+    def _build_sharded_optimizer(self, shape: MeshShape) -> ShardedOptimizer:
         # Gradients are averaged over those alone that have other tokens.
         group, _ = dist.new_subgroups_by_enumeration(shape.data_groups())
-        data_parallel = DataParallel(shape.data_topology(self.topology), *settings, group)
+        data_parallel = self._build_data_parallel(shape.data_topology(self.topology), group)
         steps_on_host = self.task.offload == "optimizer"
         return ShardedOptimizer(self.topology, self.device, shape, steps_on_host, data_parallel)
 
