@@ -22,7 +22,7 @@ SHARES = {
     "tp sgd": 0.52, "tp adamw": 0.7, "tp overflow": 0.52, "tp accumulated": 0.35,
     "tp bert same data": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
     "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26, "offload optimizer": 1,
-    "offload all tp 2 x 2": 0.35,
+    "offload all tp 2 x 2": 0.35, "partial fc sgd": 0.76, "partial fc uneven adamw": 0.76,
 }  # fmt: skip
 
 
@@ -105,6 +105,11 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
      "parameters on the device; use --zero 3, or --offload optimizer"),
     (("--offload=optimizer", "--engine=jax"), "--offload optimizer: engine jax keeps all of its "
      "state on the device; use --engine ddp or inductor"),
+    (("--model=arcface_r18", "--arcface.sample_rate=0.1", "--engine=jax"), "--arcface.sample_rate: "
+     "engine jax keeps all classes on each worker; use --engine ddp or inductor, or leave it out"),
+    (("--model=arcface_r18", "--arcface.sample_rate=0.1", "--dp_shard=auto"),
+     "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
+     "--dp_shard, --tp and --cp out"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
     done = run(
@@ -187,6 +192,38 @@ def test_a_run_goes_on_in_every_other_way_to_shard(tmp_path):
     }  # fmt: skip
     for name, tensor in states[1].model.items():
         assert (states[0].model[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+
+
+def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
+    """PartialFC with all classes, of 7 over 4, 2 and 1 workers, beside the whole head on one."""
+    images = mock_images.MockImagePlan(num_classes=7, num_train=4, num_val=1)
+    mock_images.make(tmp_path / "images", images)
+    common = (*TINY, f"--data=imagefolder:{tmp_path / 'images'}", "--image_size=16",
+              "--optimizer=sgd", "--lr=0.01", "--momentum=0.5", "--ema_decay=0.5",
+              "--warmup_steps=1", "--log_interval=1", "--max_steps=100")  # fmt: skip
+    for number, workers in enumerate((4, 2, 1, 4), start=1):
+        done = run(*common, "--model=tests.nets:PartialFace", f"--nproc_per_node={workers}",
+                   f"--batch_size={8 // workers}", f"--epochs={number}", "--resume=auto",
+                   f"--output_dir={tmp_path / 'shared'}")  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = run(*common, "--model=tests.nets:TinyFace", "--batch_size=8", "--epochs=4",
+               f"--output_dir={tmp_path / 'whole'}")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses, evaluations, states = [], [], []
+    for name in ("shared", "whole"):
+        losses.append([w.loss for w in of_kind(tmp_path / name, records.WindowRecord)])
+        evaluations.append(of_kind(tmp_path / name, records.EvalRecord))
+        last = max((tmp_path / name / "checkpoints").iterdir())
+        states.append(checkpoint_file.read(last).state)
+    assert len(losses[1]) == 12
+    # Logits are cosines times 64, and rounding grows likewise.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for of, expected in zip(*evaluations, strict=True):
+        assert of.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert (of.top1, of.top5, of.num_samples) == (expected.top1, expected.top5, 7)
+    for name, tensor in states[1].model.items():
+        assert (states[0].model[name] - tensor).norm() < 1e-4 * tensor.norm(), name
+    assert states[0].optimizer["net.classes"]["momentum_buffer"].shape == (7, 512)
 
 
 @pytest.mark.parametrize("shared", [("--tp=2",), ("--cp=2",)])

@@ -25,7 +25,9 @@ from tests.nets.not_finite import (
 from tests.nets.outputs import no_module, returns_dict, returns_tuple, returns_words, takes_nothing
 from tests.nets.specs import Autoencoder, Mislabelled, Ragged, Recolours, many_heads
 from tests.nets.structures import (
+    PartialFace,
     ShallowFace,
+    TinyFace,
     checkpointed,
     checkpointed_dropping,
     checkpointed_reentrant,
@@ -61,7 +63,9 @@ __all__ = [
     "Mislabelled",
     "Ragged",
     "Recolours",
+    "PartialFace",
     "ShallowFace",
+    "TinyFace",
     "asks_the_host",
     "checkpointed",
     "checkpointed_dropping",

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accbench import engines
+from accbench import engines, models
 from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import complex_parameters, mesh, process_group
+from accbench.distributed.collectives import RankGroup
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.distributed.strategies.data_parallel import DataParallel
@@ -105,6 +106,15 @@ class Engine(LoopEngine):
             )
         return None
 
+    @classmethod
+    def class_shards_problem(cls, task: TaskConfig) -> str | None:
+        if task.dp_shard is None and mesh.workers_per_batch(task) == 1:
+            return None
+        return (
+            "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
+            "--dp_shard, --tp and --cp out"
+        )
+
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
@@ -127,7 +137,8 @@ class Engine(LoopEngine):
 
     def _build_strategy(self) -> TorchStrategy:
         shape, offload = self.mesh.of_gradients, self.task.offload
-        if shape.shard == shape.tp == 1 and offload == "none":
+        self._shards_classes = self.topology.world_size > 1 and models.shards_classes(self.task)
+        if shape.shard == shape.tp == 1 and offload == "none" and not self._shards_classes:
             return self._build_data_parallel(self.topology)
         if not dist.is_initialized():
             process_group.init_alone(self.device.type)
@@ -193,14 +204,24 @@ class Engine(LoopEngine):
             RequestError: it has none, or does not fit it.
         """
         strategy = self.strategy
+        if self._shards_classes and isinstance(strategy, ShardedOptimizer):
+            self._shard_classes(model, strategy)
         if not isinstance(strategy, ShardingStrategy) or strategy.tp_group is None:
             return
-        from accbench.distributed.collectives import RankGroup
         from accbench.engines.common import tensor_parallel
 
         strategy.tensor_slices = tensor_parallel.parallelize_by_own_plan(
             model, RankGroup.of(strategy.tp_group), self.task.model
         )
+
+    def _shard_classes(self, model: nn.Module, strategy: ShardedOptimizer) -> None:
+        """Have each rank keep a part of the classes of the model's head (PartialFC)."""
+        assert dist.group.WORLD is not None
+        for path, module in [*model.named_modules()]:
+            if hasattr(module, "shard_classes"):
+                key, part = module.shard_classes(RankGroup.of(dist.group.WORLD))
+                name = f"{path}.{key}" if path else key
+                strategy.class_slices = {**strategy.class_slices, name: part}
 
     def _prepare_deferred(self, model: nn.Module, deferred: Any) -> nn.Module:
         """Shard a model without weights, and fill it; no rank has more than one tensor whole."""
@@ -351,7 +372,8 @@ class Engine(LoopEngine):
 
     @property
     def evaluates_together(self) -> bool:
-        return super().evaluates_together or self.strategy.gathers_in_forward
+        waits = self.strategy.gathers_in_forward or self._shards_classes
+        return super().evaluates_together or waits
 
     def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         if not self.strategy.shards:
