@@ -7,7 +7,7 @@ is `script_check_pass`.
 import dataclasses
 import zlib
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from accbench import models
 from accbench.comparing import (
     distances,
     engine_dropout,
+    merged_batches,
     pieces,
     reference_pass,
     roundings,
@@ -66,7 +67,7 @@ def run(
     """
     check, source = _open(task, topology, reference_dir, num_draws, task.run_dir.name)
     try:
-        with shared_dropout.shared_dropout():
+        with check.dropout_replaced():
             check.steps(source)
             check.evaluation(source)
             check.overflow(source)
@@ -109,12 +110,15 @@ def _open(
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
     engine = open_first_engine(task, topology)
-    reference = Reference(reference_dir, update_rules.of_task(task), topology.rank)
-    losses = reference.facts.losses
-    made_for = (reference.facts.batch_size, len(losses), len(losses[0]))
-    if made_for != (task.batch_size, task.max_steps, topology.world_size):
+    shape, data = engine.mesh, engine.mesh.data_topology(topology)
+    reference = Reference(reference_dir, update_rules.of_task(task), data.rank)
+    facts = reference.facts
+    made_for = (facts.batch_size, len(facts.losses), len(facts.losses[0]), facts.workers_per_batch)
+    if made_for != (
+        task.batch_size, task.max_steps, shape.num_data_ranks, shape.num_workers_per_batch
+    ):  # fmt: skip
         raise RequestError(f"the reference in {reference_dir} is of another task")
-    (source,) = reference_pass.sources(task, [topology])
+    (source,) = merged_batches.sources(task, [data], shape.num_workers_per_batch)
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
     engine.strategy.prove()
     check = CheckPass(task, topology, engine, reference, logger, num_draws, name)
@@ -141,6 +145,7 @@ class CheckPass:
             name: part of the seed of the draws, which differ from pass to pass.
         """
         self.num_draws, self.name = num_draws, name
+        self.data = engine.mesh.data_topology(topology)
         self.task, self.topology, self.engine = task, topology, engine
         self.reference, self.logger = reference, logger
         self.spec = models.of_task(task)
@@ -158,10 +163,23 @@ class CheckPass:
         model_state.broadcast_extra(self.net)
         self.model = self.engine.prepared(self.net)
         self.optimizer = self.engine.build_optimizer(self.model)
-        self.engine.seed(self.task.seed + self.topology.rank)
+        tokens = self.engine.mesh.of_gradients.data_topology(self.topology)
+        self.engine.seed(self.task.seed + tokens.rank)
+        self.transform = worker.share_sequences(self.engine, self.spec, self.net)
         self.model.train()
         state = self.engine.training_state(self.net, self.optimizer)
         self.write("start", 0, distances.of_start(state, self.reference.start_state))
+        if not self.drops and self.reference.facts.dropout_probabilities:
+            self.write("without dropout", 0, {})
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout drops what the reference drops, rather than nothing."""
+        return self.reference.facts.workers_per_batch == 1
+
+    def dropout_replaced(self) -> AbstractContextManager[None]:
+        """Return a context in which dropout is the reference's."""
+        return shared_dropout.shared_dropout(self.drops)
 
     def steps(self, source: Any) -> None:
         """Check every step, each from the reference's state."""
@@ -222,7 +240,7 @@ class CheckPass:
 
     @property
     def _expected_score(self) -> float:
-        return self.reference.facts.scores[self.topology.rank]
+        return self.reference.facts.scores[self.data.rank]
 
     def _score(self, source: Any) -> float:
         batches = self._batches(source)
@@ -235,7 +253,7 @@ class CheckPass:
                 self.engine.wait()
             finally:
                 self.model.train()
-        return float(scores.cpu()[0].item())
+        return self.engine.mesh.cp * self._of_batch(float(scores.cpu()[0].item()))
 
     def overflow(self, source: Any) -> None:
         """Check that an overflowing float16 step halves the loss scale and changes no weight."""
@@ -266,8 +284,7 @@ class CheckPass:
                 self._train_freely("noise of free")
 
     def _train_freely(self, phase: str) -> None:
-        (source,) = reference_pass.sources(self.task, [self.topology])
-        batches = self._batches(source)
+        batches = self._batches(self._open_source())
         losses = []
         with closing(batches):
             for step, batch in enumerate(islice(batches, self.num_steps)):
@@ -276,7 +293,7 @@ class CheckPass:
         self.engine.wait()
         state = self.engine.training_state(self.net, self.optimizer)
         for step, tensor in enumerate(losses):
-            loss = float(tensor.cpu().item())
+            loss = self._of_batch(float(tensor.cpu().item()))
             self.write(phase, step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
         end = distances.of_free_run(state, self.reference)
         self.write(f"{phase} end", self.num_steps, end, state=state)
@@ -286,14 +303,13 @@ class CheckPass:
         probabilities = self.reference.facts.dropout_probabilities
         if not probabilities:
             return
-        (source,) = reference_pass.sources(self.task, [self.topology])
-        batches = self._batches(source)
+        batches = self._batches(self._open_source())
         problem, not_tried = None, None
         with closing(batches):
             try:
                 # A new engine, as this one may have compiled the shared dropout in. The mask is
-                # read from a gradient, which must not be clipped.
-                unclipped = dataclasses.replace(self.task, clip_norm=None, accumulate=1)
+                # read from a gradient, which must not be clipped, and has no plan for --tp.
+                unclipped = dataclasses.replace(self.task, clip_norm=None, accumulate=1, tp=1, cp=1)
                 problem = engine_dropout.find_problem(
                     open_engine(unclipped, self.topology), self.topology, train_step,
                     next(batches), probabilities, self.task.seed,
@@ -310,13 +326,34 @@ class CheckPass:
         self.engine.close()
 
     def _batches(self, source: Any) -> Generator[Batch, None, None]:
-        return reference_pass.epochs(source.train_loader(), self.engine.device_batches)
+        loader = source.train_loader()
+        loader.transform = self.transform
+        return reference_pass.epochs(loader, self.engine.device_batches)
+
+    def _open_source(self) -> Any:
+        num = self.engine.mesh.num_workers_per_batch
+        (source,) = merged_batches.sources(self.task, [self.data], num)
+        return source
 
     def _draw(self, step: int) -> None:
-        self.draws.begin(step, self.topology.rank, lambda t: self.engine.to_device((t,))[0])
+        self.draws.begin(step, self.data.rank, lambda t: self.engine.to_device((t,))[0])
 
     def _step(self, batch: Batch) -> float:
-        return float(self._run_step(batch).cpu().item())
+        return self._of_batch(float(self._run_step(batch).cpu().item()))
+
+    def _of_batch(self, value: float) -> float:
+        """Return the mean of a value over this rank's batch, of which `--cp` leaves it a part."""
+        shape = self.engine.mesh
+        if shape.cp == 1:
+            return value
+        values = [rank_value for (rank_value,) in _gather([value])]
+        topologies = [dataclasses.replace(self.topology, rank=rank) for rank in range(len(values))]
+        shared = [
+            rank_value
+            for rank_value, topology in zip(values, topologies, strict=True)
+            if shape.data_topology(topology).rank == self.data.rank
+        ]
+        return sum(shared) / len(shared)
 
     def _run_step(self, batch: Batch) -> torch.Tensor:
         return self.engine.run_step(train_step, self.model, self.spec, self.optimizer, batch)
@@ -340,7 +377,7 @@ class CheckPass:
             raise NotLoadableError(problem or f"rank {bad[0]} did not take over its state")
 
     def _of_loss(self, loss: float, step: int) -> float:
-        return distances.relative(loss, self.reference.facts.losses[step][self.topology.rank])
+        return distances.relative(loss, self.reference.facts.losses[step][self.data.rank])
 
     def write(
         self, phase: str, step: int, measured: dict[str, float], note: str | None = None,

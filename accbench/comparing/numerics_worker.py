@@ -36,8 +36,9 @@ def main(argv: Sequence[str], started: float) -> int:
         if part == "reference" and task.script is not None:
             script_reference_pass.run(task, topology)
         elif part == "reference":
-            num_ranks, _, reuses = argument.partition(":")
-            reference_pass.run(task, int(num_ranks), bool(reuses))
+            numbers, _, reuses = argument.partition(":")
+            num_shards, _, workers_per_batch = numbers.partition("x")
+            reference_pass.run(task, int(num_shards), bool(reuses), int(workers_per_batch or 1))
         elif task.script is not None:
             script_check_pass.run(task, topology, Path(argument))
         elif part == "free_draws":

@@ -12,6 +12,7 @@ from accbench.comparing import defaults, update_rules
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.config.task import MeshFlags
+from accbench.distributed import mesh
 from accbench.errors import RequestError
 from accbench.report import conditions
 from accbench.report.comparison import ComparisonPlan, RowPlan
@@ -30,8 +31,8 @@ class CompareFlags(TaskConfig):
         None,
         "Engines to compare, comma-separated; an engine's options follow it after colons: "
         "`ddp:channels_last=false,ddp,xla`. How a row shards follows likewise: "
-        "`ddp,ddp:dp_shard=auto`. Unset: ddp, inductor; jax on an accelerator and where there is "
-        "no torch_xla; xla where there is.",
+        "`ddp,ddp:dp_shard=auto,ddp:tp=2`. Unset: ddp, inductor; jax on an accelerator and where "
+        "there is no torch_xla; xla where there is.",
     )
     baseline: str | None = flag(
         None, "The row that the others are compared with. Unset: the first."
@@ -116,7 +117,11 @@ class CompareFlags(TaskConfig):
         None,
         "Height and width in pixels. Unset: 96 on a CPU, else 224.",
     )
-    batch_size: int | None = flag(None, "Samples per worker and step. Unset: 4 on a CPU, else 128.")
+    batch_size: int | None = flag(
+        None,
+        "Samples per worker and step; in a row with tp=2 two workers share twice as many. Unset: 4 "
+        "on a CPU, else 128.",
+    )
     amp_level: Literal["O0", "O1"] | None = flag(
         None,
         "O0: float32. O1: autocast. Unset: O0 on a CPU and with --script, else O1.",
@@ -232,6 +237,11 @@ def _check(flags: Any) -> None:
         raise RequestError(
             f"compare measures with as many nodes as --nnodes says, not {flags.nnodes}"
         )
+    if mesh.workers_per_batch(flags) > 1:
+        asked = f"tp={flags.tp}" if flags.tp > 1 else f"cp={flags.cp}"
+        raise RequestError(
+            f"compare has --tp and --cp in its rows alone: --engines ddp,ddp:{asked}"
+        )
     if flags.profile is not None:
         raise RequestError("a profile slows what compare measures; take --profile in a run")
     if flags.on_oom != "stop":
@@ -269,10 +279,15 @@ def _make_row(
         task = config.parse(config.as_flags(values), "accbench run")
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
-    if max(task.tp, task.cp, task.pp) > 1:
+    if task.pp > 1:
         raise RequestError(
-            "compare does not measure --tp, --cp and --pp; its rows may have --dp_shard"
+            f"--engines {spec}: compare does not measure --pp; its rows may have --dp_shard, --tp "
+            "and --cp"
         )
+    if task.batch_size is not None:
+        # What is equal is the global batch, which fewer workers share out.
+        shared = mesh.workers_per_batch(task)
+        task = dataclasses.replace(task, batch_size=task.batch_size * shared)
     try:
         task = launchers.resolve(task)
     except RequestError as error:

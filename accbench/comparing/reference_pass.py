@@ -21,10 +21,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accbench import config, models
-from accbench.comparing import pieces, reference_cache, shared_dropout, update_rules
+from accbench import models
+from accbench.comparing import (
+    merged_batches,
+    pieces,
+    reference_cache,
+    shared_dropout,
+    update_rules,
+)
 from accbench.comparing.update_rules import Rule, Weights
-from accbench.config import TaskConfig, plugins
+from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.distributed import complex_numbers
 from accbench.distributed.process_group import Topology
@@ -59,15 +65,10 @@ class ReferenceFacts:
     draws_otherwise: bool
     """Whether the model draws random numbers that engines cannot share."""
     batch_size: int = 0
+    workers_per_batch: int = 1
+    """Workers that share a batch; if several, nothing is dropped, as their masks are other ones."""
     cache_key: str | None = None
     """Name of the entry that keeps it for later comparisons, see `reference_cache`."""
-
-
-def sources(task: TaskConfig, shards: list[Topology]) -> list[Any]:
-    """Return the data source of each shard."""
-    name, location = config.data_name(task.data)
-    source = plugins.load("data", name)
-    return [source(location, task, task.options.get(name), shard) for shard in shards]
 
 
 def epochs(loader: Any, batches: Any) -> Generator[Batch, None, None]:
@@ -168,17 +169,20 @@ class _Float64Model:
         return float(scores[0].item())
 
 
-def run(task: TaskConfig, num_shards: int, reuses: bool = False) -> None:
+def run(
+    task: TaskConfig, num_shards: int, reuses: bool = False, workers_per_batch: int = 1
+) -> None:
     """Make a reference in the run's folder, and write its losses into the record.
 
     Args:
         task: what to train.
-        num_shards: the number of ranks that engines will train with.
+        num_shards: the number of different batches a step that engines will train with.
         reuses: whether to take one that was kept, and to keep this one.
+        workers_per_batch: ranks that will share each of them.
     """
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir)
-    facts, was_kept = _train(task, num_shards, task.max_steps, task.run_dir / FOLDER, reuses)
+    facts, was_kept = _train(task, num_shards, task.run_dir / FOLDER, reuses, workers_per_batch)
     if was_kept:
         logger.write(records.NumericsRecord(reference_cache.KEPT, 0, {}))
     for step, losses in enumerate(facts.losses):
@@ -193,30 +197,31 @@ def run(task: TaskConfig, num_shards: int, reuses: bool = False) -> None:
 
 
 def _train(
-    task: TaskConfig, num_shards: int, num_steps: int, folder: Path, reuses: bool
+    task: TaskConfig, num_shards: int, folder: Path, reuses: bool, workers_per_batch: int
 ) -> tuple[ReferenceFacts, bool]:
-    """Write the reference into `folder`: one that was kept, or `num_steps` steps of training.
+    """Write the reference into `folder`: one that was kept, or `--max_steps` steps of training.
 
     Returns:
         The reference's facts, and whether it was kept.
     """
     shards = [Topology(rank, rank, num_shards, num_shards) for rank in range(num_shards)]
-    shard_sources = sources(task, shards)
+    shard_sources = merged_batches.sources(task, shards, workers_per_batch)
     rule = update_rules.of_task(task)
     model = _Float64Model(task, shard_sources[0].num_classes, num_shards, rule)
     loaders = [source.train_loader() for source in shard_sources]
     streams = [epochs(loader, _host_batches) for loader in loaders]
-    steps: Iterator[tuple[Batch, ...]] = islice(zip(*streams, strict=True), num_steps)
+    steps: Iterator[tuple[Batch, ...]] = islice(zip(*streams, strict=True), task.max_steps)
     key = None
     if reuses:
-        key, steps = _key_and_steps(task, model, num_shards, steps)
+        key, steps = _key_and_steps(task, model, num_shards * workers_per_batch, steps)
     if key is not None and reference_cache.fetch(key, folder):
         return read_facts(folder), True
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _save(folder / _START, {_PARAMETER: model.weights.parameters}, model)
-    with shared_dropout.shared_dropout():
+    with shared_dropout.shared_dropout(drops=workers_per_batch == 1):
         facts = _train_steps(task, model, steps, folder, key)
+    facts = dataclasses.replace(facts, workers_per_batch=workers_per_batch)
     (folder / _FACTS).write_text(json.dumps(dataclasses.asdict(facts)) + "\n", encoding="utf-8")
     if key is not None:
         reference_cache.store(key, folder)
@@ -270,7 +275,7 @@ def _train_steps(
     assert task.batch_size is not None
     return ReferenceFacts(
         losses, scores, [list(shape) for shape in draws.shapes or ()],
-        _probabilities(model.net), draws_otherwise, task.batch_size, key,
+        _probabilities(model.net), draws_otherwise, task.batch_size, cache_key=key,
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from accbench.comparing.plan import CompareRequest, parse
 from accbench.comparing.run import JobKind, run_to_its_end
 from accbench.comparing.time_left import TimeLeftColumn, estimate_s, in_words
 from accbench.config import plugins
+from accbench.config.task import MeshFlags
+from accbench.distributed import mesh
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
 from accbench.report import analysis, comparison, conditions, numerics, publish
@@ -155,7 +157,7 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
     """Describe what the comparison will do, and which settings were chosen for the device."""
     task = next(row.task for row in plan.rows if row.task)
     what = f"{task.get('model')}, {task.get('image_size')} px"
-    batch = f"batch {task['batch_size']} a worker, "
+    batch = f"batch {_plain(task).get('batch_size')} a worker, "
     if "script" in task:
         what, batch = task["script"], ""
     nodes = "" if task["nnodes"] == "1" else f"{task['nnodes']} nodes of "
@@ -223,19 +225,21 @@ def _numerics_jobs(
 ) -> Iterator[Job]:
     """Yield the jobs of the reference, of plain ddp in both layouts, and of every row."""
     row, task = rows[0]
+    plain = _plain(task)
+    num_ranks = task["nproc_per_node"] * int(task["nnodes"])
     # Data loading processes would only add their start-up time to every pass.
     steps: dict[str, int | None] = {"max_steps": plan.numerics_steps}
     if "script" not in task:
         steps |= {"epochs": None, "workers": 0}
-    plain = _plain(task) | steps
+    plain |= steps
     reference = comparison.numerics_folder(folder, REFERENCE)
-    num_ranks = task["nproc_per_node"] * int(task["nnodes"])
     threads = None if plain["threads"] is None else num_ranks * plain["threads"]
     exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "nnodes": "1", "threads": threads}
     if "script" in task:  # its loop sees only its own rank's samples
         exact |= {"nproc_per_node": num_ranks, "threads": plain["threads"]}
     is_here = (task["launcher"], task["nnodes"]) == ("local", "1")  # not on unknown machines
-    wanted = f"{num_ranks}:reuse" if plan.reuses_reference and is_here else str(num_ranks)
+    reuse = ":reuse" if plan.reuses_reference and is_here else ""
+    wanted = f"{num_ranks}{reuse}"
     yield Job("numerics  float64 reference", row, reference, exact, None, "reference", wanted)
     floors = []
     for name, channels_last in zip(FLOORS, (True, False), strict=True):
@@ -244,11 +248,20 @@ def _numerics_jobs(
         label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
         floors.append(Job(label, row, at, floor, None, "floor", str(reference)))
     yield from floors
+    references = {1: reference}
     for row, row_task in rows:
+        shared = mesh.workers_per_batch(_parsed(row_task))
+        if shared not in references:
+            references[shared] = reference.with_name(f"{REFERENCE}-{shared}-workers-a-batch")
+            label = f"numerics  float64 reference, {shared} workers a batch"
+            merged = {**exact, "batch_size": exact["batch_size"] * shared}
+            wanted = f"{num_ranks // shared}x{shared}{reuse}"
+            yield Job(label, row, references[shared], merged, None, "reference", wanted)
         at = comparison.numerics_folder(folder, row.folder)
         check = Job(
-            f"numerics  {row.name}", row, at, {**row_task, **steps}, None, "check", str(reference)
-        )
+            f"numerics  {row.name}", row, at, {**row_task, **steps}, None, "check",
+            str(references[shared]),
+        )  # fmt: skip
         yield _copy_of_floor(check, floors) or check
     draws = [comparison.free_draws_folder(floor.folder) for floor in floors]
     is_begun = any(at.exists() for at in draws)
@@ -261,20 +274,27 @@ def _numerics_jobs(
 def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:
     """Return a job that copies plain ddp's pass for a row that is plain ddp; None for others."""
 
-    def parsed(job: Job) -> config.TaskConfig:
-        return config.parse(config.as_flags(job.task))
-
     for floor in floors:
-        if parsed(check) == parsed(floor):
+        if _parsed(check.task) == _parsed(floor.task):
             label = f"{check.label}, as {floor.label.removeprefix('numerics  ')}"
             argument = str(floor.folder)
             return dataclasses.replace(check, label=label, kind="copy", argument=argument)
     return None
 
 
+def _parsed(task: dict[str, Any]) -> config.TaskConfig:
+    return config.parse(config.as_flags(task))
+
+
 def _plain(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the task with engine ddp and no options; on the CPU if torch lacks the device."""
-    plain = {**task, "engine": "ddp", "ddp": {}}
+    """Return the task with engine ddp and no options; on the CPU if torch lacks the device.
+
+    Each worker then has the whole model, and a batch of its own.
+    """
+    of_mesh = {field.name: field.default for field in dataclasses.fields(MeshFlags)}
+    plain = {**task, **of_mesh, "engine": "ddp", "ddp": {}}
+    if plain.get("batch_size") is not None:
+        plain["batch_size"] //= mesh.workers_per_batch(_parsed(task))
     try:
         launchers.resolve(config.parse(config.as_flags(plain)))
     except RequestError:
@@ -300,7 +320,6 @@ def cache_folder(folder: Path, row: RowPlan) -> Path:
 def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     """Run the jobs that have not yet succeeded; a row that fails gets no further runs."""
     num_jobs = sum(1 for _ in jobs(plan, folder))
-    tensors = comparison.numerics_folder(folder, REFERENCE) / REFERENCE_TENSORS
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
     told: set[str] = set()
     for row in plan.rows:
@@ -317,7 +336,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
         bar = progress.add_task("", total=num_jobs)
         for job in jobs(plan, folder):
             progress.update(bar, description=job.label)
-            if job.row.name not in failed and not _is_done(job, tensors, plan, folder):
+            if job.row.name not in failed and not _is_done(job, plan, folder):
                 finished = _run_undisturbed(plan, job, folder, progress.console)
                 if job.number is not None and finished.status != "ok":
                     failed.add(job.row.name)
@@ -332,7 +351,8 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
                         progress.console.print(line, markup=False)
                     told.add(line)
             progress.advance(bar)
-    shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
+    for reference in comparison.numerics_folder(folder, "").glob(f"{REFERENCE}*"):
+        shutil.rmtree(reference / REFERENCE_TENSORS, ignore_errors=True)  # large, and not needed
 
 
 def _has_input_round(plan: ComparisonPlan) -> bool:
@@ -428,9 +448,10 @@ def _refuse_without_speed(finished: runs.RecordedRun) -> None:
     )
 
 
-def _is_done(job: Job, tensors: Path, plan: ComparisonPlan, folder: Path) -> bool:
+def _is_done(job: Job, plan: ComparisonPlan, folder: Path) -> bool:
     """Return whether a run has already succeeded, and the files that other runs need are there."""
     is_ok = runs.read_if_there(job.folder).status == "ok"
+    tensors = job.folder / REFERENCE_TENSORS
     if not is_ok or job.kind != "reference" or tensors.exists():
         return is_ok
     kinds = ("floor", "check", "free_draws")

@@ -143,6 +143,23 @@ def _traceable(function: Any) -> Any:
 _MULTI_HEAD = _traceable(functional.multi_head_attention_forward)
 
 
+def _dropping_nothing(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return input
+
+
+def _attention_dropping_nothing(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    return _ATTENTION(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+_KEPT = {_attention: _attention_dropping_nothing, _MULTI_HEAD: _MULTI_HEAD}
+
+
 def _replacements() -> list[tuple[Any, str, Callable[..., torch.Tensor]]]:
     replacements: list[tuple[Any, str, Callable[..., torch.Tensor]]] = [
         (functional, "dropout", _dropout),
@@ -220,13 +237,18 @@ def _load_dynamo_rules() -> None:
 
 
 @contextlib.contextmanager
-def shared_dropout() -> Iterator[None]:
-    """Replace torch's dropout functions, so that they take the numbers that `Draws` has drawn."""
+def shared_dropout(drops: bool = True) -> Iterator[None]:
+    """Replace torch's dropout functions, so that they take the numbers that `Draws` has drawn.
+
+    Args:
+        drops: False has them drop nothing.
+    """
     _load_dynamo_rules()
     originals = [(module, name, getattr(module, name)) for module, name, _ in _replacements()]
     try:
         for module, name, function in _replacements():
-            setattr(module, name, function)
+            kept = _KEPT.get(function, _dropping_nothing)
+            setattr(module, name, function if drops else kept)
         with extra_inputs.registered(extra_inputs.TensorSource(_uniforms, _position)):
             yield
     finally:

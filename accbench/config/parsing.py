@@ -191,7 +191,7 @@ def task_of(flags: Any) -> TaskConfig:
             raise RequestError(f"--compiler-opt means --engine xla, but --engine is {engine}")
         engine = "xla"
     values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(TaskConfig)}
-    used = {engine, flags.launcher, data_name(flags.data)[0]}
+    used = {engine, flags.launcher, data_name(flags.data)[0], _family(flags.model)}
     options = {
         name: expand_homes(getattr(flags, name), f"{name}.")
         for name in used
@@ -205,6 +205,12 @@ def task_of(flags: Any) -> TaskConfig:
     for name, group in options.items():
         check_ranges(group, f"{name}.")
     return task
+
+
+def _family(model: str | None) -> str:
+    """Return the name of the family that has a model of this name; empty if none has."""
+    families = plugins.classes("models").items()
+    return next((name for name, family in families if model in family.names), "")
 
 
 def _check_script(task: TaskConfig) -> None:

@@ -1,8 +1,8 @@
 """Collectives of a forward pass with their gradients, which engines compile with the model.
 
 They are torch's functional collectives, which all compilers here know, and are waited for at once.
-The first three are those of Megatron-LM's tensor parallelism (Shoeybi et al., 2019), the last that
-of DeepSpeed-Ulysses (Jacobs et al., 2023).
+The first three are those of Megatron-LM's tensor parallelism (Shoeybi et al., 2019), `all_to_all`
+that of DeepSpeed-Ulysses (Jacobs et al., 2023), the others those of PartialFC (An et al., 2021).
 """
 
 import dataclasses
@@ -65,6 +65,43 @@ def all_to_all(x: torch.Tensor, group: RankGroup, cut: int, joined: int) -> torc
     return exchanged
 
 
+def gather_rows(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return all ranks' rows, in their order; each has the sum of its rows' gradients, times ranks.
+
+    That is the gradient of what is the same on all ranks, where gradients are averaged later on.
+    """
+    gathered: torch.Tensor = _GatherRows.apply(x, group)
+    return gathered
+
+
+def max_over_group(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return each element's largest value over the ranks; it has no gradient."""
+    return _all_reduce(x, group, "max")
+
+
+def sum_over_group(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return the sum over the ranks; it has no gradient."""
+    return _all_reduce(x, group)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            x.contiguous(), group.size, group.name
+        )
+        return _waited(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        group = ctx.group
+        scattered = torch.ops._c10d_functional.reduce_scatter_tensor(
+            gradients[0].contiguous(), "sum", group.size, group.name
+        )
+        return _waited(scattered) * group.size, None
+
+
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
@@ -114,8 +151,8 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(gradients[0], *ctx.arguments), None, None, None
 
 
-def _all_reduce(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    return _waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group.name))
+def _all_reduce(x: torch.Tensor, group: RankGroup, how: str = "sum") -> torch.Tensor:
+    return _waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group.name))
 
 
 def _exchange(x: torch.Tensor, group: RankGroup, cut: int, joined: int) -> torch.Tensor:

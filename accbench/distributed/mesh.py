@@ -46,6 +46,11 @@ class MeshShape:
         return self.replicate * self.shard
 
     @property
+    def num_workers_per_batch(self) -> int:
+        """Ranks that share a batch."""
+        return self.world_size // self.num_data_ranks
+
+    @property
     def num_token_ranks(self) -> int:
         """Ranks that have tokens of their own; the others have the same ones."""
         return self.num_data_ranks * self.cp
@@ -128,6 +133,11 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
 def is_sharded(task: TaskConfig) -> bool:
     """Return whether a task's flags ask for more than replicas on devices."""
     return task.dp_shard is not None or max(task.tp, task.cp, task.pp) > 1 or task.offload != "none"
+
+
+def workers_per_batch(task: TaskConfig) -> int:
+    """Return how many workers a task has share each batch."""
+    return task.tp * task.cp
 
 
 def offload_problem(task: TaskConfig) -> str | None:

@@ -1,6 +1,7 @@
 """Slices of tensors along any axis: what a rank keeps of a weight in tensor parallelism."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,3 +37,22 @@ class TensorSlice:
         """Return the whole tensor of all ranks' parts, in the ranks' order."""
         fused = zip(*(part.chunk(self.num_fused, self.axis) for part in parts), strict=True)
         return torch.cat([torch.cat(of_ranks, self.axis) for of_ranks in fused], self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedRows(TensorSlice):
+    """Rows of a tensor that are as many on each rank: those of the last ones end in zeros."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of each rank."""
+        return math.ceil(self.shape[0] / self.num_ranks)
+
+    def cut(self, whole: Any) -> torch.Tensor:
+        first = min(self.rank * self.num_rows, self.shape[0])
+        rows: torch.Tensor = whole[first : first + self.num_rows]
+        missing = self.num_rows - len(rows)
+        return torch.cat([rows, rows.new_zeros(missing, *self.shape[1:])]) if missing else rows
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([*parts])[: self.shape[0]]

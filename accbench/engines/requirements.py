@@ -3,6 +3,7 @@
 import abc
 from pathlib import Path
 
+from accbench import models
 from accbench.config import TaskConfig
 from accbench.distributed import mesh
 from accbench.distributed.mesh import MeshShape
@@ -36,6 +37,8 @@ class EngineRequirements(abc.ABC):
         """
         shape = mesh.of_task(task, world_size)
         problem = cls.mesh_problem(task, shape) if mesh.is_sharded(task) else None
+        if problem is None and models.shards_classes(task):
+            problem = cls.class_shards_problem(task)
         if problem is not None:
             raise RequestError(problem)
         return shape
@@ -54,6 +57,14 @@ class EngineRequirements(abc.ABC):
         return (
             f"{asked}: engine {task.engine} keeps the whole model on each worker; use --engine "
             f"{others}"
+        )
+
+    @classmethod
+    def class_shards_problem(cls, task: TaskConfig) -> str | None:
+        """Return why this engine cannot shard a head's classes and what to do, or None."""
+        return (
+            f"--arcface.sample_rate: engine {task.engine} keeps all classes on each worker; use "
+            "--engine ddp or inductor, or leave it out"
         )
 
     @classmethod

@@ -54,7 +54,17 @@ def of_task(task: TaskConfig) -> Any:
         )
     if task.label_smoothing:
         spec = dataclasses.replace(spec, label_smoothing=task.label_smoothing)
+    families = plugins.classes("models").items()
+    family = next((name for name, of in families if task.model in of.names), "")
+    if family in task.options:
+        # An option of a family is a field of its specs.
+        spec = dataclasses.replace(spec, **dataclasses.asdict(task.options[family]))
     return spec
+
+
+def shards_classes(task: TaskConfig) -> bool:
+    """Return whether a task's workers share the classes of its model's head out (PartialFC)."""
+    return task.script is None and getattr(of_task(task), "sample_rate", None) is not None
 
 
 def resolve(name: str, image_size: int, seq_len: int = TaskConfig.seq_len) -> Any:

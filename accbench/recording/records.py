@@ -229,9 +229,10 @@ class NumericsRecord:
     """The part of the pass.
 
     start, step (from the reference's state), evaluation, overflow, free, free end, own dropout,
-    not loadable; reference, which has a loss alone; script, whose pass has fewer parts. Plain ddp
-    also has noise, and noise of evaluation, free, free end: the same from weights that are off by
-    some roundings. kept: an earlier comparison made the pass."""
+    not loadable; without dropout, where nothing is dropped; reference, which has a loss alone;
+    script, whose pass has fewer parts. Plain ddp also has noise, and noise of evaluation, free,
+    free end: the same from weights that are off by some roundings. kept: an earlier comparison
+    made the pass."""
     step: int
     """Steps done."""
     distances: dict[str, float]

@@ -96,7 +96,10 @@ def losses(comparison: Comparison) -> tuple[str, str]:
     """Return (explanation, charts): the loss curves together, and their differences."""
     reference = loss_points(comparison.reference)
     passes = [
-        (number, row, loss_points(row.numerics)) for number, row in enumerate(comparison.rows)
+        (number, row, loss_points(row.numerics))
+        for number, row in enumerate(comparison.rows)
+        # Without dropout losses are others than the reference's.
+        if all(record.phase != "without dropout" for record in row.numerics.numerics)
     ]
     text = "The numerics pass's free run: the same weights and batches for all; dashed, float64."
     reference_name = "float64"

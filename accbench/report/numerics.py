@@ -72,7 +72,7 @@ _AT_THE_END = {
 
 _OTHER_PHASES = {
     "evaluation": "evaluation", "overflow": "a step that overflows", "free": "a free run",
-    "own dropout": "its own dropout", "script": "",
+    "own dropout": "its own dropout", "script": "", "without dropout": "",
 }  # fmt: skip
 
 
@@ -315,12 +315,14 @@ def describe_coverage(numerics: Numerics) -> str | None:
         or numerics.sensitivity_of_all is None
     ):
         return None
-    other_tests = [_OTHER_PHASES[phase] for phase in numerics.tested if phase != "script"]
+    other_tests = [_OTHER_PHASES[phase] for phase in numerics.tested if _OTHER_PHASES[phase]]
+    undropped = "; these without dropout, whose masks differ where workers share a batch"
     missing = "; not tested, of a script: evaluation, overflow in float16, its own dropout"
     return (
         f"{numerics.num_steps} steps beside float64, {numerics.num_sharp_steps} of them sharp "
         f"tests: {numerics.sensitivity:.2%} of the gradient in one step, or "
         f"{numerics.sensitivity_of_all:.2%} in all, would have been seen"
         f"{'; also tested: ' if other_tests else ''}{', '.join(other_tests)}"
+        f"{undropped if 'without dropout' in numerics.tested else ''}"
         f"{missing if 'script' in numerics.tested else ''}"
     )

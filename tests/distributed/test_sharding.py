@@ -2,12 +2,14 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
-from accbench.comparing import plan
+from accbench.comparing import plan, rounds
 from accbench.data import mock_images
+from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import checkpoint_file
 from tests.conftest import ROOT, TINY, end_of, of_kind, processes_of, run, several_ranks
@@ -20,7 +22,7 @@ SHARES = {
     "tp sgd": 0.52, "tp adamw": 0.7, "tp overflow": 0.52, "tp accumulated": 0.35,
     "tp bert same data": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
     "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26, "offload optimizer": 1,
-    "offload all tp 2 x 2": 0.35,
+    "offload all tp 2 x 2": 0.35, "partial fc sgd": 0.76, "partial fc uneven adamw": 0.76,
     "pp 4 sgd": 0.28, "pp 2 tied adamw": 0.54, "pp 2 interleaved": 0.5, "pp 4 batchnorm": 0.27,
     "pp 2 x 2 zero 1": 0.27,
 }  # fmt: skip
@@ -107,6 +109,11 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
      "parameters on the device; use --zero 3, or --offload optimizer"),
     (("--offload=optimizer", "--engine=jax"), "--offload optimizer: engine jax keeps all of its "
      "state on the device; use --engine ddp or inductor"),
+    (("--model=arcface_r18", "--arcface.sample_rate=0.1", "--engine=jax"), "--arcface.sample_rate: "
+     "engine jax keeps all classes on each worker; use --engine ddp or inductor, or leave it out"),
+    (("--model=arcface_r18", "--arcface.sample_rate=0.1", "--dp_shard=auto"),
+     "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
+     "--dp_shard, --tp, --cp and --pp out"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
     done = run(
@@ -192,6 +199,38 @@ def test_a_run_goes_on_in_every_other_way_to_shard(tmp_path):
         assert (states[0].model[name] - tensor).norm() < 1e-5 * tensor.norm(), name
 
 
+def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
+    """PartialFC with all classes, of 7 over 4, 2 and 1 workers, beside the whole head on one."""
+    images = mock_images.MockImagePlan(num_classes=7, num_train=4, num_val=1)
+    mock_images.make(tmp_path / "images", images)
+    common = (*TINY, f"--data=imagefolder:{tmp_path / 'images'}", "--image_size=16",
+              "--optimizer=sgd", "--lr=0.01", "--momentum=0.5", "--ema_decay=0.5",
+              "--warmup_steps=1", "--log_interval=1", "--max_steps=100")  # fmt: skip
+    for number, workers in enumerate((4, 2, 1, 4), start=1):
+        done = run(*common, "--model=tests.nets:PartialFace", f"--nproc_per_node={workers}",
+                   f"--batch_size={8 // workers}", f"--epochs={number}", "--resume=auto",
+                   f"--output_dir={tmp_path / 'shared'}")  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = run(*common, "--model=tests.nets:TinyFace", "--batch_size=8", "--epochs=4",
+               f"--output_dir={tmp_path / 'whole'}")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses, evaluations, states = [], [], []
+    for name in ("shared", "whole"):
+        losses.append([w.loss for w in of_kind(tmp_path / name, records.WindowRecord)])
+        evaluations.append(of_kind(tmp_path / name, records.EvalRecord))
+        last = max((tmp_path / name / "checkpoints").iterdir())
+        states.append(checkpoint_file.read(last).state)
+    assert len(losses[1]) == 12
+    # Logits are cosines times 64, and rounding grows likewise.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for of, expected in zip(*evaluations, strict=True):
+        assert of.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert (of.top1, of.top5, of.num_samples) == (expected.top1, expected.top5, 7)
+    for name, tensor in states[1].model.items():
+        assert (states[0].model[name] - tensor).norm() < 1e-4 * tensor.norm(), name
+    assert states[0].optimizer["net.classes"]["momentum_buffer"].shape == (7, 512)
+
+
 @pytest.mark.parametrize("shared", [("--tp=2",), ("--cp=2",), ("--pp=2", "--accumulate=2")])
 def test_samples_that_workers_share_count_once(tmp_path, shared):
     records_of = {}
@@ -244,6 +283,26 @@ def test_a_comparison_has_sharded_rows(monkeypatch, tmp_path):
         (None, None), ("auto", 1), None
     ]  # fmt: skip
     assert "2 workers are no multiple of --dp_shard 3" in asked.rows[2].reason
+
+
+def test_rows_whose_workers_share_a_batch_have_the_same_global_batch(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = [*TINY, "--data=synthetic", "--nproc_per_node=4", "--batch_size=3"]
+    engines = "--engines=ddp:tp=2:dp_shard=auto,ddp,ddp:cp=2:tp=2"
+    asked = plan.parse([*flags, engines], "accbench compare").plan
+    assert [row.task and row.task["batch_size"] for row in asked.rows] == [6, 3, 12]
+    jobs = [job for job in rounds.jobs(asked, tmp_path) if job.label.startswith("numerics")]
+    references = {job.folder: job for job in jobs if job.kind == "reference"}
+    made = [(job.argument, job.task["batch_size"]) for job in references.values()]
+    assert made == [("4:reuse", 3), ("2x2:reuse", 6), ("1x4:reuse", 12)]
+    checks = {job.row.name: job for job in jobs if job.kind == "check"}
+    for row in (asked.rows[0], asked.rows[2]):
+        beside = references[Path(checks[row.name].argument)]
+        assert beside.task["batch_size"] == row.task["batch_size"]
+    (floor, _) = [job for job in jobs if job.kind == "floor"]
+    assert (floor.task["batch_size"], floor.task["tp"], floor.task["dp_shard"]) == (3, 1, None)
+    with pytest.raises(RequestError, match="in its rows alone: --engines ddp,ddp:tp=2"):
+        plan.parse([*flags, "--engines=ddp,jax", "--tp=2"], "accbench compare")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -33,7 +33,9 @@ from tests.nets.specs import (
     many_heads,
 )
 from tests.nets.structures import (
+    PartialFace,
     ShallowFace,
+    TinyFace,
     checkpointed,
     checkpointed_dropping,
     checkpointed_reentrant,
@@ -70,7 +72,9 @@ __all__ = [
     "Mislabelled",
     "Ragged",
     "Recolours",
+    "PartialFace",
     "ShallowFace",
+    "TinyFace",
     "asks_the_host",
     "checkpointed",
     "checkpointed_dropping",

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accbench.models import Classifier
-from accbench.models.arcface import ArcFace, FaceNet
+from accbench.models.arcface import ArcFace, FaceClassifier, FaceNet
 from accbench.models.vit import PIPELINE_PLAN, TENSOR_PARALLEL_PLAN
 from benchmarks.nets import tied as tied
 from benchmarks.nets import tiny
@@ -106,7 +105,35 @@ class ShallowFace(ArcFace):
     build_net: Callable[..., nn.Module] = nn.Identity
 
     def build(self, num_classes: int) -> nn.Module:
-        return Classifier(FaceNet((1, 1, 1, 1), self.image_size, num_classes), num_classes)
+        return self.build_of((1, 1, 1, 1), num_classes)
+
+
+class _TinyFaceNet(FaceNet):
+    """A `FaceNet` of one convolution, for images of 16 pixels."""
+
+    def __init__(self, num_classes: int, sample_rate: float) -> None:
+        super().__init__((1, 1, 1, 1), 16, num_classes, sample_rate)
+        self.trunk = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.GroupNorm(2, 8))
+        self.embed = nn.Sequential(nn.Flatten(), nn.Linear(128, 512))
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyFace(ShallowFace):
+    """ArcFace's loss and head behind one convolution."""
+
+    name: str = "tests.nets:TinyFace"
+    image_size: int = 16
+
+    def build(self, num_classes: int) -> nn.Module:
+        rate = 1.0 if self.sample_rate is None else self.sample_rate
+        return FaceClassifier(_TinyFaceNet(num_classes, rate), num_classes)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialFace(TinyFace):
+    """`TinyFace` with PartialFC."""
+
+    sample_rate: float | None = 1.0
 
 
 def frozen_first(num_classes: int) -> nn.Module:

@@ -96,6 +96,11 @@ CASES |= {
         "whole",
     ),
 }
+FACES, PARTIAL = "--model=tests.nets:TinyFace", "--model=tests.nets:PartialFace"
+CASES |= {
+    "partial fc sgd": ((FACES, *SGD, "--clip_norm=0.5"), (PARTIAL,), "whole"),
+    "partial fc uneven adamw": ((FACES, *ADAMW), (PARTIAL,), "whole"),
+}
 INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
 CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
@@ -111,6 +116,9 @@ SOAKED: dict[str, Case] = {
     "inductor pp 2": ((*DEEP_CLIPPED, "--accumulate=2"), (INDUCTOR, "--pp=2"), "whole"),
     "inductor zero 1": (ADAMW_TIED, (INDUCTOR, *ZERO_1), "whole"),
     "inductor zero 3": (SGD_CLIPPED, (INDUCTOR, *ZERO_3), "whole"),
+    "partial fc offload": ((FACES, *ADAMW), (PARTIAL, OFFLOADED), "whole"),
+    "partial fc accumulated": ((FACES, *SGD, "--accumulate=2"), (PARTIAL,), "whole"),
+    "inductor partial fc": ((FACES, *SGD), (PARTIAL, INDUCTOR), "whole"),
     "inductor offload all": (SGD_CLIPPED, (INDUCTOR, "--offload=all", *ZERO_3), "whole"),
     "inductor offload optimizer": (ADAMW_TIED, (INDUCTOR, OFFLOADED), "whole"),
     "offload optimizer tp": (ADAMW_TIED, (OFFLOADED, "--tp=2"), "whole"),
@@ -152,9 +160,10 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     engine.strategy.prove()
     spec = models.of_task(task)
     built = []
+    num_classes = 63 if "uneven" in case else 64
 
     def build() -> nn.Module:
-        net = spec.build(64)
+        net = spec.build(num_classes)
         for module in net.modules():
             if isinstance(module, nn.Dropout) and "dropout" not in case:
                 module.p = 0.0
@@ -171,7 +180,7 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     engine.seed(data.rank)
     losses = []
     for step in range(STEPS):
-        batch = spec.synthetic_batch(BATCH, 64, torch.Generator().manual_seed(step))
+        batch = spec.synthetic_batch(BATCH, num_classes, torch.Generator().manual_seed(step))
         if step == 2 and ("overflow" in case or "skipped" in case):
             plant_infinity(engine, topology)
         if "ignored" in case:
@@ -252,7 +261,7 @@ def main(out: str, kind: str = "CASES", *chosen: str) -> None:
     for case, (flags, sharded, beside) in globals()[kind].items():
         if chosen and case not in chosen:
             continue
-        key = (flags, beside, "overflow" in case, "ignored" in case)
+        key = (flags, beside, "overflow" in case, "ignored" in case, "uneven" in case)
         if key not in references:
             alone = Topology() if beside == "whole" else topology
             references[key] = train(flags, alone, case)

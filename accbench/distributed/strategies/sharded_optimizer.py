@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accbench.distributed import parameter_shards
 from accbench.distributed.mesh import MeshShape
@@ -53,6 +54,10 @@ class ShardedOptimizer(ShardingStrategy):
             RequestError: it has a parameter that cannot be sharded.
         """
         refuse_unshardable(model)
+        # Each rank has other classes, whose gradients it has alone.
+        if self.class_slices:
+            names: Any = sorted(self.class_slices)
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         rank, num_ranks = self.group.rank(), self.group.size()
         self._shards = {}
         for name, parameter in model.named_parameters():

@@ -112,6 +112,8 @@ class ShardingStrategy(TorchStrategy):
         self.groups = ShardGroups(self.group, self.tp_group, is_first)
         self.tensor_slices: Mapping[str, TensorSlice] = {}
         """Parameter -> the part of it that this rank computes with; set before `wrap`."""
+        self.class_slices: Mapping[str, TensorSlice] = {}
+        """Likewise of parameters that all ranks share out, each with other data (PartialFC)."""
 
     def build_shard(
         self, name: str, parameter: nn.Parameter, local: torch.Tensor, rows: slice
@@ -120,10 +122,11 @@ class ShardingStrategy(TorchStrategy):
         in_parameter, resident = local.detach(), None
         if self.steps_on_host and not local.is_meta:
             local, resident = pinned_like(in_parameter), in_parameter
-        shard = ParameterShard(
-            parameter, nn.Parameter(local.detach(), parameter.requires_grad), rows, self.groups,
-            self.tensor_slices.get(name), resident,
-        )  # fmt: skip
+        groups, part = self.groups, self.tensor_slices.get(name)
+        if name in self.class_slices:
+            groups, part = ShardGroups(self.group, dist.group.WORLD), self.class_slices[name]
+        local = nn.Parameter(local.detach(), parameter.requires_grad)
+        shard = ParameterShard(parameter, local, rows, groups, part, resident)
         shard.read_parameter()
         return shard
 
@@ -191,14 +194,15 @@ class ShardingStrategy(TorchStrategy):
         Args:
             parameters: this rank's rows, which have gradients.
         """
-        sliced = {id(self.shards[name].local) for name in self.tensor_slices}
+        slices = self.tensor_slices or self.class_slices  # classes are not shared out with --tp
+        sliced = {id(self.shards[name].local) for name in slices}
         of_slices = [p.grad for p in parameters if p.grad is not None and id(p) in sliced]
         of_wholes = [p.grad for p in parameters if p.grad is not None and id(p) not in sliced]
         norms = [nn.utils.get_total_norm(grads) for grads in (of_slices, of_wholes)]
         squares = torch.stack([norm.to(self.device) ** 2 for norm in norms])
         dist.all_reduce(squares, group=self.group)
-        if self.tp_group is not None:
-            dist.all_reduce(squares[:1], group=self.tp_group)
+        if slices:
+            dist.all_reduce(squares[:1], group=self.tp_group)  # None: of all ranks
         return squares.sum()
 
 

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accbench import engines
+from accbench import engines, models
 from accbench.config import TaskConfig, amp_level
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import complex_parameters, mesh, process_group
+from accbench.distributed.collectives import RankGroup
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.distributed.strategies.data_parallel import DataParallel
@@ -139,6 +140,15 @@ class Engine(LoopEngine):
             )
         return None
 
+    @classmethod
+    def class_shards_problem(cls, task: TaskConfig) -> str | None:
+        if task.dp_shard is None and task.tp == task.cp == task.pp == 1:
+            return None
+        return (
+            "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
+            "--dp_shard, --tp, --cp and --pp out"
+        )
+
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
@@ -162,15 +172,16 @@ class Engine(LoopEngine):
         self.memory_format = torch.channels_last if is_last else torch.contiguous_format
 
     def _build_strategy(self) -> TorchStrategy:
-        settings = (self.device, self.task.engine, self.options.find_unused_parameters)
         shape, offload = self.mesh.of_gradients, self.task.offload
-        if shape.shard == shape.tp == shape.pp == 1 and offload == "none":
-            return DataParallel(self.topology, *settings)
+        self._shards_classes = self.topology.world_size > 1 and models.shards_classes(self.task)
+        is_plain = shape.shard == shape.tp == shape.pp == 1 and offload == "none"
+        if is_plain and not self._shards_classes:
+            return self._build_data_parallel(self.topology)
         if not dist.is_initialized():
             process_group.init_alone(self.device.type)
         whole = shape.shard == 1 or mesh.zero_stage(self.task) == 1
         if whole and offload != "all":
-            return self._build_sharded_optimizer(shape, settings)
+            return self._build_sharded_optimizer(shape)
         # Imported here: its imports take time.
         from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
 
@@ -180,12 +191,14 @@ class Engine(LoopEngine):
             steps_on_host=offload == "optimizer", offloads_parameters=offload == "all",
         )  # fmt: skip
 
-    def _build_sharded_optimizer(
-        self, shape: MeshShape, settings: tuple[torch.device, str, bool]
-    ) -> ShardedOptimizer:
+    def _build_data_parallel(self, topology: Topology, group: Any = None) -> DataParallel:
+        find_unused = self.options.find_unused_parameters
+        return DataParallel(topology, self.device, self.task.engine, find_unused, group)
+
+    def _build_sharded_optimizer(self, shape: MeshShape) -> ShardedOptimizer:
         # Gradients are averaged over those alone that have other tokens.
         group: Any = dist.new_subgroups_by_enumeration(shape.data_groups())[0]
-        data_parallel = DataParallel(shape.data_topology(self.topology), *settings, group)
+        data_parallel = self._build_data_parallel(shape.data_topology(self.topology), group)
         if shape.pp > 1:
             from accbench.distributed.strategies.pipeline_parallel import PipelineParallel
 
@@ -234,9 +247,10 @@ class Engine(LoopEngine):
             RequestError: it has none, or does not fit it.
         """
         strategy = self.strategy
+        if self._shards_classes and isinstance(strategy, ShardedOptimizer):
+            self._shard_classes(model, strategy)
         if not isinstance(strategy, ShardingStrategy) or strategy.tp_group is None:
             return
-        from accbench.distributed.collectives import RankGroup
         from accbench.engines.common import tensor_parallel
 
         strategy.tensor_slices = tensor_parallel.parallelize_by_own_plan(
@@ -272,6 +286,15 @@ class Engine(LoopEngine):
             model, staged, strategy.own_stages, strategy.pp_group, self.device,
             self.task.pp_schedule or "1f1b", self.task.accumulate,
         )  # fmt: skip
+
+    def _shard_classes(self, model: nn.Module, strategy: ShardedOptimizer) -> None:
+        """Have each rank keep a part of the classes of the model's head (PartialFC)."""
+        assert dist.group.WORLD is not None
+        for path, module in [*model.named_modules()]:
+            if hasattr(module, "shard_classes"):
+                key, part = module.shard_classes(RankGroup.of(dist.group.WORLD))
+                name = f"{path}.{key}" if path else key
+                strategy.class_slices = {**strategy.class_slices, name: part}
 
     def _prepare_deferred(self, model: nn.Module, deferred: Any) -> nn.Module:
         """Shard a model without weights, and fill it; no rank has more than one tensor whole."""
@@ -440,7 +463,8 @@ class Engine(LoopEngine):
 
     @property
     def evaluates_together(self) -> bool:
-        return super().evaluates_together or self.strategy.gathers_in_forward
+        waits = self.strategy.gathers_in_forward or self._shards_classes
+        return super().evaluates_together or waits
 
     def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         if not self.strategy.shards:

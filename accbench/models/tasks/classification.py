@@ -64,9 +64,9 @@ class Normalized(nn.Module):
         shift = -torch.tensor(_MEAN) / torch.tensor(_STD)
         self.register_buffer("shift", shift.view(1, 3, 1, 1), persistent=False)
 
-    def forward(self, images_NCHW: torch.Tensor) -> Any:
-        """Return the network's output for uint8 images (N, 3, H, W)."""
-        return self.net(images_NCHW.to(self.scale.dtype) * self.scale + self.shift)
+    def forward(self, images_NCHW: torch.Tensor, *others: torch.Tensor) -> Any:
+        """Return the network's output for uint8 images (N, 3, H, W), and what else it takes."""
+        return self.net(images_NCHW.to(self.scale.dtype) * self.scale + self.shift, *others)
 
 
 class Classifier(Normalized):
@@ -76,13 +76,13 @@ class Classifier(Normalized):
         super().__init__(net)
         self.num_classes = num_classes
 
-    def forward(self, images_NCHW: torch.Tensor) -> Any:
+    def forward(self, images_NCHW: torch.Tensor, *others: torch.Tensor) -> Any:
         """Return the network's output for uint8 images (N, 3, H, W), which holds the logits.
 
         Raises:
             RequestError: there are no logits (N, num_classes or more).
         """
-        output = super().forward(images_NCHW)
+        output = super().forward(images_NCHW, *others)
         shape = logits_of(output).shape
         if len(shape) != 2 or shape[1] < self.num_classes:
             raise RequestError(
