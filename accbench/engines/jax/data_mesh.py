@@ -366,10 +366,12 @@ def _global_shape(shard_shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -
 class AbstractDataMesh(DataMesh):
     """A mesh of ranks that do not run: its arrays are shapes and dtypes alone."""
 
-    def __init__(self, topology: Topology, shards: bool = False, tp: int = 1) -> None:
+    def __init__(
+        self, topology: Topology, shards: bool = False, tp: int = 1, cp: int = 1
+    ) -> None:  # fmt: skip
         devices = jax.devices()[: topology.world_size]
         self.device, self._shards, self._by_gloo = devices[0], shards, False
-        self.tp, self._cp = tp, 1
+        self.tp, self._cp = tp, cp
         self._data_rank = self._tp_rank = 0
         self._mesh = self._build_mesh(devices, topology.world_size)
 
