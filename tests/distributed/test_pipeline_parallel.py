@@ -131,7 +131,12 @@ def called_twice(net: nn.Module) -> None:
     net.num_passes = 2
 
 
+def shared_block(net: nn.Module) -> None:
+    net.blocks[3] = net.blocks[0]
+
+
 @pytest.mark.parametrize(("change", "line"), [
+    (shared_block, "--pp: the model calls its blocks twice; leave --pp out"),
     (trained_scale, "--pp: the model's blocks share a tensor that is trained"),
     (called_twice, "--pp: the model calls its blocks twice; leave --pp out"),
 ])  # fmt: skip
@@ -139,9 +144,9 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused(change, line):
     net = Net()
     change(net)
     parts = [copy.deepcopy(net) for _ in range(2)]
-    runs = [cut(part, [stage], 2).run for stage, part in enumerate(parts)]
 
     def train() -> None:
+        runs = [cut(part, [stage], 2).run for stage, part in enumerate(parts)]
         hidden = runs[0].compute(0, None, lambda: parts[0](torch.arange(6)))
         runs[1].compute(1, hidden, lambda: parts[1](torch.arange(6)))
 
