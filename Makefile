@@ -14,14 +14,14 @@ BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O
 	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5 \
 	--save_interval=0
 
-.PHONY: help bench bench-xla train test test-today soak check dist prepare prepare-dev prepare-xla prepare-test
+.PHONY: help bench bench-xla train test test-oldest soak check dist prepare prepare-dev prepare-xla prepare-test
 
 help:
 	@echo "make bench   train the baseline and the compiled engines on mock images, and compare"
 	@echo "make bench-xla   the baseline and engine xla, in torch_xla's own environment"
 	@echo "make train   train a small ResNet on scanned digits to its end, and show the curves"
-	@echo "make test    run the tests, in torch_xla's environment, which has every engine"
-	@echo "make test-today   those of today's torch and JAX"
+	@echo "make test    run the tests, with today's torch and JAX, and engine xla's in its environment"
+	@echo "make test-oldest   all of them with torch_xla's torch, the oldest that is taken"
 	@echo "make soak    run the long ones, which make test leaves out"
 	@echo "make check   ruff and mypy"
 	@echo "make dist    a wheel and a source distribution in dist/"
@@ -62,27 +62,28 @@ COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
 
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-# torch_xla's environment has every engine; where it cannot be, today's has all but one.
-TEST_PYTHON := $(or $(XLA_PYTHON),$(PYTHON))
-prepare-test: $(if $(XLA_PYTHON),prepare-xla,prepare-dev)
+prepare-test: prepare-dev prepare-xla
 
+# Those of today's torch and JAX, then engine xla's in its own environment where that can be.
 test: prepare-test
-	$(COMPILED_ONCE) $(TEST_PYTHON) $(PYTEST) -m "not soak"
-
-# All but engine xla's, with today's torch and JAX.
-test-today: prepare-dev
 	$(COMPILED_ONCE) $(PYTHON) $(PYTEST) -m "not soak and not xla"
+	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -m "not soak and xla")
+
+# All with the oldest torch that is taken, which is torch_xla's.
+test-oldest: prepare-xla
+	$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -m "not soak"
 
 soak: prepare-test
-	$(COMPILED_ONCE) $(TEST_PYTHON) -m pytest -m soak -n 2
+	$(COMPILED_ONCE) $(PYTHON) -m pytest -m "soak and not xla" -n 2
+	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) -m pytest -m "soak and xla" -n 2)
 
-check: prepare-test
-	$(TEST_PYTHON) -m ruff format --check .
-	$(TEST_PYTHON) -m ruff check .
-	$(TEST_PYTHON) -m mypy
+check: prepare-dev
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
 
 # Without isolation, so that no package index is asked.
-dist: prepare-test
+dist: prepare-dev
 	rm -rf dist
-	$(TEST_PYTHON) -m build --no-isolation --outdir dist .
-	$(TEST_PYTHON) -m twine check --strict dist/*
+	$(PYTHON) -m build --no-isolation --outdir dist .
+	$(PYTHON) -m twine check --strict dist/*

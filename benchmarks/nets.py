@@ -6,6 +6,9 @@ import time
 import torch
 from torch import nn
 
+from accbench.models.gpt2 import Family
+from accbench.models.tasks.language import LanguageModel
+
 
 def tiny(num_classes: int) -> nn.Module:
     """Return a convolution, BatchNorm and a linear layer."""
@@ -75,3 +78,15 @@ class _Tied(nn.Module):
 def tied(num_classes: int) -> nn.Module:
     """Return a network with a tied weight."""
     return _Tied(num_classes)
+
+
+def _gpt2_still(num_tokens: int) -> nn.Module:
+    net = Family.spec("gpt2_tiny").build(num_tokens)
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return net
+
+
+# GPT-2 of two layers without dropout, whose masks are each worker's own.
+gpt2_still = LanguageModel("gpt2_still", _gpt2_still, 512, 1024, cuts_sequences=True)

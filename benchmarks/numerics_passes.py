@@ -104,6 +104,8 @@ def start_setting(
     """
     together = [engine for engine in engines if engine not in APART]
     groups = [list(dict.fromkeys([*FLOORS, *together]))]
+    if all(folder_of(base, name, seed, e).exists() for seed in seeds for e in groups[0]):
+        groups = []
     env = {
         "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
         "PJRT_DEVICE": "CPU", "NPROC": "1", "TORCH_WARM_POOL": "0",

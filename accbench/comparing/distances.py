@@ -86,7 +86,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def _distance(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
     if actual is None or actual.shape != expected.shape:
         return _FURTHEST
-    return _difference(actual, expected)
+    return bounded(_difference(actual, expected))
 
 
 def of_start(actual: TrainingState, expected: TrainingState) -> dict[str, float]:
@@ -235,7 +235,7 @@ def _of_update(name: str, actual: TrainingState, reference: Reference) -> dict[s
                 errors[kind] += square_sum(values[kind] - value)
     distances = {}
     for kind in after:
-        distance = math.sqrt(errors[kind]) if kind in fitting else _FURTHEST
+        distance = bounded(math.sqrt(errors[kind])) if kind in fitting else _FURTHEST
         changed = math.sqrt(changes[kind])
         if kind == AVERAGE:  # its change may be too small for float32 to represent
             changed += _HELD * math.sqrt(sizes[kind])

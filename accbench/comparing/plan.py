@@ -238,9 +238,10 @@ def _check(flags: Any) -> None:
             f"compare measures with as many nodes as --nnodes says, not {flags.nnodes}"
         )
     if mesh.workers_per_batch(flags) > 1:
-        asked = f"tp={flags.tp}" if flags.tp > 1 else f"cp={flags.cp}"
+        sizes = {"tp": flags.tp, "cp": flags.cp, "pp": flags.pp}
+        asked = next(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise RequestError(
-            f"compare has --tp and --cp in its rows alone: --engines ddp,ddp:{asked}"
+            f"compare has --tp, --cp and --pp in its rows alone: --engines ddp,ddp:{asked}"
         )
     if flags.profile is not None:
         raise RequestError("a profile slows what compare measures; take --profile in a run")

@@ -68,6 +68,12 @@ def _defines_plugin(path: Path, module: str, kind: PluginKind) -> bool:
 
 
 @cache
+def _all_entry_points() -> Any:  # another type before Python 3.12
+    """Return those of every installed package, whose files are read once and not for each kind."""
+    return entry_points()
+
+
+@cache
 def classes(kind: str) -> dict[str, Any]:
     """Return all plug-ins of a kind, name -> class, sorted by name."""
     class_name = KINDS[kind].class_name
@@ -75,7 +81,7 @@ def classes(kind: str) -> dict[str, Any]:
         name: getattr(importlib.import_module(module), class_name)
         for name, module in modules(kind).items()
     }
-    for entry_point in entry_points(group=f"accbench.{kind}"):
+    for entry_point in _all_entry_points().select(group=f"accbench.{kind}"):
         plugins_by_name[entry_point.name] = entry_point.load()
     return dict(sorted(plugins_by_name.items()))
 

@@ -144,6 +144,18 @@ class MeshFlags:
         "runs there (ZeRO-Offload). all: parameters too, with --dp_shard; each block is copied to "
         "the device before it computes.",
     )
+    pp: int = flag(
+        1,
+        "Pipeline parallelism: cut the model's blocks into stages over this many workers, which "
+        "pass on the micro-batches of --accumulate, by the model's plan (docs/parallel.md).",
+        minimum=1,
+    )
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved"] | None = flag(
+        None,
+        "The order of a pipeline's micro-batches: 1f1b keeps few activations; gpipe runs all "
+        "forward passes first; interleaved gives each worker two stages, and so waits less. "
+        "Unset: 1f1b.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

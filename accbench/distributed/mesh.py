@@ -15,8 +15,8 @@ from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
 NOT_FOR_SCRIPTS = (
-    "--dp_shard, --tp, --cp and --offload are for accbench's own loop, not for those of scripts; "
-    "leave them out, or train with --model"
+    "--dp_shard, --tp, --cp, --pp and --offload are for accbench's own loop, not for those of "
+    "scripts; leave them out, or train with --model"
 )
 
 
@@ -77,10 +77,18 @@ class MeshShape:
 
     def data_groups(self) -> list[list[int]]:
         """Return the ranks that average gradients with each other, group by group."""
+        return self._groups_along("replicate", "shard")
+
+    def pp_groups(self) -> list[list[int]]:
+        """Return the ranks that have the stages of one model, in order, group by group."""
+        return self._groups_along("pp")
+
+    def _groups_along(self, *axes: str) -> list[list[int]]:
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            groups.setdefault((at["pp"], at["cp"], at["tp"]), []).append(rank)
+            key = (*(index for axis, index in at.items() if axis not in axes),)
+            groups.setdefault(key, []).append(rank)
         return [*groups.values()]
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
@@ -105,34 +113,40 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
     """
     if task.dp_shard is None and task.zero is not None:
         raise RequestError(f"--zero {task.zero} shards nothing without --dp_shard auto")
-    _refuse_remainder(world_size, "tp", task.tp, "use one of")
-    after = f" after --tp {task.tp}" if task.tp > 1 else ""
-    _refuse_remainder(world_size // task.tp, "cp", task.cp, "use one of", after)
-    num_data_ranks = world_size // task.tp // task.cp
+    if task.pp == 1 and task.pp_schedule is not None:
+        raise RequestError(f"--pp_schedule {task.pp_schedule} orders nothing without --pp 2")
+    num_data_ranks, after, taken = world_size, "", ""
+    for flag, size in (("tp", task.tp), ("cp", task.cp), ("pp", task.pp)):
+        _refuse_remainder(num_data_ranks, flag, size, "use one of", after)
+        if size > 1:
+            num_data_ranks //= size
+            taken = f"{taken} and --{flag} {size}".removeprefix(" and ")
+            after = f" after {taken}"
+    sizes = {"pp": task.pp, "cp": task.cp, "tp": task.tp}
     if task.dp_shard is None:
-        return MeshShape(replicate=num_data_ranks, cp=task.cp, tp=task.tp)
+        return MeshShape(replicate=num_data_ranks, **sizes)
     num_shards = num_data_ranks if task.dp_shard == "auto" else _as_size(task.dp_shard)
-    asked = {"tp": task.tp, "cp": task.cp}
-    taken = " and ".join(f"--{name} {size}" for name, size in asked.items() if size > 1)
-    after = f" after {taken}" if taken else ""
     _refuse_remainder(num_data_ranks, "dp_shard", num_shards, "use auto or one of", after)
-    return MeshShape(
-        replicate=num_data_ranks // num_shards, shard=num_shards, cp=task.cp, tp=task.tp
-    )
+    return MeshShape(replicate=num_data_ranks // num_shards, shard=num_shards, **sizes)
 
 
 def is_sharded(task: TaskConfig) -> bool:
     """Return whether a task's flags ask for more than replicas on devices."""
-    return task.dp_shard is not None or task.tp > 1 or task.cp > 1 or task.offload != "none"
+    return task.dp_shard is not None or max(task.tp, task.cp, task.pp) > 1 or task.offload != "none"
 
 
 def workers_per_batch(task: TaskConfig) -> int:
     """Return how many workers a task has share each batch."""
-    return task.tp * task.cp
+    return task.tp * task.cp * task.pp
 
 
 def offload_problem(task: TaskConfig) -> str | None:
     """Return why `--offload` cannot be had with a task's other flags, or None if it can."""
+    if task.offload != "none" and task.pp > 1:
+        return (
+            f"--offload {task.offload}: --pp {task.pp} keeps each stage's state on its device; "
+            "leave --offload out, or use --dp_shard auto in place of --pp"
+        )
     if task.offload == "all" and task.dp_shard is None:
         return (
             "--offload all copies the shards of --dp_shard to the device as they are needed; add "
@@ -144,6 +158,11 @@ def offload_problem(task: TaskConfig) -> str | None:
             "3, or --offload optimizer"
         )
     return None
+
+
+def num_stages(task: TaskConfig) -> int:
+    """Return the stages that `--pp` cuts a model into: interleaved, each worker has two."""
+    return task.pp * (2 if task.pp_schedule == "interleaved" else 1)
 
 
 def _refuse_remainder(num: int, flag: str, size: int, remedy: str, after: str = "") -> None:

@@ -192,6 +192,57 @@ class ShardedTensor:
         return self._shard.gather(self._local)
 
 
+class StagedTensor(ShardedTensor):
+    """A tensor that one pipeline stage has, whole or in shards.
+
+    Args:
+        part: what this rank has of it; None where another stage has it.
+        shape: the whole tensor's.
+        dtype: the tensor's.
+        owner: the rank in the group whose stage has it.
+        group: the ranks that have the stages of one model, in order.
+        device: where it travels.
+    """
+
+    def __init__(
+        self, part: "torch.Tensor | ShardedTensor | None", shape: tuple[int, ...],
+        dtype: torch.dtype, owner: int, group: dist.ProcessGroup, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.shape, self.dtype, self._part = shape, dtype, part
+        self._owner, self._group, self._device = owner, group, device
+        self.is_gathered = False
+
+    def gather(self) -> torch.Tensor | None:
+        """Return the whole tensor on rank 0, None elsewhere; all ranks call it, in one order."""
+        self.is_gathered = True
+        part, is_first = self._part, dist.get_global_rank(self._group, 0) == 0
+        whole = part.gather() if isinstance(part, ShardedTensor) else part
+        own = self._group.rank()
+        if not is_first or own not in (0, self._owner):
+            return None
+        if self._owner != 0 and own == self._owner:
+            assert whole is not None
+            sent = _as_bytes(whole.detach().to(self._device))
+            dist.send(sent, group=self._group, group_dst=0)
+            return None
+        if self._owner != 0:
+            whole = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+            dist.recv(whole.view(-1).view(torch.uint8), group=self._group, group_src=self._owner)
+        return whole
+
+    def share(self) -> torch.Tensor:
+        """Return the whole tensor on all ranks, on the host; all ranks call it, in one order.
+
+        Its part must not be in shards.
+        """
+        shared = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        if isinstance(self._part, torch.Tensor):
+            shared.copy_(self._part)
+        bytes_of_shared = shared.view(-1).view(torch.uint8)
+        dist.broadcast(bytes_of_shared, group=self._group, group_src=self._owner)
+        return shared.cpu()
+
+
 def fill_from_rows(shards: Iterable[ParameterShard], group: dist.ProcessGroup) -> None:
     """Give whole parameters the rows that each rank has stepped; all ranks call it."""
     for bucket in _buckets(shards):

@@ -207,6 +207,9 @@ class Engine(EngineRequirements, StatefulEngine):
         known = {name for names in before for name in names}
         model = self.prepare(net)
         after = tied_parameters.names_by_tensor(net)
+        if self.mesh.pp > 1:  # this rank has a part of the model
+            left = {name for names in after for name in names}
+            before = {(*(n for n in names if n in left),) for names in before if left & {*names}}
         changed_ties = before ^ {names for names in after if known & {*names}}
         if changed_ties:
             raise RuntimeError(

@@ -46,6 +46,37 @@ class LoopEngine(Engine):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Compute gradients of the scaled loss, as `torch.Tensor.backward` does."""
 
+    def compute_gradients(self, model: nn.Module, spec: Any, parts: list[Batch]) -> torch.Tensor:
+        """Compute gradients of the mean loss of a batch's parts, and return it.
+
+        Args:
+            model: from `prepared`.
+            spec: the model's spec.
+            parts: equal parts of a batch on the device, the micro-batches of `--accumulate`.
+        """
+        *earlier, last = parts
+        total = None
+        for part in earlier:
+            with self.without_reduction(model):
+                loss = self._compute_gradients(model, spec, part, len(parts))
+            total = loss if total is None else total + loss
+        loss = self._compute_gradients(model, spec, last, len(parts))
+        return loss if total is None else total + loss
+
+    def _compute_gradients(
+        self, model: nn.Module, spec: Any, part: Batch, num_parts: int
+    ) -> torch.Tensor:
+        loss = self._loss_of_part(model, spec, part, num_parts)
+        self.backward(loss)
+        return loss.detach()
+
+    def _loss_of_part(
+        self, model: nn.Module, spec: Any, part: Batch, num_parts: int
+    ) -> torch.Tensor:
+        with self.autocast():
+            loss: torch.Tensor = spec.loss(model, part)
+        return loss / num_parts if num_parts > 1 else loss
+
     @abc.abstractmethod
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients over ranks, unscale, step; nothing on overflow."""

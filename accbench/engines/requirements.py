@@ -48,14 +48,15 @@ class EngineRequirements(abc.ABC):
         """Return why this engine cannot shard as asked and what to do, or None if it can."""
         if task.offload != "none":
             return cls.no_offloading(task)
-        sizes = {"tp": task.tp, "cp": task.cp}
+        sizes = {"pp": task.pp, "tp": task.tp, "cp": task.cp}
         asked = next(
             (f"--{name} {size}" for name, size in sizes.items() if size > 1),
             f"--dp_shard {task.dp_shard}",
         )
+        others = "ddp or inductor" if task.pp > 1 else "ddp, inductor or jax"
         return (
             f"{asked}: engine {task.engine} keeps the whole model on each worker; use --engine "
-            "ddp, inductor or jax"
+            f"{others}"
         )
 
     @classmethod

@@ -30,6 +30,7 @@ TENSOR_PARALLEL_PLAN = {
     "bert.encoder.layer.*.intermediate.dense": "colwise",
     "cls.predictions.decoder": "colwise_gather_output",
 }
+PIPELINE_PLAN = ["bert.embeddings", "bert.encoder.layer.*", "cls"]
 
 
 def _hash32(numbers: torch.Tensor) -> torch.Tensor:
@@ -100,6 +101,7 @@ def _build(name: str, num_tokens: int) -> nn.Module:
     )  # fmt: skip
     net = BertForMaskedLM(config)
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
     return MaskedBert(net, num_tokens)
 
 

@@ -25,6 +25,9 @@ TENSOR_PARALLEL_PLAN = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+PIPELINE_PLAN = [
+    "transformer.wte", "transformer.wpe", "transformer.h.*", "transformer.ln_f", "lm_head"
+]  # fmt: skip
 
 
 def _build(name: str, num_tokens: int) -> nn.Module:
@@ -39,6 +42,7 @@ def _build(name: str, num_tokens: int) -> nn.Module:
         )
     )  # fmt: skip
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
     return net
 
 

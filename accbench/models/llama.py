@@ -25,6 +25,7 @@ TENSOR_PARALLEL_PLAN = {
     "model.layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+PIPELINE_PLAN = ["model.embed_tokens", "model.layers.*", "model.norm", "lm_head"]
 
 
 def _build(name: str, num_tokens: int) -> nn.Module:
@@ -40,6 +41,7 @@ def _build(name: str, num_tokens: int) -> nn.Module:
         )
     )  # fmt: skip
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
     return net
 
 

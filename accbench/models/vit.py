@@ -19,6 +19,9 @@ TENSOR_PARALLEL_PLAN = {
     "encoder.layers.*.mlp.0": "colwise",
     "encoder.layers.*.mlp.3": "rowwise",
 }
+PIPELINE_PLAN = [
+    "class_token", "conv_proj", "encoder.pos_embedding", "encoder.layers.*", "encoder.ln", "heads"
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class _VisionTransformer(ImageClassification):
             num_heads=num_heads, hidden_dim=width, mlp_dim=4 * width, num_classes=num_classes,
         )  # fmt: skip
         net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN
+        net.pipeline_plan = PIPELINE_PLAN
         return Classifier(net, num_classes)
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from accbench.errors import RequestError
@@ -137,12 +137,18 @@ def _library_in(packages: Sequence[str]) -> Path | None:
 
 
 def plugin_version() -> str | None:
-    """Return the installed plugin's package and version, such as `jax-cuda12-pjrt 0.6.2`."""
+    """Return the package and version of `find_plugin`'s, such as `jax-cuda12-pjrt 0.6.2`.
+
+    None where there is no plugin, or no package is installed in its place.
+    """
+    library = find_plugin()
+    if library is None:
+        return None
+    site = library.parent.parent.parent  # SITE/jax_plugins/xla_cuda12/xla_cuda_plugin.so
     for package in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
-        try:
-            return f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue
+        for found in distributions(name=package, path=[str(site)]):
+            if f"xla_{package.split('-')[1]}" == library.parent.name:
+                return f"{package} {found.version}"
     return None
 
 

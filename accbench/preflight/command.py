@@ -38,8 +38,8 @@ RESULT_FILE = "preflight.json"
 SCHEMA_VERSION = 1
 # Fields of a task that do not affect its training step.
 _HOST_FIELDS = ("output_dir", "workers", "threads")
-# The plug-in that was tested without a device; other versions may need other flags.
-_PINNED_PLUGIN = "jax-cuda12-pjrt 0.6.2"
+# The plug-ins that are tested without a device; other versions may need other flags.
+_TESTED_PLUGINS = ("jax-cuda12-pjrt 0.6.2", "jax-cuda13-pjrt 0.12.0.1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,8 +298,9 @@ def _notes() -> list[str]:
     if unknown:
         notes.append(f"{xla_flags.left_out_notice(unknown)}.")
     version = nvidia.plugin_version()
-    if nvidia.find_plugin() is not None and version != _PINNED_PLUGIN:
-        notes.append(f"The compiler is {version or 'of no known package'}, not {_PINNED_PLUGIN}.")
+    if nvidia.find_plugin() is not None and version not in _TESTED_PLUGINS:
+        tested = " or ".join(_TESTED_PLUGINS)
+        notes.append(f"The compiler is {version or 'of no known package'}, not {tested}.")
     return notes
 
 

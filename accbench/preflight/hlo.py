@@ -2,7 +2,8 @@
 
 Each line holds one instruction, `%name = type opcode(%operand, ...), attribute=..., ...`, in
 computations `%name (parameters) -> type { ... }`; the last before a schedule is in the order of
-execution.
+execution. Newer versions write `%name#1` for an element of a tuple; here it is an instruction
+get-tuple-element of that name, as older ones write it.
 The grammar is that of xla/hlo/parser/hlo_parser.cc.
 """
 
@@ -140,7 +141,35 @@ def parse(text: str) -> Program:
         raise RequestError(
             "the program that the compiler dumped cannot be read: it has no entry computation"
         )
-    return Program(computations, entry)
+    return Program({name: [*_with_elements(of)] for name, of in computations.items()}, entry)
+
+
+def _with_elements(instructions: list[Instruction]) -> Iterator[Instruction]:
+    """Yield instructions, and before its first use each element `name#1` of a tuple."""
+    by_name: dict[str, Instruction] = {}
+    for instruction in instructions:
+        for operand in instruction.operands:
+            for end in (match.end() for match in re.finditer(r"#\d+", operand)):
+                name, (tuple_name, _, index) = operand[:end], operand[:end].rpartition("#")
+                if name not in by_name and tuple_name in by_name:
+                    type_ = _elements(by_name[tuple_name].type)[int(index)]
+                    by_name[name] = Instruction(
+                        name, type_, "get-tuple-element", (tuple_name,), f", index={index}"
+                    )
+                    yield by_name[name]
+        by_name[instruction.name] = instruction
+        yield instruction
+
+
+def _elements(type_: str) -> list[str]:
+    """Return the types of a tuple's elements."""
+    found, depth, begin = [], 0, 1
+    for index, character in enumerate(type_):
+        depth += (character in "([{") - (character in ")]}")
+        if (character == "," and depth == 1) or depth == 0:
+            found.append(type_[begin:index].strip())
+            begin = index + 1
+    return found
 
 
 def _instruction(line: str) -> Iterator[Instruction]:
@@ -154,7 +183,7 @@ def _instruction(line: str) -> Iterator[Instruction]:
     if opcode is None:
         return
     end = _closing(call, opcode.end() - 1)
-    operands = re.findall(r"%([\w.\-]+)", call[opcode.end() : end])
+    operands = re.findall(r"%([\w.\-]+(?:#\d+)*)", call[opcode.end() : end])
     yield Instruction(
         match[2], type_, opcode[1], tuple(operands), call[end + 1 :], match[1] is not None
     )

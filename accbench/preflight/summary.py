@@ -178,10 +178,13 @@ def summarize_reduction(program_kernels: Sequence[Kernel], gpu: GpuSpec) -> dict
 
 
 def thunk_counts(text: str) -> dict[str, int]:
-    """Count launches by kind in the compiler's `thunk_sequence.txt`."""
+    """Count launches by kind in the compiler's `thunk_sequence.txt`.
+
+    Each line begins with a kind, before which newer versions of XLA write a number.
+    """
     counts: dict[str, int] = defaultdict(int)
     for line in text.splitlines():
-        kind = line.split()[0] if line.split() else ""
+        kind = next((word for word in line.split()[:2] if not word.rstrip(":").isdigit()), "")
         if kind.startswith("k") and kind not in _NO_LAUNCH:
             counts[kind.rstrip(",")] += 1
     return dict(counts)
@@ -190,7 +193,7 @@ def thunk_counts(text: str) -> dict[str, int]:
 # Thunks that group other thunks, or only wait.
 _NO_LAUNCH = {
     "kCommandBuffer", "kSequential", "kWhile", "kConditional", "kWaitForStreams",
-    "kNcclAllReduceDone", "kAllReduceDone", "kCopyDone",
+    "kNcclAllReduceDone", "kAllReduceDone", "kCopyDone", "kAsyncStart", "kAsyncDone",
 }  # fmt: skip
 
 

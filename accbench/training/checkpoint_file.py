@@ -64,6 +64,8 @@ class CheckpointFacts:
     """Samples that all ranks have trained on; None in checkpoints from before it was stored."""
     num_token_ranks: int | None = None
     """Ranks with tokens of their own; None in checkpoints from before it was stored."""
+    num_pp_ranks: int = 1
+    """Ranks that share each model as stages of a pipeline."""
     format: int = FORMAT
 
 

@@ -134,6 +134,7 @@ class Keeper:
                 loss=None if scores is None else scores.loss,
                 optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
                 num_samples=num_samples, num_token_ranks=self.engine.mesh.num_token_ranks,
+                num_pp_ranks=self.engine.mesh.pp,
             )  # fmt: skip
             rng_of_ranks = tuple(
                 {name: states[rank] for name, states in by_name.items()}
@@ -201,8 +202,10 @@ class Keeper:
         data = self.engine.mesh.of_gradients.data_topology(self.topology)
         self.engine.seed(task.seed + data.rank + _SEED_STRIDE * facts.step)
         num_token_ranks = facts.num_token_ranks or facts.world_size
-        # Ranks with one batch draw the same numbers, so those of another mesh do not fit.
+        # Ranks with one batch draw the same numbers unless they are stages, so those of another
+        # mesh do not fit.
         is_same = (facts.world_size, num_token_ranks) == (world_size, data.world_size)
+        is_same = is_same and facts.num_pp_ranks == self.engine.mesh.pp
         if is_same and rank < len(saved.rng):
             self.engine.load_rng_state(saved.rng[rank])
         else:
@@ -212,6 +215,8 @@ class Keeper:
                 if facts.world_size == world_size
                 else f"saved by {facts.world_size} workers, now {world_size}"
             )
+            if facts.num_pp_ranks != self.engine.mesh.pp:
+                change += f", in stages over {facts.num_pp_ranks} and now {self.engine.mesh.pp}"
             log.info(f"{change}: dropout and the like draw new random numbers")
         return facts
 

@@ -22,26 +22,12 @@ def train_step(
     """Do one optimizer step, and return the loss on the device without waiting for it."""
     optimizer.zero_grad(set_to_none=True)
     copies = engine.precision.copy_buffers(model)
-    *earlier, last = nested.chunks(batch, engine.task.accumulate)
-    total = None
-    for part in earlier:
-        with engine.without_reduction(model):
-            loss = _backward(engine, model, spec, part)
-        total = loss if total is None else total + loss
-    loss = _backward(engine, model, spec, last)
+    parts = nested.chunks(batch, engine.task.accumulate)
+    loss = engine.compute_gradients(model, spec, parts)
     engine.apply_gradients(optimizer)
     engine.precision.restore_buffers(copies)
     engine.end_step()
-    return loss if total is None else total + loss
-
-
-def _backward(engine: LoopEngine, model: nn.Module, spec: Any, batch: Batch) -> torch.Tensor:
-    with engine.autocast():
-        loss: torch.Tensor = spec.loss(model, batch)
-    if engine.task.accumulate > 1:
-        loss = loss / engine.task.accumulate
-    engine.backward(loss)
-    return loss.detach()
+    return loss
 
 
 def train_epoch(

@@ -29,6 +29,7 @@ CASES = {
     "input_rates": (["FOLDER"], {}, ["| photographs: RecordIO |", "| faces: RecordIO |"]),
     "interval_coverage": ([], {}, ["| normal | turns | 2 | t |", "| drift | fixed | 10 | t |"]),
     "kill_soak": (["FOLDER"], {}, ["equal bit for bit; left over: nothing"]),
+    "mesh_losses": (["FOLDER"], {}, ["| ddp | 5.", "| tp2-shard2 | 5."]),
     "model_sweep": (["FOLDER"], {}, ["| benchmarks.nets:tiny | 32 | 2 | same |"]),
     "numerics_trials": (["FOLDER"], {}, ["| ddp:again | same |", "| dropout_off | found |"]),
     "peers": (
@@ -47,6 +48,7 @@ MARKS = {
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],
     "kill_soak": [soak],
+    "mesh_losses": [soak, needs("transformers")],
     "peers": [soak, needs("transformers")],
     "preflight_table": [soak, pytest.mark.xla, needs("torch_xla"), needs("jax_plugins")],
     "scaling": [soak],

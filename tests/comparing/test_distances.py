@@ -7,6 +7,7 @@ import torch
 
 from accbench.comparing import distances, update_rules
 from accbench.config import TaskConfig
+from accbench.engines.common.optimizer_state import AVERAGE
 from accbench.engines.common.training_state import TrainingState
 
 DENORMAL = 1e-40
@@ -50,3 +51,29 @@ def test_second_moments_that_are_small_are_held_to_what_they_should_be():
     right = 0.999e-34 + 0.001 * 1e-30
     assert step_of(1e-15, 1e-34, right)["second moment of w"] < 1e-5
     assert step_of(1e-15, 1e-34, 1e-34)["second moment of w"] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("own", [float("nan"), float("inf")])
+def test_second_moments_that_are_no_numbers_are_far_off(own):
+    assert step_of(1e-3, 1e-6, own)["second moment of w"] > 1e20
+
+
+def test_averages_that_are_no_numbers_are_far_off():
+    rule = update_rules.of_task(TaskConfig(ema_decay=0.9))
+    start = update_rules.Weights.start({"w": torch.ones(8)}, rule)
+    gradients = {"w": torch.full((8,), 0.1)}
+    after = start.after(rule, gradients)
+    against = SimpleNamespace(
+        rule=rule, weights=start, gradients=gradients, buffers={}, buffers_after={}, extra={},
+        extra_after={}, weights_after=after,
+    )  # fmt: skip
+
+    def distance(average: torch.Tensor) -> float:
+        state = {"step": torch.tensor(1.0), **after.state["w"], AVERAGE: average}
+        of_step = distances.of_step(
+            TrainingState({"w": after.parameters["w"]}, {"w": state}), against
+        )
+        return of_step["average of w"]
+
+    assert distance(after.state["w"][AVERAGE]) < 1e-3
+    assert distance(torch.full((8,), float("nan"))) > 1e20

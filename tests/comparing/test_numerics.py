@@ -14,7 +14,7 @@ from accbench.config import TaskConfig
 from accbench.engines import optimizers
 from accbench.engines.common import optimizer_state
 from benchmarks import planted
-from benchmarks.numerics_passes import FLOORS, folder_of, judge, start_setting
+from benchmarks.numerics_passes import APART, FLOORS, folder_of, judge, start_setting
 from benchmarks.numerics_settings import SETTINGS
 from tests.conftest import start_ranks
 
@@ -41,15 +41,16 @@ class Passes:
 
     def __init__(self, base: Path, plugins: Path) -> None:
         self.base, self.plugins = base, plugins
-        self._made: set[str] = set()
+        self._made: set[tuple[str, str]] = set()
 
     def verdict(self, setting: str, engine: str):
-        if setting not in self._made:
-            self._made.add(setting)
-            engines = ["ddp:again", *SETTINGS[setting].faults, *(["xla"] if HAS_XLA else [])]
-            engines += ["jax"] if HAS_JAX and setting in OF_JAX else []
-            engines += ["not_loaded"]
-            engines += ["crashes_when_loaded"] if setting == "small" else []
+        of_process = engine if engine in APART else "ddp"  # one has all but engines of their own
+        if (setting, of_process) not in self._made:
+            self._made.add((setting, of_process))
+            engines = [engine]
+            if of_process == "ddp":
+                engines = ["ddp:again", *SETTINGS[setting].faults, "not_loaded"]
+                engines += ["crashes_when_loaded"] if setting == "small" else []
             start_setting(self.base, setting, [0], engines, self.plugins, run_ranks)
         return judge(self.base, setting, 0, engine)
 

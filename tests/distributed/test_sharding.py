@@ -23,6 +23,8 @@ SHARES = {
     "tp bert same data": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
     "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26, "offload optimizer": 1,
     "offload all tp 2 x 2": 0.35, "partial fc sgd": 0.76, "partial fc uneven adamw": 0.76,
+    "pp 4 sgd": 0.28, "pp 2 tied adamw": 0.54, "pp 2 interleaved": 0.5, "pp 4 batchnorm": 0.27,
+    "pp 2 x 2 zero 1": 0.27,
 }  # fmt: skip
 
 
@@ -60,6 +62,7 @@ def check_case(of: dict, case: str, asked: sharded_ranks.Case) -> None:
     sharded_applied, applied = of["applied"]
     assert sharded_applied == applied == (4 if "overflow" in case or "skipped" in case else 5)
     assert of["scale"] == ([32768.0] * 2 if "overflow" in case else [None] * 2)
+    assert of["buffers"] == []
     assert of["rereads"] == of["starts"] == [True, True]
     is_built_in_shards = "--dp_shard" in str(flags) and not {"--zero=1", "--engine=jax"} & flags
     assert of["deferred"] == [is_built_in_shards, False]
@@ -109,7 +112,7 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
      "engine jax keeps all classes on each worker; use --engine ddp or inductor, or leave it out"),
     (("--model=arcface_r18", "--arcface.sample_rate=0.1", "--dp_shard=auto"),
      "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
-     "--dp_shard, --tp and --cp out"),
+     "--dp_shard, --tp, --cp and --pp out"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
     done = run(
@@ -163,6 +166,7 @@ LEGS = (
     ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto", "--engine=jax"),
     ("--nproc_per_node=4", "--batch_size=4", "--cp=2", "--dp_shard=auto"),
     ("--nproc_per_node=1", "--batch_size=8", "--offload=optimizer"),
+    ("--nproc_per_node=4", "--batch_size=4", "--pp=2", "--accumulate=2"),
     ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=auto"),
 )
 
@@ -226,7 +230,7 @@ def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
     assert states[0].optimizer["net.classes"]["momentum_buffer"].shape == (7, 512)
 
 
-@pytest.mark.parametrize("shared", [("--tp=2",), ("--cp=2",)])
+@pytest.mark.parametrize("shared", [("--tp=2",), ("--cp=2",), ("--pp=2", "--accumulate=2")])
 def test_samples_that_workers_share_count_once(tmp_path, shared):
     records_of = {}
     (tmp_path / "text").write_text((ROOT / "docs" / "architecture.md").read_text()[:700])
@@ -257,9 +261,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_workers(tmp_path, sharded)
     assert "cannot write a checkpoint" in done.stderr
 
 
-def test_a_killed_rank_ends_the_others(tmp_path):
+@pytest.mark.parametrize("flags", [("--dp_shard=auto",), ("--pp=2", "--accumulate=2")])
+def test_a_killed_rank_ends_the_others(tmp_path, flags):
     done = run(*TINY, "--data=synthetic", "--model=tests.nets:killed_on_rank1",
-               "--nproc_per_node=2", "--dp_shard=auto", f"--output_dir={tmp_path / 'run'}",
+               "--nproc_per_node=2", *flags, f"--output_dir={tmp_path / 'run'}",
                )  # fmt: skip
     assert done.returncode == 1
     assert "rank 1 was killed by SIGKILL" in done.stderr

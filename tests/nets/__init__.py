@@ -23,7 +23,15 @@ from tests.nets.not_finite import (
     wrong_on_white,
 )
 from tests.nets.outputs import no_module, returns_dict, returns_tuple, returns_words, takes_nothing
-from tests.nets.specs import Autoencoder, Mislabelled, Ragged, Recolours, many_heads
+from tests.nets.specs import (
+    Autoencoder,
+    Mislabelled,
+    Ragged,
+    Recolours,
+    four_layers,
+    four_tied_layers,
+    many_heads,
+)
 from tests.nets.structures import (
     PartialFace,
     ShallowFace,
@@ -43,6 +51,7 @@ from tests.nets.structures import (
     shared_memory,
     small_vit,
     sparse,
+    staged,
     tabled,
     tied_buffers,
     tied_deep,
@@ -76,6 +85,8 @@ __all__ = [
     "deaf",
     "decides_by_value",
     "dropping",
+    "four_layers",
+    "four_tied_layers",
     "frozen_first",
     "hungry",
     "joined",
@@ -105,6 +116,7 @@ __all__ = [
     "slow",
     "slow_killed_once",
     "sparse",
+    "staged",
     "stopped_on_rank1",
     "tabled",
     "takes_nothing",

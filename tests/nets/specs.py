@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from accbench.models import Spec
+from accbench.models.gpt2 import PIPELINE_PLAN
 from accbench.models.llama import TENSOR_PARALLEL_PLAN
 from accbench.models.tasks.language import LanguageModel, options_of_transformers
 from benchmarks.nets import tied as tied
@@ -94,3 +95,42 @@ many_heads = LanguageModel(
     cuts_sequences=True,
 )
 """A Llama of one layer, with heads for two ways to share them."""
+
+
+def _build_four_layers(num_tokens: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    net = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=num_tokens, max_position_embeddings=64, hidden_size=32,
+            intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, **options_of_transformers(),
+        )
+    )  # fmt: skip
+    net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    return net
+
+
+four_layers = LanguageModel(
+    "tests.nets:four_layers", _build_four_layers, max_seq_len=64, seq_len=16, cuts_sequences=True
+)
+"""A Llama of four layers, with transformers' plan of its stages."""
+
+
+def _build_four_tied_layers(num_tokens: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    net = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=num_tokens, n_positions=64, n_embd=32, n_layer=4, n_head=2,
+            **options_of_transformers(),
+        )
+    )  # fmt: skip
+    net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
+    return net
+
+
+four_tied_layers = LanguageModel(
+    "tests.nets:four_tied_layers", _build_four_tied_layers, max_seq_len=64, seq_len=16
+)
+"""A GPT-2 of four layers, whose embedding is its head's weight."""

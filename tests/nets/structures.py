@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accbench.models.arcface import ArcFace, FaceClassifier, FaceNet
-from accbench.models.vit import TENSOR_PARALLEL_PLAN
+from accbench.models.vit import PIPELINE_PLAN, TENSOR_PARALLEL_PLAN
 from benchmarks.nets import tied as tied
 from benchmarks.nets import tiny
 
@@ -68,8 +68,33 @@ def small_vit(num_classes: int) -> nn.Module:
 
     net = VisionTransformer(16, 8, 2, 4, 32, 64, num_classes=num_classes)
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
     nn.init.normal_(net.heads.head.weight, std=0.02)  # which begins with zeros
     return net
+
+
+class _Staged(nn.Module):
+    """Four blocks with BatchNorm between a stem, with BatchNorm, and a head."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU())
+            for _ in range(4)
+        )
+        self.head = nn.Linear(6, num_classes)
+        self.pipeline_plan = ["stem", "norm", "layers.*", "head"]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.stem(images))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden.mean((2, 3)))
+
+
+def staged(num_classes: int) -> nn.Module:
+    return _Staged(num_classes)
 
 
 @dataclasses.dataclass(frozen=True)

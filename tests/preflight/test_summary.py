@@ -62,3 +62,9 @@ def test_thunks_are_counted_without_groups_and_waits():
         "kCommandBuffer\t\n    kCopy  \t\n    kKernel\t, kernel = a\nkConvolution\nkAllReduceDone\n"
     )
     assert summary.thunk_counts(text) == {"kCopy": 1, "kKernel": 1, "kConvolution": 1}
+    numbered = (
+        "000: kCommandBuffer [source | next=003 (1)] \n    001: kCustomKernel [source | sink] a\n"
+        "273: kAsyncStart [prev=1 (2)] async_id=273\n    274: kAllReduce [sink] kAllReduce\n"
+        "275: kAsyncDone [sink]\n"
+    )
+    assert summary.thunk_counts(numbered) == {"kCustomKernel": 1, "kAllReduce": 1}

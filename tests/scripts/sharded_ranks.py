@@ -82,12 +82,38 @@ CASES |= {
     "partial fc sgd": ((FACES, *SGD, "--clip_norm=0.5"), (PARTIAL,), "whole"),
     "partial fc uneven adamw": ((FACES, *ADAMW), (PARTIAL,), "whole"),
 }
+DEEP, DEEP_TIED = "--model=tests.nets:four_layers", "--model=tests.nets:four_tied_layers"
+DEEP_CLIPPED = (DEEP, *SGD, "--clip_norm=0.5")
+STAGED = ("--model=tests.nets:staged", *SGD)
+INTERLEAVED, GPIPE = "--pp_schedule=interleaved", "--pp_schedule=gpipe"
+CASES |= {
+    "pp 4 sgd": ((*DEEP_CLIPPED, "--accumulate=4"), ("--pp=4",), "whole"),
+    "pp 2 tied adamw": (
+        (DEEP_TIED, *ADAMW, "--clip_norm=0.5", "--accumulate=2"),
+        ("--pp=2",),
+        "whole",
+    ),
+    "pp 2 interleaved": ((*DEEP_CLIPPED, "--accumulate=4"), ("--pp=2", INTERLEAVED), "whole"),
+    "pp 4 batchnorm": ((*STAGED, "--accumulate=4"), ("--pp=4", GPIPE), "whole"),
+    "pp 2 x 2 zero 1": (
+        (DEEP_TIED, *SGD, "--accumulate=2"),
+        ("--pp=2", *ZERO_1),
+        "whole",
+    ),
+}
 INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
 CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
 # They compile for a minute each.
 SOAKED: dict[str, Case] = {
     "inductor tp": (ADAMW_TIED, (INDUCTOR, "--tp=2"), "whole"),
+    "pp 2 x tp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--tp=2"), "whole"),
+    "pp 2 x cp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--cp=2"), "whole"),
+    "pp ignored labels": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2",), "whole"),
+    "pp skipped": ((*DEEP_CLIPPED, "--accumulate=2", "--on_nan=skip"), ("--pp=2",), "ddp"),
+    "pp bert same data": (("--model=bert_tiny", *SGD, "--accumulate=2"), ("--pp=2",), "whole"),
+    "pp vit": ((*VIT, "--accumulate=2"), ("--pp=2",), "whole"),
+    "inductor pp 2": ((*DEEP_CLIPPED, "--accumulate=2"), (INDUCTOR, "--pp=2"), "whole"),
     "inductor zero 1": (ADAMW_TIED, (INDUCTOR, *ZERO_1), "whole"),
     "inductor zero 3": (SGD_CLIPPED, (INDUCTOR, *ZERO_3), "whole"),
     "partial fc offload": ((FACES, *ADAMW), (PARTIAL, OFFLOADED), "whole"),
@@ -217,7 +243,10 @@ def distances(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         want = other["after"][name].double() - before
         moved += (found["after"][name].double() - before - want).square().sum().item()
         wanted += want.square().sum().item()
+    buffers = other["after"].keys() & found["after"].keys() - other["before"].keys()
+    wrong = [n for n in buffers if not torch.allclose(found["after"][n], other["after"][n], 1e-5)]
     return {
+        "buffers": wrong,
         "losses": max(abs(a - b) / abs(b) for a, b in pairs),
         "updates": (moved / wanted) ** 0.5,
         **{key: [found[key], other[key]] for key in KEPT},

@@ -44,6 +44,15 @@ class ShardedOptimizer(ShardingStrategy):
         Raises:
             RequestError: it has a parameter that cannot be sharded.
         """
+        self.find_shards(model)
+        return self.data_parallel.wrap(model)
+
+    def find_shards(self, model: nn.Module) -> None:
+        """Find this rank's rows of every parameter.
+
+        Raises:
+            RequestError: it has a parameter that cannot be sharded.
+        """
         refuse_unshardable(model)
         # Each rank has other classes, whose gradients it has alone.
         if self.class_slices:
@@ -54,7 +63,6 @@ class ShardedOptimizer(ShardingStrategy):
         for name, parameter in model.named_parameters():
             rows = parameter_shards.rows_of_rank(len(parameter), rank, num_ranks)
             self._shards[name] = self.build_shard(name, parameter, parameter[rows], rows)
-        return self.data_parallel.wrap(model)
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self.data_parallel.without_reduction(model)

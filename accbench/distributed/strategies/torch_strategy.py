@@ -183,6 +183,15 @@ class ShardingStrategy(TorchStrategy):
             flag.copy_(shared)
 
     def clip(self, parameters: list[torch.Tensor], max_norm: float) -> None:
+        total = self.sum_squares(parameters).sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+
+    def sum_squares(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of squares of the whole model's gradients, (); does not wait.
+
+        Args:
+            parameters: this rank's rows, which have gradients.
+        """
         slices = self.tensor_slices or self.class_slices  # classes are not shared out with --tp
         sliced = {id(self.shards[name].local) for name in slices}
         of_slices = [p.grad for p in parameters if p.grad is not None and id(p) in sliced]
@@ -190,9 +199,11 @@ class ShardingStrategy(TorchStrategy):
         norms = [nn.utils.get_total_norm(grads) for grads in (of_slices, of_wholes)]
         squares = torch.stack([norm.to(self.device) ** 2 for norm in norms])
         dist.all_reduce(squares, group=self.group)
-        if slices:
-            dist.all_reduce(squares[:1], group=self.tp_group)  # None: of all ranks
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sum().sqrt())
+        if self.tp_group is not None:
+            dist.all_reduce(squares[:1], group=self.tp_group)
+        elif self.class_slices:
+            dist.all_reduce(squares[:1])
+        return squares.sum()
 
 
 def refuse_unshardable(model: nn.Module) -> None:

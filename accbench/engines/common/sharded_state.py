@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accbench.distributed.parameter_shards import ParameterShard, ShardedTensor
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
@@ -109,6 +108,8 @@ def in_memory(value: Any) -> torch.Tensor:
 
 def _as_parameter(shard: ParameterShard, whole: Any) -> torch.Tensor:
     """Return a whole tensor in the form in which the model has the parameter."""
+    from torch.distributed.tensor import DTensor  # half a second, which a launcher does not spend
+
     parameter: Any = shard.parameter
     if tuple(whole.shape) != shard.shape:
         return in_memory(whole)

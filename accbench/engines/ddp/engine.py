@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench import engines, models
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, amp_level
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
@@ -24,10 +24,17 @@ from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
 from accbench.distributed.strategies.torch_strategy import ShardingStrategy, TorchStrategy
 from accbench.engines import optimizers
-from accbench.engines.common import model_state, optimizer_state, sharded_state, tied_parameters
+from accbench.engines.common import (
+    model_state,
+    optimizer_state,
+    sharded_state,
+    staged_state,
+    tied_parameters,
+)
 from accbench.engines.common.training_state import TrainingState
 from accbench.engines.ddp import layouts
 from accbench.engines.loops import LoopEngine
+from accbench.errors import RequestError
 from accbench.recording import provenance
 from accbench.recording.terminal import log
 
@@ -46,6 +53,10 @@ def allow_tf32(allowed: bool) -> None:
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     # Where torch.testing._internal was imported, attributes of the backends cannot be set.
     torch.backends.cudnn.set_flags(_allow_tf32=allowed)
+
+
+# Data ranks and later steps have other seeds than these (`accbench.training.resume`).
+_SEED_STRIDE = 15_485_863
 
 
 class Engine(LoopEngine):
@@ -98,11 +109,34 @@ class Engine(LoopEngine):
         if problem is not None:
             return problem
         options = task.options.get(task.engine)
-        if shape.shard > 1 and options is not None and options.find_unused_parameters:
+        is_sharded = shape.shard > 1 or shape.pp > 1
+        if is_sharded and options is not None and options.find_unused_parameters:
             return (
-                f"--{task.engine}.find_unused_parameters is not for --dp_shard, which needs every "
-                "parameter's gradient on each worker; freeze those that are unused "
-                "(requires_grad = False)"
+                f"--{task.engine}.find_unused_parameters is not for "
+                f"{'--pp' if shape.pp > 1 else '--dp_shard'}, which needs every parameter's "
+                "gradient on each worker; freeze those that are unused (requires_grad = False)"
+            )
+        return cls._pipeline_problem(task, shape) if shape.pp > 1 else None
+
+    @classmethod
+    def _pipeline_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
+        if shape.shard > 1 and mesh.zero_stage(task) != 1:
+            return (
+                f"--pp with --zero {mesh.zero_stage(task)}: micro-batches would gather each block "
+                "again and again; use --zero 1"
+            )
+        if amp_level(task) == "O1" and task.amp_dtype == "float16":
+            return "--pp with --amp_dtype float16: use bfloat16"
+        schedule, num_parts = task.pp_schedule or "1f1b", task.accumulate
+        if num_parts < shape.pp:
+            return (
+                f"--accumulate {num_parts}: --pp {shape.pp} works on as many micro-batches at "
+                f"once; use --accumulate {shape.pp} or more"
+            )
+        if schedule == "interleaved" and num_parts % shape.pp:
+            return (
+                f"--accumulate {num_parts}: --pp_schedule interleaved takes micro-batches "
+                f"{shape.pp} at a time; use a multiple of {shape.pp}"
             )
         return None
 
@@ -112,7 +146,7 @@ class Engine(LoopEngine):
             return None
         return (
             "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
-            "--dp_shard, --tp and --cp out"
+            "--dp_shard, --tp, --cp and --pp out"
         )
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
@@ -120,6 +154,8 @@ class Engine(LoopEngine):
         self.device = torch.device("cpu")
         self._optimizer: torch.optim.Optimizer | None = None
         self._deferred: Any = None
+        self._pipeline: Any = None
+        self._owners: dict[str, int] = {}
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
@@ -138,7 +174,8 @@ class Engine(LoopEngine):
     def _build_strategy(self) -> TorchStrategy:
         shape, offload = self.mesh.of_gradients, self.task.offload
         self._shards_classes = self.topology.world_size > 1 and models.shards_classes(self.task)
-        if shape.shard == shape.tp == 1 and offload == "none" and not self._shards_classes:
+        is_cut = max(shape.shard, shape.tp, shape.pp) > 1 or self._shards_classes
+        if not is_cut and offload == "none":
             return self._build_data_parallel(self.topology)
         if not dist.is_initialized():
             process_group.init_alone(self.device.type)
@@ -160,8 +197,13 @@ class Engine(LoopEngine):
 
     def _build_sharded_optimizer(self, shape: MeshShape) -> ShardedOptimizer:
         # Gradients are averaged over those alone that have other tokens.
-        group, _ = dist.new_subgroups_by_enumeration(shape.data_groups())
+        group: Any = dist.new_subgroups_by_enumeration(shape.data_groups())[0]
         data_parallel = self._build_data_parallel(shape.data_topology(self.topology), group)
+        if shape.pp > 1:
+            from accbench.distributed.strategies.pipeline_parallel import PipelineParallel
+
+            num_stages = mesh.num_stages(self.task)
+            return PipelineParallel(self.topology, self.device, shape, data_parallel, num_stages)
         steps_on_host = self.task.offload == "optimizer"
         return ShardedOptimizer(self.topology, self.device, shape, steps_on_host, data_parallel)
 
@@ -191,6 +233,7 @@ class Engine(LoopEngine):
         if self._deferred is not None:
             return self._prepare_deferred(model, self._deferred)
         self._apply_tensor_parallelism(model)
+        self._keep_own_stages(model)
         return self._use_channels_last(self._wrap(self._move_to_device(model)))
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -222,6 +265,36 @@ class Engine(LoopEngine):
                 key, part = module.shard_classes(RankGroup.of(dist.group.WORLD))
                 name = f"{path}.{key}" if path else key
                 strategy.class_slices = {**strategy.class_slices, name: part}
+
+    def _keep_own_stages(self, model: nn.Module) -> None:
+        """Leave this rank its stages of the model.
+
+        Raises:
+            RequestError: the model has no plan for that, or does not fit it.
+        """
+        if self.mesh.pp == 1:
+            return
+        from accbench.engines.common import pipeline_stages
+        from accbench.engines.common.pipeline import Pipeline
+
+        strategy: Any = self.strategy
+        holder = model_state.first_with_extra_state(model)
+        if holder is not None:
+            raise RequestError(
+                f"--pp: the model's {holder or 'root'} has state of its own (get_extra_state), "
+                "which stages do not share; leave --pp out"
+            )
+        staged = pipeline_stages.cut(
+            model, self.task.model, strategy.num_stages, strategy.own_stages, self.device
+        )
+        strategy.take_stages(staged.blocks, staged.shared)
+        own = {name for name, _ in model.named_parameters()}
+        strategy.tensor_slices = {n: s for n, s in strategy.tensor_slices.items() if n in own}
+        self._owners = {name: stage % self.mesh.pp for name, stage in staged.owners.items()}
+        self._pipeline = Pipeline(
+            model, staged, strategy.own_stages, strategy.pp_group, self.device,
+            self.task.pp_schedule or "1f1b", self.task.accumulate,
+        )  # fmt: skip
 
     def _prepare_deferred(self, model: nn.Module, deferred: Any) -> nn.Module:
         """Shard a model without weights, and fill it; no rank has more than one tensor whole."""
@@ -321,6 +394,16 @@ class Engine(LoopEngine):
         dtype = self.precision.autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
+    def compute_gradients(
+        self, model: nn.Module, spec: Any, parts: list[engines.Batch]
+    ) -> torch.Tensor:
+        if self._pipeline is None:
+            return super().compute_gradients(model, spec, parts)
+        loss: torch.Tensor = self._pipeline.step(
+            lambda part: self._loss_of_part(model, spec, part, len(parts)), parts
+        )
+        return loss
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         # DDP averages the gradients in here.
         self.precision.scaled(loss).backward(retain_graph=retain_graph)
@@ -366,6 +449,11 @@ class Engine(LoopEngine):
         return layouts.contiguous(nest) if self.memory_format is torch.channels_last else nest
 
     def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
+        if self._pipeline is not None:
+            score: torch.Tensor = self._pipeline.forward(
+                lambda part: super(Engine, self).run_score(model, spec, part), batch, (4,)
+            )
+            return score
         score = super().run_score(model, spec, batch)
         self.strategy.after_evaluation(model)
         return score
@@ -400,13 +488,19 @@ class Engine(LoopEngine):
         strategy = self.strategy
         if not isinstance(strategy, ShardingStrategy):
             return super().training_state(net, optimizer)
-        return sharded_state.read_gathered(net, optimizer, self.precision.scaler, strategy.shards)
+        read = sharded_state.read_gathered(net, optimizer, self.precision.scaler, strategy.shards)
+        return read if self._pipeline is None else staged_state.shared(self._of_all_stages(read))
 
     def saved_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         strategy = self.strategy
         if not isinstance(strategy, ShardingStrategy):
             return super().saved_state(net, optimizer)
-        return sharded_state.read_to_gather(net, optimizer, self.precision.scaler, strategy.shards)
+        read = sharded_state.read_to_gather(net, optimizer, self.precision.scaler, strategy.shards)
+        return read if self._pipeline is None else self._of_all_stages(read)
+
+    def _of_all_stages(self, read: TrainingState) -> TrainingState:
+        strategy: Any = self.strategy
+        return staged_state.merged(read, self._owners, strategy.pp_group, self.device)
 
     def load_training_state(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, saved: TrainingState
@@ -414,7 +508,20 @@ class Engine(LoopEngine):
         if not self.strategy.shards:
             super().load_training_state(net, optimizer, saved)
             return
+        if self._pipeline is not None:
+            saved = staged_state.own_part(saved, net, self._owners)
         sharded_state.load(net, optimizer, self.precision.scaler, self.strategy.shards, saved)
+
+    def seed(self, seed: int) -> None:
+        stage = self.mesh.coordinates(self.topology.rank)["pp"]
+        super().seed(seed + _SEED_STRIDE * stage)  # or all stages' blocks would have the same masks
+
+    def share_buffers(self, net: nn.Module) -> None:
+        if self._pipeline is None:
+            super().share_buffers(net)
+            return
+        for buffer in model_state.saved_buffers(net):
+            self.strategy.broadcast_in_stage(buffer)  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         if self.device.type == "cuda":

@@ -76,6 +76,11 @@ class Engine(engines.Engine):
             return mesh.NOT_FOR_SCRIPTS
         if task.offload != "none":
             return cls.no_offloading(task)
+        if shape.pp > 1:
+            return (
+                f"--pp {shape.pp}: engine jax compiles whole steps, which have no stages; use "
+                "--dp_shard auto, --tp, or --engine ddp"
+            )
         if mesh.zero_stage(task) != 3:
             return (
                 f"--zero {task.zero}: engine jax shards parameters and optimizer state alike; "

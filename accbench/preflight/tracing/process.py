@@ -85,6 +85,8 @@ def build(task: TaskConfig, engine_class: type[Engine], rank: int = 0) -> Traced
         engine = engine_class(task, options, topology)
     if engine.mesh.cp > 1:
         raise RequestError("preflight compiles no parts of sequences yet; leave --cp out")
+    if engine.mesh.pp > 1:
+        raise RequestError("preflight compiles no stages yet; leave --pp out")
     name, location = config.data_name(task.data)
     source = plugins.load("data", name)(location, task, task.options.get(name), Topology())
     spec = models.of_task(task)
