@@ -308,8 +308,10 @@ class CheckPass:
         with closing(batches):
             try:
                 # A new engine, as this one may have compiled the shared dropout in. The mask is
-                # read from a gradient, which must not be clipped, and has no plan for --tp.
-                unclipped = dataclasses.replace(self.task, clip_norm=None, accumulate=1, tp=1, cp=1)
+                # read from a gradient, which must not be clipped, and has no plans to be cut by.
+                unclipped = dataclasses.replace(
+                    self.task, clip_norm=None, accumulate=1, tp=1, cp=1, pp=1, pp_schedule=None
+                )
                 problem = engine_dropout.find_problem(
                     open_engine(unclipped, self.topology), self.topology, train_step,
                     next(batches), probabilities, self.task.seed,
@@ -403,7 +405,7 @@ class CheckPass:
         """Count the parameters that are not bitwise equal on all ranks."""
         if self.topology.world_size == 1:
             return 0
-        names = sorted(dict(self.net.named_parameters()))
+        names = sorted(self.reference.start.parameters.keys() & state.model.keys())
         sums = [float(zlib.crc32(pieces.flat(state.model[n]).numpy().data)) for n in names]
         return sum(len(set(rank_sums)) > 1 for rank_sums in zip(*_gather(sums), strict=True))
 

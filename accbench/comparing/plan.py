@@ -238,9 +238,10 @@ def _check(flags: Any) -> None:
             f"compare measures with as many nodes as --nnodes says, not {flags.nnodes}"
         )
     if mesh.workers_per_batch(flags) > 1:
-        asked = f"tp={flags.tp}" if flags.tp > 1 else f"cp={flags.cp}"
+        sizes = {"tp": flags.tp, "cp": flags.cp, "pp": flags.pp}
+        asked = next(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise RequestError(
-            f"compare has --tp and --cp in its rows alone: --engines ddp,ddp:{asked}"
+            f"compare has --tp, --cp and --pp in its rows alone: --engines ddp,ddp:{asked}"
         )
     if flags.profile is not None:
         raise RequestError("a profile slows what compare measures; take --profile in a run")
@@ -279,11 +280,6 @@ def _make_row(
         task = config.parse(config.as_flags(values), "accbench run")
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
-    if task.pp > 1:
-        raise RequestError(
-            f"--engines {spec}: compare does not measure --pp; its rows may have --dp_shard, --tp "
-            "and --cp"
-        )
     if task.batch_size is not None:
         # What is equal is the global batch, which fewer workers share out.
         shared = mesh.workers_per_batch(task)

@@ -137,7 +137,7 @@ def is_sharded(task: TaskConfig) -> bool:
 
 def workers_per_batch(task: TaskConfig) -> int:
     """Return how many workers a task has share each batch."""
-    return task.tp * task.cp
+    return task.tp * task.cp * task.pp
 
 
 def offload_problem(task: TaskConfig) -> str | None:

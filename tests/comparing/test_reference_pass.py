@@ -90,7 +90,7 @@ def shared_reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags", [
-    ("--tp=2",), ("--cp=2", "--accumulate=2"),
+    ("--tp=2",), ("--cp=2", "--accumulate=2"), ("--pp=2", "--accumulate=2"),
     pytest.param(("--tp=2", "--engine=jax"), marks=[pytest.mark.soak, NEEDS_JAX]),
     pytest.param(("--cp=2", "--engine=jax"), marks=[pytest.mark.soak, NEEDS_JAX]),
 ])  # fmt: skip

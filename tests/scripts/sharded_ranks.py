@@ -77,6 +77,11 @@ CASES |= {
     "offload all": (SGD_CLIPPED, ("--offload=all", *ZERO_3), "whole"),
     "offload all tp 2 x 2": (ADAMW_TIED, ("--offload=all", "--tp=2", "--dp_shard=auto"), "whole"),
 }
+FACES, PARTIAL = "--model=tests.nets:TinyFace", "--model=tests.nets:PartialFace"
+CASES |= {
+    "partial fc sgd": ((FACES, *SGD, "--clip_norm=0.5"), (PARTIAL,), "whole"),
+    "partial fc uneven adamw": ((FACES, *ADAMW), (PARTIAL,), "whole"),
+}
 DEEP, DEEP_TIED = "--model=tests.nets:four_layers", "--model=tests.nets:four_tied_layers"
 DEEP_CLIPPED = (DEEP, *SGD, "--clip_norm=0.5")
 STAGED = ("--model=tests.nets:staged", *SGD)
@@ -95,11 +100,6 @@ CASES |= {
         ("--pp=2", *ZERO_1),
         "whole",
     ),
-}
-FACES, PARTIAL = "--model=tests.nets:TinyFace", "--model=tests.nets:PartialFace"
-CASES |= {
-    "partial fc sgd": ((FACES, *SGD, "--clip_norm=0.5"), (PARTIAL,), "whole"),
-    "partial fc uneven adamw": ((FACES, *ADAMW), (PARTIAL,), "whole"),
 }
 INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
 CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")

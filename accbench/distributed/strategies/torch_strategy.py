@@ -201,8 +201,10 @@ class ShardingStrategy(TorchStrategy):
         norms = [nn.utils.get_total_norm(grads) for grads in (of_slices, of_wholes)]
         squares = torch.stack([norm.to(self.device) ** 2 for norm in norms])
         dist.all_reduce(squares, group=self.group)
-        if slices:
-            dist.all_reduce(squares[:1], group=self.tp_group)  # None: of all ranks
+        if self.tp_group is not None:
+            dist.all_reduce(squares[:1], group=self.tp_group)
+        elif self.class_slices:
+            dist.all_reduce(squares[:1])
         return squares.sum()
 
 

@@ -174,8 +174,8 @@ class Engine(LoopEngine):
     def _build_strategy(self) -> TorchStrategy:
         shape, offload = self.mesh.of_gradients, self.task.offload
         self._shards_classes = self.topology.world_size > 1 and models.shards_classes(self.task)
-        is_plain = shape.shard == shape.tp == shape.pp == 1 and offload == "none"
-        if is_plain and not self._shards_classes:
+        is_cut = max(shape.shard, shape.tp, shape.pp) > 1 or self._shards_classes
+        if not is_cut and offload == "none":
             return self._build_data_parallel(self.topology)
         if not dist.is_initialized():
             process_group.init_alone(self.device.type)
@@ -257,6 +257,15 @@ class Engine(LoopEngine):
             model, RankGroup.of(strategy.tp_group), self.task.model
         )
 
+    def _shard_classes(self, model: nn.Module, strategy: ShardedOptimizer) -> None:
+        """Have each rank keep a part of the classes of the model's head (PartialFC)."""
+        assert dist.group.WORLD is not None
+        for path, module in [*model.named_modules()]:
+            if hasattr(module, "shard_classes"):
+                key, part = module.shard_classes(RankGroup.of(dist.group.WORLD))
+                name = f"{path}.{key}" if path else key
+                strategy.class_slices = {**strategy.class_slices, name: part}
+
     def _keep_own_stages(self, model: nn.Module) -> None:
         """Leave this rank its stages of the model.
 
@@ -286,15 +295,6 @@ class Engine(LoopEngine):
             model, staged, strategy.own_stages, strategy.pp_group, self.device,
             self.task.pp_schedule or "1f1b", self.task.accumulate,
         )  # fmt: skip
-
-    def _shard_classes(self, model: nn.Module, strategy: ShardedOptimizer) -> None:
-        """Have each rank keep a part of the classes of the model's head (PartialFC)."""
-        assert dist.group.WORLD is not None
-        for path, module in [*model.named_modules()]:
-            if hasattr(module, "shard_classes"):
-                key, part = module.shard_classes(RankGroup.of(dist.group.WORLD))
-                name = f"{path}.{key}" if path else key
-                strategy.class_slices = {**strategy.class_slices, name: part}
 
     def _prepare_deferred(self, model: nn.Module, deferred: Any) -> nn.Module:
         """Shard a model without weights, and fill it; no rank has more than one tensor whole."""
