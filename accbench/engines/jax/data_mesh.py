@@ -24,11 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
-from accbench.engines.jax.lowering.rows.collectives import CP_AXIS, TP_AXIS
+from accbench.engines.jax.lowering.rows.collectives import TOKEN_AXES, TP_AXIS
 from accbench.errors import RequestError
 
-_AXIS = ("workers", CP_AXIS)
-"""The axes of ranks with tokens of their own."""
+_AXIS = TOKEN_AXES
 _ALL_AXES = (*_AXIS, TP_AXIS)
 # Smaller arrays are replicated: a collective costs more than they do.
 _MIN_SHARDED_SIZE = 1024
