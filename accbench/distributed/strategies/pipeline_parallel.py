@@ -7,6 +7,7 @@ the optimizer's state and cut layers, as without stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ class PipelineParallel(ShardedOptimizer):
                 continue  # both slots are in one rank's model
             if ranks not in groups:
                 lists = [[column[rank] for rank in ranks] for column in self.shape.pp_groups()]
-                groups[ranks], _ = dist.new_subgroups_by_enumeration(lists)
+                made: Any = dist.new_subgroups_by_enumeration(lists)[0]
+                groups[ranks] = made
             group = groups[ranks]
             if group is not None and own in ranks:
                 self._shared[name] = group
