@@ -92,7 +92,8 @@ def candidates(
     num_gpus = links.num_nodes * links.gpus_per_node
     assert task.batch_size is not None
     num_samples = task.batch_size * num_gpus // (task.tp * task.cp)
-    found, refusals = [], []
+    found: list[CandidateMesh] = []
+    refusals = []
     for tp in _divisors(links.gpus_per_node):
         for cp in _divisors(links.gpus_per_node // tp):
             num_data_ranks = num_gpus // (tp * cp)
@@ -168,7 +169,7 @@ def _activation_s(
             widths[key] = part.shape[1 - part.axis]
     reduced = sum(widths.values()) * num_tokens * _ACTIVATION_BYTES
     sent = [sent_bytes("all-reduce", reduced, range(tp), links.gpus_per_node)]
-    config = next((m.config for m in net.modules() if hasattr(m, "config")), None)
+    config: Any = next((m.config for m in net.modules() if hasattr(m, "config")), None)
     if cp > 1 and config is not None:
         # Query, key, value and result of each attention, forward and backward.
         exchanged = 8 * config.num_hidden_layers * config.hidden_size * num_tokens / tp
