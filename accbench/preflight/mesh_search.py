@@ -6,7 +6,8 @@ Estimates are arithmetic on the model's shapes:
 
 - The state is exact: parameters and what the optimizer keeps of each, over the GPUs that share it.
 - A step's temporaries are the whole float32 weights that `--tp` leaves, gathered or as gradients,
-  and activations, as many as on the compiled mesh with the nearest `--tp`.
+  or half of them where each layer's are gathered by themselves, and activations, as many as on the
+  compiled mesh with the nearest `--tp`.
 - Kernels take as long as there, and links what their bytes take, of which as much is hidden.
 """
 
@@ -24,11 +25,16 @@ from accbench.distributed.collectives import RankGroup
 from accbench.distributed.tensor_slices import TensorSlice
 from accbench.engines import optimizers
 from accbench.engines.common import tensor_parallel
+from accbench.engines.jax.options import JaxOptions
 from accbench.errors import RequestError
 from accbench.models.tasks import trainable
 from accbench.preflight.communication import Links, sent_bytes
 
 _FLOAT32_BYTES, _ACTIVATION_BYTES = 4, 2
+# The part of the weights that is whole at a time where each layer's are gathered by themselves:
+# 0.44 of llama_1b's, 0.58 of llama_8b's, 0.53 of llama_70b's
+# (docs/results/2026-11-27-preflight-meshes.md).
+_LATE_SHARE = 0.5
 # Products of a layer's weights with a token: forward, and for two gradients.
 _FLOPS_PER_WEIGHT = 6
 
@@ -45,7 +51,7 @@ class CandidateMesh:
     state_bytes: int
     """Of a GPU, between steps."""
     weight_bytes: int
-    """Of the float32 weights that `--tp` leaves a GPU, unsharded."""
+    """Of the float32 weights, or their gradients, that are whole on a GPU at a time."""
     link_s: float
     """What its bytes take at the links' full rate."""
 
@@ -86,7 +92,8 @@ def candidates(
     num_gpus = links.num_nodes * links.gpus_per_node
     assert task.batch_size is not None
     num_samples = task.batch_size * num_gpus // (task.tp * task.cp)
-    found, refusals = [], []
+    found: list[CandidateMesh] = []
+    refusals = []
     for tp in _divisors(links.gpus_per_node):
         for cp in _divisors(links.gpus_per_node // tp):
             num_data_ranks = num_gpus // (tp * cp)
@@ -109,6 +116,7 @@ def _of_shape(
     num_gpus = links.num_nodes * links.gpus_per_node
     num_whole, net, slices = _cut_model(task, num_classes, tp, cp)
     weight_bytes = _FLOAT32_BYTES * sum(p.numel() for p in net.parameters())
+    options = task.options.get("jax", JaxOptions())
     copies = 1 + len(optimizers.of_task(task).state_keys) + (task.ema_decay > 0)
     # Those of the GPUs that share them; attention's products count as if they were weights'.
     num_tokens = flops * num_gpus / (_FLOPS_PER_WEIGHT * num_whole) / (num_gpus // tp)
@@ -121,9 +129,11 @@ def _of_shape(
         # Gathered once and scattered once, which together are an all-reduce.
         sent = sent_bytes("all-reduce", weight_bytes, token_ranks, links.gpus_per_node)
         weights_s = max(links.seconds(sent).values(), default=0.0)
+        is_late = is_sharded and options.gathers_late("cuda", weight_bytes)
         yield CandidateMesh(
             is_sharded, tp, cp, num_samples * tp * cp // num_gpus,
-            copies * weight_bytes // shards, weight_bytes, weights_s + activations_s,
+            copies * weight_bytes // shards, int(weight_bytes * (_LATE_SHARE if is_late else 1)),
+            weights_s + activations_s,
         )  # fmt: skip
 
 
@@ -159,7 +169,7 @@ def _activation_s(
             widths[key] = part.shape[1 - part.axis]
     reduced = sum(widths.values()) * num_tokens * _ACTIVATION_BYTES
     sent = [sent_bytes("all-reduce", reduced, range(tp), links.gpus_per_node)]
-    config = next((m.config for m in net.modules() if hasattr(m, "config")), None)
+    config: Any = next((m.config for m in net.modules() if hasattr(m, "config")), None)
     if cp > 1 and config is not None:
         # Query, key, value and result of each attention, forward and backward.
         exchanged = 8 * config.num_hidden_layers * config.hidden_size * num_tokens / tp

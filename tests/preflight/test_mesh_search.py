@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from accbench.config import TaskConfig
+from accbench.engines.jax.options import JaxOptions
 from accbench.errors import RequestError
 from accbench.preflight import mesh_search
 from accbench.preflight.communication import Links
@@ -50,6 +51,10 @@ def test_meshes_keep_the_samples_and_what_cannot_be_is_told():
     assert halves.state_bytes == 3 * halves.weight_bytes // 4
     assert halves.task(task()).batch_size == 4
     assert halves.is_of(task(tp=2))
+    # Where each layer's weights are gathered by themselves, half of all are whole at a time.
+    late, _ = found(options={"jax": JaxOptions(gather="layers")})
+    assert late["--dp_shard auto"].weight_bytes == weights // 2
+    assert late["replicas"].weight_bytes == weights
 
 
 @pytest.mark.usefixtures("inductor_folder")

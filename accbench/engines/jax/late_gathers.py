@@ -94,7 +94,8 @@ def rewrite(
     position = {node: index for index, node in enumerate(graph.nodes)}
     (output,) = (node for node in graph.nodes if node.op == "output")
     loss_index = len(captured.mutated_buffers) + captured.num_mutated_inputs + 1
-    loss = output.args[0][loss_index]  # type: ignore[index]
+    arguments: Any = output.args
+    loss = arguments[0][loss_index]
     weights: dict[int, _Weight] = {}
     for index, node in zip(order, placeholders, strict=False):
         axis = axes[index]
@@ -126,27 +127,26 @@ def _reduce_gradients(
     num_ranks: int, position: dict[fx.Node, int],
 ) -> None:  # fmt: skip
     """Have the graph return each rank's shard of the mean of gradients."""
-    results: list[Any] = [*output.args[0]]  # type: ignore[misc]
+    arguments: Any = output.args
+    results: list[Any] = [*arguments[0]]
     for place, index in enumerate(captured.trained, start=loss_index + 1):
         weight, whole = weights.get(index), results[place]
         if weight is None:
             continue
         with captured.graph.graph.inserting_after(whole):
-            reduced = captured.graph.graph.call_function(
-                REDUCE_GRADIENT,  # type: ignore[arg-type]
-                (whole, weight.axis),
-            )
+            reduced = captured.graph.graph.call_function(REDUCE_GRADIENT, (whole, weight.axis))
         length = whole.meta["val"].shape[weight.axis] // num_ranks
         reduced.meta["val"] = whole.meta["val"].narrow(weight.axis, 0, length)
         position[reduced] = position[whole]
         weight.gradient = results[place] = reduced
-    output.args = (type(output.args[0])(results),)  # type: ignore[call-arg,arg-type]
+    output.args = (tuple(results),)
 
 
 def _weight(
     placeholder: fx.Node, axis: int, position: dict[fx.Node, int], loss_position: int
 ) -> _Weight:
-    chain, users = [placeholder], []
+    chain: list[fx.Node] = [placeholder]
+    users: list[fx.Node] = []
     for node in chain:  # grows on the way
         for user in node.users:
             if str(user.target).startswith("aten._assert_"):
@@ -217,14 +217,15 @@ def _activation(user: fx.Node, chained: set[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _replace(graph: fx.Graph, weight: _Weight, users: list[fx.Node], after: fx.Node | None) -> None:
+def _replace(
+    graph: fx.Graph, weight: _Weight, users: list[fx.Node], after: list[fx.Node]
+) -> None:  # fmt: skip
     """Gather a weight before the first of its users, and have them all use that."""
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(users[0]):
         value = weight.placeholder.meta["val"]
         gathered = graph.call_function(
-            GATHER_WEIGHT,
-            (weight.placeholder, after, weight.axis, weight.cast),  # type: ignore[arg-type]
+            GATHER_WEIGHT, (weight.placeholder, after, weight.axis, weight.cast)
         )
         gathered.meta["val"] = value if weight.cast is None else value.to(weight.cast)
         copies[weight.placeholder] = gathered

@@ -79,3 +79,13 @@ class JaxOptions(engines.Engine.Options):
         False,
         "In your own loops, with several workers: the same as --ddp.find_unused_parameters.",
     )
+
+    def gathers_late(self, device: str, num_bytes: int) -> bool:
+        """Return whether sharded weights of so many bytes are gathered where they are used."""
+        if self.gather == "auto":
+            return device != "cpu" and num_bytes >= _MIN_LATE_BYTES
+        return self.gather == "layers"
+
+
+# Parameters of fewer bytes may live through a step.
+_MIN_LATE_BYTES = 2**30
