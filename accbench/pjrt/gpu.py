@@ -40,6 +40,8 @@ class GpuSpec:
     """The most that a block can request."""
     dense_tflops: dict[str, float]
     """Element type of the factors (float16, bfloat16, tf32, float32) -> 10^12 operations/s."""
+    in_node_gb_per_s: float = 32.0
+    """To the other GPUs of its node, in one direction: NVLink's rate, or PCIe's (4.0 if unset)."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -122,8 +124,9 @@ def _parse_spec(content: Any, what: str) -> GpuSpec:
     fields = {field.name: field.type for field in dataclasses.fields(GpuSpec)}
     if not isinstance(content, dict):
         raise RequestError(f"{what}: not a mapping of {', '.join(fields)}")
+    needed = {f.name for f in dataclasses.fields(GpuSpec) if f.default is dataclasses.MISSING}
     for problem, keys in (
-        ("lacks", set(fields) - set(content)), ("has unknown", set(content) - set(fields)),
+        ("lacks", needed - set(content)), ("has unknown", set(content) - set(fields)),
     ):  # fmt: skip
         if keys:
             raise RequestError(f"{what} {problem} {', '.join(sorted(map(str, keys)))}")
@@ -136,7 +139,7 @@ def _parse_spec(content: Any, what: str) -> GpuSpec:
     rates = content["dense_tflops"]
     if not isinstance(rates, dict) or "float32" not in rates:
         raise RequestError(f"{what}: dense_tflops must be a mapping with float32 in it")
-    numbers = {key: content[key] for key, kind in fields.items() if kind in (int, float)}
+    numbers = {key: content[key] for key in content if fields[key] in (int, float)}
     for key, number in {**numbers, **{f"dense_tflops.{k}": v for k, v in rates.items()}}.items():
         is_int = fields.get(key) is int
         is_valid = isinstance(number, int if is_int else (int, float))

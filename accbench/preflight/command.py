@@ -17,16 +17,19 @@ from rich.console import Console
 from accbench import config, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
+from accbench.distributed import mesh
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.pjrt import gpu, nvidia, xla_flags
 from accbench.pjrt.gpu import GpuSpec
 from accbench.preflight import (
     batch_search,
     children,
+    communication,
     compiling,
     eager,
     hlo,
     kernels,
+    mesh_search,
     summary,
 )
 from accbench.preflight.tracing import programs
@@ -59,6 +62,20 @@ class PreflightFlags(TaskConfig):
         False,
         "Also look for the largest batch size that fits, a multiple of 8.",
     )
+    find_mesh: bool = flag(
+        False,
+        "Also look for the meshes (--dp_shard, --tp, --cp) that fit, the fastest bound first; all "
+        "take as many samples a step.",
+    )
+    mesh_tries: int = flag(
+        3,
+        "Meshes that --find_mesh compiles; the others are estimated.",
+        minimum=1,
+    )
+    network_gbit_per_s: float = flag(
+        400.0,
+        "Network of each GPU to other nodes (--nnodes), Gb/s in one direction.",
+    )
     keep: Path | None = flag(
         None,
         "A folder for what XLA made: the program, its optimised form, PTX, the executable.",
@@ -74,7 +91,7 @@ class PreflightFlags(TaskConfig):
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Run the command, and return the exit status: 1 if the step does not fit the GPU."""
+    """Run the command, and return the exit status: 1 if the step does not fit on any mesh."""
     try:
         flags = config.read_flags(argv, prog, PreflightFlags)
         if flags.compare is not None:
@@ -88,7 +105,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         return print_refusal(prog, error)
     except KeyboardInterrupt:
         return print_interruption(f"{prog}: interrupted")
-    return 0 if result["memory"]["fits"] else 1
+    meshes = result.get("mesh_search", {}).get("meshes", ())
+    return 0 if result["memory"]["fits"] or any(mesh["fits"] for mesh in meshes) else 1
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -134,16 +152,29 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
     """
     target = gpu.load(flags.gpu)
     tracer = _checked_tracer(flags.engine)
-    task = resolving.apply_defaults(config.task_of(flags), "cuda")
+    task = resolving.apply_defaults(_of_known_nodes(config.task_of(flags)), "cuda")
     resolving.check_data(task)
     if task.amp_level == "O1" and task.amp_dtype not in target.dense_tflops:
         raise RequestError(
             f"--gpu {flags.gpu}: {target.name} has no {task.amp_dtype}; use --amp_dtype float16"
         )
+    if flags.find_mesh and _num_gpus(task) == 1:
+        raise RequestError("--find_mesh needs several GPUs: --nproc_per_node 8, and --nnodes")
+    if flags.find_mesh and plugins.load("engines", task.engine).mesh_problem(
+        dataclasses.replace(task, dp_shard="auto"), mesh.MeshShape(shard=_num_gpus(task))
+    ):
+        raise RequestError(f"--find_mesh: engine {task.engine} has no meshes; use --engine jax")
     assert task.batch_size is not None
     with _progress() as report_progress:
         compiled = compile_step(task, target, flags.gpu, tracer, folder, report_progress)
-        result = _build_result(task, target, compiled, folder)
+        links = communication.Links.of(
+            target, int(task.nnodes), task.nproc_per_node, flags.network_gbit_per_s
+        )
+        result = _build_result(task, target, compiled, folder, links)
+        if flags.find_mesh:
+            result["mesh_search"] = _search_mesh(
+                task, target, flags, tracer, folder, result, links, report_progress
+            )
         if flags.find_batch:
             result["batch_search"] = _search_batch(
                 task, target, flags.gpu, tracer, folder, result, report_progress
@@ -154,6 +185,23 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
         )
     (folder / RESULT_FILE).write_text(json.dumps(result))
     return result
+
+
+def _of_known_nodes(task: TaskConfig) -> TaskConfig:
+    """Return the task with a number of nodes, which need no place to meet at.
+
+    Raises:
+        RequestError: it has no such number.
+    """
+    if mesh.num_workers(task) is None:
+        raise RequestError(f"--nnodes {task.nnodes}: preflight needs one number, such as 2")
+    if task.nnodes != TaskConfig.nnodes and task.rdzv_endpoint is None:
+        return dataclasses.replace(task, rdzv_endpoint="localhost")
+    return task
+
+
+def _num_gpus(task: TaskConfig) -> int:
+    return mesh.num_workers(task) or task.nproc_per_node
 
 
 def _checked_tracer(engine: str) -> str:
@@ -201,15 +249,17 @@ def compile_step(
     tracer_module = importlib.import_module(tracer)
     values = {name: value for name, value in config.as_mapping(task).items() if value is not None}
     values.pop("output_dir", None)
-    what = f"{task.model} for {task.nproc_per_node} x {target.name}, batch {task.batch_size}"
+    num_gpus = _num_gpus(task)
+    what = f"{task.model} for {num_gpus} x {target.name}, batch {task.batch_size}"
     tracing = children.run(
         tracer, [str(folder), *config.as_flags(values)],
-        tracer_module.environment(folder, task.nproc_per_node), folder / "trace.log",
+        tracer_module.environment(folder, num_gpus), folder / "trace.log",
         lambda seconds: report_progress(f"tracing {what}: {seconds:.0f} s"),
     )  # fmt: skip
     trace_facts = _read_facts(folder / programs.FACTS_FILE, tracing, "tracing the step")
     compiled = children.run(
-        "accbench.preflight.compiling", [str(folder), gpu_name, str(task.nproc_per_node)],
+        "accbench.preflight.compiling",
+        [str(folder), gpu_name, task.nnodes, str(task.nproc_per_node)],
         compiling.environment(folder, _gpu_xla_flags(task)), folder / "compile.log",
         lambda seconds: report_progress(f"compiling {what}: {seconds:.0f} s"),
     )  # fmt: skip
@@ -221,6 +271,7 @@ def compile_step(
             "build_s": trace_facts["build_s"],
             "trace_s": trace_facts["trace_s"],
             "compile_s": compile_facts["compile_s"],
+            "tracer_peak_bytes": tracing.peak_bytes,
             "compiler_peak_bytes": compiled.peak_bytes,
         },
     }
@@ -257,8 +308,9 @@ def _refusal_message(text: str, what: str) -> str:
 
 
 def _build_result(
-    task: TaskConfig, target: GpuSpec, compiled: dict[str, Any], folder: Path
-) -> dict[str, Any]:
+    task: TaskConfig, target: GpuSpec, compiled: dict[str, Any], folder: Path,
+    links: communication.Links,
+) -> dict[str, Any]:  # fmt: skip
     program, thunk_text = compiling.read_dump(folder)
     program_kernels = kernels.list_kernels(hlo.parse(program))
     assert task.batch_size is not None
@@ -268,7 +320,8 @@ def _build_result(
         "kind": "preflight",
         "schema_version": SCHEMA_VERSION,
         "engine": task.engine,
-        "num_gpus": task.nproc_per_node,
+        "num_gpus": _num_gpus(task),
+        "num_nodes": int(task.nnodes),
         "gpu": dataclasses.asdict(target),
         "task": {name: value for name, value in values.items() if name not in _HOST_FIELDS},
         "versions": {**provenance.versions(), **_plugin_version()},
@@ -278,6 +331,9 @@ def _build_result(
             program_kernels, target, task.batch_size, thunks, compiled["model"]["parameter_sizes"]
         ),
         "reduction": summary.summarize_reduction(program_kernels, target),
+        "communication": communication.summarize(program_kernels, target, links)
+        if _num_gpus(task) > 1
+        else None,
         "eager": None,
         "cost": compiled["cost"],
         "notes": _notes(),
@@ -321,6 +377,32 @@ def _search_batch(
     known = {task.batch_size: result["memory"]["peak_bytes"]}
     multiple_of = 8 * task.accumulate
     return batch_search.search(peak_bytes, known, target.memory_bytes, multiple_of)
+
+
+def _search_mesh(
+    task: TaskConfig, target: GpuSpec, flags: Any, tracer: str, folder: Path,
+    result: dict[str, Any], links: communication.Links, report_progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    model, flops = result["model"], result["step"]["flops"]
+    report_progress("estimating meshes")
+    meshes, refused = mesh_search.candidates(task, links, model["num_classes"], flops)
+    known = {mesh: result for mesh in meshes if mesh.is_of(task)}
+    tried: list[mesh_search.CandidateMesh] = []
+
+    def compile_mesh(mesh: mesh_search.CandidateMesh) -> dict[str, Any]:
+        tried.append(mesh)
+        subfolder = folder / f"mesh{len(tried)}"
+        subfolder.mkdir()
+
+        def report(line: str) -> None:
+            report_progress(f"mesh {len(tried)} of {flags.mesh_tries} at most, {mesh.name}: {line}")
+
+        candidate = mesh.task(task)
+        compiled = compile_step(candidate, target, flags.gpu, tracer, subfolder, report)
+        return _build_result(candidate, target, compiled, subfolder, links)
+
+    found = mesh_search.search(meshes, compile_mesh, known, target.memory_bytes, flags.mesh_tries)
+    return {**found, "refused": refused}
 
 
 @contextlib.contextmanager

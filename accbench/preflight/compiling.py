@@ -1,7 +1,8 @@
 """One compilation in a process of its own, because XLA aborts its process on some errors.
 
-`python -m accbench.preflight.compiling FOLDER GPU NUM_DEVICES` compiles
-the traced program, and writes FOLDER/compiled.json and XLA's dump in FOLDER/compiled/.
+`python -m accbench.preflight.compiling FOLDER GPU NUM_NODES NUM_DEVICES` compiles the traced
+program for nodes of so many devices each, and writes FOLDER/compiled.json and XLA's dump in
+FOLDER/compiled/.
 """
 
 import dataclasses
@@ -67,14 +68,14 @@ def unknown_flags() -> tuple[str, ...]:
 
 def main(argv: Sequence[str]) -> int:
     """Compile the traced program, write the results, and exit with status 0."""
-    folder, target, num_devices = Path(argv[0]), gpu.load(argv[1]), int(argv[2])
+    folder, target, nodes = Path(argv[0]), gpu.load(argv[1]), (int(argv[2]), int(argv[3]))
     library = nvidia.find_plugin()
     assert library is not None
     program_format, program = programs.read(folder)
     try:
         plugin = Plugin(library)
         started = time.perf_counter()
-        executable = plugin.compile(program, program_format, target.target_config, num_devices)
+        executable = plugin.compile(program, program_format, target.target_config, nodes)
         facts = {
             "compile_s": time.perf_counter() - started,
             "memory": dataclasses.asdict(executable.memory()),

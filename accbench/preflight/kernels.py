@@ -26,6 +26,7 @@ _FREE = {
 }  # fmt: skip
 _SLICES = ("slice", "dynamic-slice", "gather")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _TO_HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 _HOST_MEMORY = "S(5)"
 
@@ -50,6 +51,10 @@ class Kernel:
     repeats: int = 1
     waits_for: tuple[str, ...] = ()
     """For kind `done`: the kernels that it waits for."""
+    opcode: str = ""
+    """XLA's name of a collective, such as `all-gather`."""
+    replica_groups: str = ""
+    """A collective's groups of ranks, as the program has them."""
 
     @property
     def is_product(self) -> bool:
@@ -102,13 +107,18 @@ def _kernel(program: Program, instruction: Instruction, operands: list[Instructi
         return _library_call(instruction, operands, moved)
     if instruction.opcode.endswith("-done"):
         return Kernel(instruction.name, DONE, 0, waits_for=instruction.operands)
-    opcodes = [instruction.opcode]
+    inner = [instruction]
     if instruction.opcode == "async-start":
-        opcodes = [inner.opcode for inner in program.called(instruction, "calls")]
-    if any(opcode.startswith(_COLLECTIVES) for opcode in opcodes):
-        kind = GATHER if opcodes[-1].startswith("all-gather") else COLLECTIVE
+        inner = program.called(instruction, "calls")
+    for collective in (found for found in inner if found.opcode.startswith(_COLLECTIVES)):
+        opcode = collective.opcode.removesuffix("-start")
+        groups = _GROUPS.search(collective.attributes)
         # The type of an asynchronous one holds operands and results; only operands count.
-        return Kernel(instruction.name, kind, sum(operand.num_bytes for operand in operands))
+        return Kernel(
+            instruction.name, GATHER if opcode == "all-gather" else COLLECTIVE,
+            sum(operand.num_bytes for operand in operands),
+            opcode=opcode, replica_groups=groups[1] if groups else "",
+        )  # fmt: skip
     if instruction.opcode in ("copy", "copy-start"):
         return Kernel(instruction.name, COPY, moved)
     if instruction.opcode == "dot":

@@ -62,21 +62,25 @@ class Plugin:
         self._call(_INITIALIZE, _struct()())
 
     def compile(
-        self, program: bytes, program_format: str, target_config: str, num_devices: int
+        self, program: bytes, program_format: str, target_config: str, nodes: tuple[int, int]
     ) -> "Executable":
-        """Compile a program for one node with `num_devices` equal devices.
+        """Compile a program for equal nodes of equal devices.
 
         Args:
             program: the serialised program.
             program_format: "hlo" for an HloModuleProto with a replica per device, "mlir" for a
                 portable StableHLO artifact with a partition per device.
             target_config: a GpuTargetConfigProto as text.
-            num_devices: devices of the node.
+            nodes: number of nodes, and devices of each.
 
         Raises:
             CompilerError: the compiler refused the program.
         """
-        values = {b"target_config": target_config.encode(), b"topology": b"1x1x%d" % num_devices}
+        num_nodes, num_devices = nodes[0], nodes[0] * nodes[1]
+        values = {
+            b"target_config": target_config.encode(),
+            b"topology": b"1x%dx%d" % (num_nodes, nodes[1]),
+        }
         options = (_NamedValue * len(values))(
             *(
                 _NamedValue(C.sizeof(_NamedValue), None, key, len(key), 0, value, len(value))

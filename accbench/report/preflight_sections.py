@@ -28,6 +28,7 @@ def build_document(result: PreflightResult) -> Document:
     """Build the whole report of one preflight result."""
     sections = [
         _memory(result),
+        _meshes(result),
         bytes_by_kind([("", result)]),
         _bound(result),
         _roofline(result),
@@ -35,6 +36,7 @@ def build_document(result: PreflightResult) -> Document:
         _large_tensors(result),
         _costliest_kernels(result),
         _reduction(result),
+        _communication(result),
         _cost(result),
         _notes(result),
     ]
@@ -50,9 +52,16 @@ def build_document(result: PreflightResult) -> Document:
 def describe_setting(result: PreflightResult) -> str:
     """Describe in one line what was compiled, and for which GPUs."""
     task = result["task"]
+    num_nodes = result.get("num_nodes", 1)
     parts = [
         str(task["model"]),
         f"{result['num_gpus']} x {result['gpu']['name']}",
+        *([f"{num_nodes} nodes"] if num_nodes > 1 else []),
+        *(
+            f"{axis} {task[axis]}"
+            for axis in ("dp_shard", "tp", "cp")
+            if task.get(axis) not in (None, 1)
+        ),
         f"{task['amp_level']} {preflight_page.dtype(result)}",
         f"batch {task['batch_size']:,} a GPU",
     ]
@@ -84,6 +93,10 @@ def _excess(result: PreflightResult) -> str:
         return ""
     # What does not grow with the batch: nearly all that the step is given.
     fixed = memory["arguments_bytes"]
+    if fixed >= memory["gpu_bytes"]:
+        return (
+            f" That is {number(over / GIB)} GiB too much; what lies between steps fills it alone."
+        )
     batch_share = (memory["gpu_bytes"] - fixed) / (memory["peak_bytes"] - fixed)
     batch = int(result["task"]["batch_size"] * batch_share) // 8 * 8
     guess = f"a batch of about {batch:,}" if batch > 0 else "no batch, by a guess,"
@@ -101,8 +114,16 @@ def _speed_bound(result: PreflightResult) -> Headline:
     of_all = f", {number(gpus * speed)} on {gpus} GPUs" if gpus > 1 else ""
     return Headline(
         f"It takes at least {number(1e3 * step['bound_s'])} ms: at most {number(speed)} samples/s "
-        f"a GPU{of_all}. This is a bound and not a prediction."
+        f"a GPU{of_all}{_with_links(result)}. This is a bound and not a prediction."
     )
+
+
+def _with_links(result: PreflightResult) -> str:
+    """Say what the bound is where communication adds to it."""
+    communication = result.get("communication")
+    if not communication or communication["bound_s"] < 1.01 * result["step"]["bound_s"]:
+        return ""
+    return f"; at least {number(1e3 * communication['bound_s'])} ms with what links add"
 
 
 def warning_lines(result: PreflightResult) -> list[str]:
@@ -153,6 +174,41 @@ def _memory(result: PreflightResult) -> Section:
     return Section("Memory", lines, table, chart=preflight_page.memory_bar(result))
 
 
+def _meshes(result: PreflightResult) -> Section | None:
+    search = result.get("mesh_search")
+    if not search:
+        return None
+    meshes, samples = search["meshes"], result["step"]["samples"] * result["num_gpus"]
+    tp, cp = result["task"].get("tp") or 1, result["task"].get("cp") or 1
+    samples //= tp * cp
+    rows = [
+        (row["dp_shard"] or "-", str(row["tp"]), str(row["cp"]), f"{row['batch_size']:,}",
+         number(row["state_bytes"] / GIB), number(row["temporaries_bytes"] / GIB),
+         number(row["peak_bytes"] / GIB), "yes" if row["fits"] else "no",
+         number(1e3 * row["bound_s"]), number(samples / row["bound_s"]),
+         "yes" if row["how"] == "compiled" else "no")
+        for row in meshes
+    ]  # fmt: skip
+    lines = [
+        f"All take {samples:,} samples a step. The batch is that of the GPUs that share one.",
+        "What is not compiled is estimated by arithmetic from what is; memory in GiB a GPU.",
+    ]
+    fitting = [row for row in meshes if row["fits"]]
+    if not fitting:
+        nearest = min(meshes, key=lambda row: row["peak_bytes"])
+        lines.append(
+            f"None fits. The nearest is {nearest['name']}, which needs "
+            f"{number(nearest['peak_bytes'] / GIB)} of "
+            f"{number(result['memory']['gpu_bytes'] / GIB)} GiB; take more GPUs or fewer samples."
+        )
+    lines += [f"Not compiled: {why}" for why in search["failed"]]
+    lines += [f"Left out: {why}" for why in search["refused"]]
+    titles = ("dp_shard", "tp", "cp", "batch", "state", "temporaries", "peak", "fits",
+              "ms at least", "samples/s", "compiled")  # fmt: skip
+    table = Table(titles, rows, left=("dp_shard",))
+    return Section("Meshes, the fastest that fits first", lines, table, wide=True)
+
+
 def _bound(result: PreflightResult) -> Section:
     step, eager, gpu = result["step"], result["eager"], result["gpu"]
     bound_ms, bytes_ms = 1e3 * step["bound_s"], 1e3 * preflight_page.memory_bound_s(result)
@@ -165,7 +221,7 @@ def _bound(result: PreflightResult) -> Section:
         f"{_launch_us(result):g} µs a launch is a guess; CUDA graphs can make it less.",
     ]
     if result["num_gpus"] > 1:
-        lines.append("The gradients' reduction is taken to be wholly hidden.")
+        lines.append("Communication between GPUs is taken to be wholly hidden.")
     lines.append(
         "eager PyTorch: the same bound of the same step. The ratio is one of bounds and not a "
         "speedup."
@@ -265,7 +321,7 @@ def _kinds(result: PreflightResult) -> Section:
         lines.append(f"Layouts of convolutions: {_join_counts(named)}.")
     unbound = [row["kind"] for row in result["kinds"] if row["bytes"] and not row["bound_s"]]
     if unbound:
-        lines.append(f"No bound of {', '.join(unbound)}: links between GPUs are not described.")
+        lines.append(f"No bound of {', '.join(unbound)} here: links come under Between GPUs.")
     table = Table(
         ("kind", "launches", "GB", "TFLOP", "ms at least", "% of the bound"), rows, left=("kind",)
     )
@@ -351,6 +407,29 @@ def _reduction(result: PreflightResult) -> Section | None:
     return Section("Reduction of gradients", lines, Table(titles, rows, left=titles[:1]), wide=True)
 
 
+def _communication(result: PreflightResult) -> Section | None:
+    found = result.get("communication")
+    if not found:
+        return None
+    rows = [
+        (row["kind"], f"{row['collectives']:,}", number(row["bytes"] / 1e9),
+         number(row["in_node_bytes"] / 1e9), number(row["network_bytes"] / 1e9))
+        for row in found["kinds"]
+    ]  # fmt: skip
+    network = f", {number(found['network_gb_per_s'])} GB/s to other nodes"
+    lines = [
+        "Bytes that each GPU sends, if NCCL lays rings: through a node's GPUs, then to the next "
+        "node.",
+        f"At {number(found['in_node_gb_per_s'])} GB/s within a node"
+        f"{network if found['num_nodes'] > 1 else ''}, that takes "
+        f"{number(1e3 * found['link_s'])} ms, of which {number(100 * found['overlapped'])} % run "
+        "beside kernels in the order of the compiled program.",
+        f"The step takes at least {number(1e3 * found['bound_s'])} ms with the rest.",
+    ]
+    titles = ("collective", "number", "GB", "GB within a node", "GB over the network")
+    return Section("Between GPUs", lines, Table(titles, rows, left=titles[:1]))
+
+
 def _cost(result: PreflightResult) -> Section:
     cost = result["cost"]
     rows = [
@@ -358,6 +437,8 @@ def _cost(result: PreflightResult) -> Section:
     ]
     peak = cost.get("compiler_peak_bytes")
     lines = [] if peak is None else [f"The compiler used {number(peak / GIB)} GiB here."]
+    traced = cost.get("tracer_peak_bytes")
+    lines += [] if traced is None else [f"Tracing the step used {number(traced / GIB)} GiB here."]
     return Section("Cost of asking", lines, Table(("", "seconds"), rows, left=("",)))
 
 

@@ -131,7 +131,12 @@ def called_twice(net: nn.Module) -> None:
     net.num_passes = 2
 
 
+def shared_block(net: nn.Module) -> None:
+    net.blocks[3] = net.blocks[0]
+
+
 @pytest.mark.parametrize(("change", "line"), [
+    (shared_block, "--pp: the model calls its blocks twice; leave --pp out"),
     (trained_scale, "--pp: the model's blocks share a tensor that is trained"),
     (called_twice, "--pp: the model calls its blocks twice; leave --pp out"),
 ])  # fmt: skip
@@ -139,9 +144,9 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused(change, line):
     net = Net()
     change(net)
     parts = [copy.deepcopy(net) for _ in range(2)]
-    runs = [cut(part, [stage], 2).run for stage, part in enumerate(parts)]
 
     def train() -> None:
+        runs = [cut(part, [stage], 2).run for stage, part in enumerate(parts)]
         hidden = runs[0].compute(0, None, lambda: parts[0](torch.arange(6)))
         runs[1].compute(1, hidden, lambda: parts[1](torch.arange(6)))
 
@@ -264,3 +269,26 @@ def test_workers_with_different_numbers_of_batches_evaluate_each_sample_once(tmp
     for expected, of in zip(*windows, strict=True):
         assert of.loss == pytest.approx(expected.loss, rel=1e-5)
         assert of.num_samples == expected.num_samples
+
+
+@pytest.mark.soak
+def test_dropout_is_the_same_in_every_run_and_after_a_checkpoint(tmp_path):
+    flags = (*TINY, "--model=gpt2_tiny", "--data=synthetic", "--seq_len=16", "--nproc_per_node=2",
+             *STAGES, "--warmup_steps=1", "--log_interval=1", "--resume=auto")  # fmt: skip
+    for name, num_steps in (("whole", 4), ("legs", 2), ("legs", 4)):
+        done = run(*flags, f"--max_steps={num_steps}", f"--output_dir={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+    losses = [[w.loss for w in of_kind(tmp_path / name, records.WindowRecord)]
+              for name in ("whole", "legs")]  # fmt: skip
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.soak
+def test_an_error_in_a_stage_is_told_as_it_is(tmp_path):
+    done = run(*TINY, "--data=synthetic", "--model=tests.nets:raises_on_rank1", *STAGES,
+               "--nproc_per_node=2", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "accbench: rank 1 failed: ValueError: planted fault"
+    )

@@ -45,6 +45,16 @@ def wide(num_classes: int) -> nn.Module:
     )
 
 
+def huge(num_classes: int) -> nn.Module:
+    """A quarter of a billion weights in two products, which can be cut (`--tp`)."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 1, 3), nn.AdaptiveAvgPool2d(32), nn.Flatten(), nn.Linear(1024, 2**17),
+        nn.ReLU(), nn.Linear(2**17, 1024), nn.Linear(1024, num_classes),
+    )  # fmt: skip
+    net.tensor_parallel_plan = {"3": "colwise", "5": "rowwise"}  # type: ignore[assignment]
+    return net
+
+
 def sevenths(num_classes: int) -> nn.Module:
     """BatchNorm, in blocks of seven channels, which four workers cannot share evenly."""
 

@@ -193,7 +193,7 @@ def test_what_runs():
 def test_reduction_of_gradients():
     text = said(made(num_gpus=4, reduction=REDUCTION))
     assert "25,600 on 4 GPUs" in text
-    assert "reduction is taken to be wholly hidden" in text
+    assert "is taken to be wholly hidden" in text
     assert "2 all-reduces" in text
     assert "75.0 % of the bytes start before the last" in text
     assert "Reduction" not in said(made())
@@ -354,3 +354,29 @@ def test_json_of_two():
 def test_the_schema_refuses_what_is_wrong(broken):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(broken, SCHEMA)
+
+
+def test_links_and_meshes_are_told():
+    row = {"name": "--tp 2", "dp_shard": None, "tp": 2, "cp": 1, "batch_size": 128,
+           "how": "estimated", "state_bytes": 2**30, "temporaries_bytes": 19 * 2**30,
+           "peak_bytes": 20 * 2**30, "fits": False, "bound_s": 16 * MS, "compute_s": 10 * MS,
+           "link_s": 8 * MS, "overlapped": 0.25, "weight_bytes": 2**30}  # fmt: skip
+    communication = {
+        "num_nodes": 2, "gpus_per_node": 4, "in_node_gb_per_s": 450.0, "network_gb_per_s": 50.0,
+        "kinds": [{"kind": "all-gather", "collectives": 3, "bytes": 5 * GB,
+                   "in_node_bytes": 3 * GB, "network_bytes": 2 * GB}],
+        "in_node_bytes": 3 * GB, "network_bytes": 2 * GB, "link_s": 8 * MS, "overlapped": 0.25,
+        "bound_s": 16 * MS,
+    }  # fmt: skip
+    search = {"meshes": [row], "failed": [], "refused": ["tp 4, cp 1: why"]}
+    result = made(num_gpus=8, num_nodes=2, communication=communication, mesh_search=search)
+    jsonschema.validate(result, SCHEMA)
+    text = said(result)
+    assert "8 x a GPU, 2 nodes" in text
+    assert "at least 16.0 ms with what links add" in text
+    assert "8.00 ms, of which 25.0 % run beside kernels" in " ".join(text.split())
+    assert "None fits. The nearest is --tp 2, which needs 20.0 of 16.0 GiB" in text
+    assert "Left out: tp 4, cp 1: why" in text
+    fits = made(num_gpus=8, mesh_search={**search, "meshes": [{**row, "fits": True}]})
+    assert "None fits" not in said(fits)
+    assert "32,000" in said(fits)  # 64 * 8 samples in 16 ms

@@ -138,9 +138,12 @@ SOAKED: dict[str, Case] = {
 }  # fmt: skip
 if find_spec("jax"):
     JAX = ("--engine=jax", "--tp=2")
-    CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*JAX, "--dp_shard=auto"), "whole")
+    LATE = ("--engine=jax", "--dp_shard=auto", "--jax.gather=layers")
+    CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*LATE, "--tp=2"), "whole")
     SOAKED |= {
         "jax tp": (SGD_CLIPPED, JAX, "whole"),
+        "jax late": ((TIED, *SGD, "--accumulate=2"), LATE, "whole"),
+        "jax late adamw": ((UNTIED, *ADAMW), LATE, "whole"),
         "jax cp": (SGD_CLIPPED, ("--engine=jax", "--cp=2", "--dp_shard=auto"), "whole"),
         "jax cp 2 x tp 2": ((HEADS, *ADAMW), (*JAX, "--cp=2"), "whole"),
         "inductor cp 2 x tp 2": ((HEADS, *SGD), (INDUCTOR, "--tp=2", "--cp=2"), "whole"),

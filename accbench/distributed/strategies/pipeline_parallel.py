@@ -7,6 +7,7 @@ the optimizer's state and cut layers, as without stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ class PipelineParallel(ShardedOptimizer):
         data_parallel: of the ranks that have the same stages.
         num_stages: stages of the model.
     """
+
+    builds_in_parts = True
 
     def __init__(
         self, topology: Topology, device: torch.device, shape: MeshShape,
@@ -61,7 +64,8 @@ class PipelineParallel(ShardedOptimizer):
                 continue  # both slots are in one rank's model
             if ranks not in groups:
                 lists = [[column[rank] for rank in ranks] for column in self.shape.pp_groups()]
-                groups[ranks], _ = dist.new_subgroups_by_enumeration(lists)
+                made: Any = dist.new_subgroups_by_enumeration(lists)[0]
+                groups[ranks] = made
             group = groups[ranks]
             if group is not None and own in ranks:
                 self._shared[name] = group
@@ -80,6 +84,18 @@ class PipelineParallel(ShardedOptimizer):
     def units(self, model: nn.Module) -> list[nn.Module]:
         """See the base class."""
         return self._blocks
+
+    def set_whole(self, model: nn.Module, name: str, whole: torch.Tensor) -> None:
+        """Give a parameter on the device meta its values, if it is one of this rank's stages."""
+        meta = dict(model.named_parameters()).get(name)
+        if meta is None:
+            return
+        part = self.tensor_slices[name].cut(whole) if name in self.tensor_slices else whole
+        parameter = nn.Parameter(part.to(self.device, copy=True), meta.requires_grad)
+        for module in model.modules():
+            for key, other in module._parameters.items():
+                if other is meta:
+                    module._parameters[key] = parameter
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """See the base class."""

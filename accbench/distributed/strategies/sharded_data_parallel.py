@@ -36,6 +36,7 @@ class ShardedDataParallel(ShardingStrategy):
     """
 
     gathers_in_forward = True
+    builds_in_parts = True
 
     def __init__(
         self, topology: Topology, device: torch.device, shape: MeshShape, keeps_gathered: bool,

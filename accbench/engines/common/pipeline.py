@@ -85,7 +85,7 @@ class Pipeline:
             raise (error.__cause__ or error) from None
         finally:
             self._call, self._parts = None, []
-        return self._of_last(sum(losses).detach() if losses else None, ())
+        return self._of_last(torch.stack(losses).sum().detach() if losses else None, ())
 
     def forward(self, call: _Call, batch: Any, shape: tuple[int, ...]) -> torch.Tensor:
         """Return what `call` returns on the last stage, on all ranks, without gradients.
@@ -145,7 +145,7 @@ class Pipeline:
                         received = torch.zeros_like(sent[stage - 1], device=self.device)
                     with torch.no_grad():
                         hidden = self.staged.run.compute(stage, received, lambda: call(batch))
-                box = [None if hidden is None else (tuple(hidden.shape), hidden.dtype)]
+                box: list[Any] = [None if hidden is None else (tuple(hidden.shape), hidden.dtype)]
                 dist.broadcast_object_list(box, group=self.group, group_src=rank)
                 shape, dtype = box[0]
                 sent[stage] = torch.empty(shape, dtype=dtype, device="meta")

@@ -15,7 +15,7 @@ wrong order cannot train.
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from accbench.errors import RequestError
 
 PLAN_ATTRIBUTE = "pipeline_plan"
 """The attribute of a network, or of a module in it, that holds its plan."""
+
+
+_CALLED_TWICE = "--pp: the model calls its blocks twice; leave --pp out"
 
 
 class _StageEnd(Exception):
@@ -106,7 +109,7 @@ class StageRun:
         if number > first:
             return call(*args, **kwargs)
         if self._has_begun:
-            raise RequestError("--pp: the model calls its blocks twice; leave --pp out")
+            raise RequestError(_CALLED_TWICE)
         self._has_begun = True
         if self._received is None:
             return call(*args, **kwargs)
@@ -226,20 +229,15 @@ def cut(
     num_blocks = len(container)
     if num_blocks < num_stages:
         raise RequestError(_too_few_blocks(model_name, num_blocks, num_stages, len(own_stages)))
+    if len({*map(id, container)}) < num_blocks:
+        raise RequestError(_CALLED_TWICE)
     bounds = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
     places = _Places(plan, path, [*container._modules], bounds)
     stages = _stages_of_parameters(model, places)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     buffers = {name: places.stage_of(name) or 0 for name, _ in model.named_buffers()}
-    run, own_blocks = StageRun(bounds), []
-    for number, block in enumerate(container):
-        if any(bounds[stage] <= number < bounds[stage + 1] for stage in own_stages):
-            own_blocks.append(block)
-        else:
-            for kept in (block._parameters, block._buffers, block._modules):
-                kept.clear()
-        block.__class__ = type(f"Pipelined{type(block).__name__}", (_Block, type(block)), {})
-        block._pipeline_run, block._pipeline_number = run, number
+    run = StageRun(bounds)
+    own_blocks = _keep_blocks(container, run, {*own_stages})
     _drop_parameters(model, stages, {*own_stages}, device)
     return StagedModel(
         run,
@@ -247,6 +245,22 @@ def cut(
         {names[key]: (*sorted(of),) for key, of in stages.items() if len(of) > 1},
         own_blocks,
     )
+
+
+def _keep_blocks(
+    blocks: Iterable[nn.Module], run: StageRun, own_stages: set[int]
+) -> list[nn.Module]:
+    """Have blocks compute in their stages alone; empty the others, and return this rank's."""
+    own_blocks = []
+    for number, block in enumerate(blocks):
+        if bisect.bisect_right(run.bounds, number) - 1 in own_stages:
+            own_blocks.append(block)
+        else:
+            for kept in (block._parameters, block._buffers, block._modules):
+                kept.clear()
+        block.__class__ = type(f"Pipelined{type(block).__name__}", (_Block, type(block)), {})
+        block._pipeline_run, block._pipeline_number = run, number  # type: ignore[assignment]
+    return own_blocks
 
 
 @dataclasses.dataclass(frozen=True)

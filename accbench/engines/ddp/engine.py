@@ -142,7 +142,7 @@ class Engine(LoopEngine):
 
     @classmethod
     def class_shards_problem(cls, task: TaskConfig) -> str | None:
-        if task.dp_shard is None and mesh.workers_per_batch(task) == 1:
+        if task.dp_shard is None and task.tp == task.cp == task.pp == 1:
             return None
         return (
             "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
@@ -214,7 +214,7 @@ class Engine(LoopEngine):
         return provenance.cpu_name()
 
     def deferred_build(self, build: Callable[[], nn.Module]) -> nn.Module | None:
-        if not self.strategy.gathers_in_forward:
+        if not self.strategy.builds_in_parts:
             return None
         from accbench.engines.common import deferred_build
 
@@ -303,6 +303,7 @@ class Engine(LoopEngine):
         strategy: Any = self.strategy
         tensors = deferred_build.replace(model, deferred_build.without_content)
         self._apply_tensor_parallelism(model)
+        self._keep_own_stages(model)
         wrapped = self._wrap(model)
         fakes = {name: fake for name, (fake, _) in tensors.items()}
         rank = self.topology.rank
@@ -311,6 +312,8 @@ class Engine(LoopEngine):
                 strategy.set_whole(model, name, whole)
             else:
                 tensors[name][1].copy_(whole)
+        if self._pipeline is not None:
+            self._move_to_device(model)  # buffers; other strategies have moved them
         strategy.find_shards(model)
         self._deferred = None
         return wrapped

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from torch._subclasses.fake_tensor import FakeTensor
 
 from accbench.distributed import complex_numbers
 from accbench.errors import RequestError
@@ -25,11 +26,14 @@ _FLOAT8 = {
 def from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     """Return the tensor as an array that is only read: in the tensor's own memory, if possible.
 
-    Where JAX has no int64 (`jax_enable_x64`), int64 becomes int32.
+    Where JAX has no int64 (`jax_enable_x64`), int64 becomes int32. Of a fake tensor the result is a
+    `ShapeDtypeStruct`.
 
     Raises:
         RequestError: a number is too large for that.
     """
+    if isinstance(tensor, FakeTensor):
+        return _described(tensor)
     tensor = _to_jax_dtype(tensor.detach().resolve_conj().resolve_neg())
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
@@ -44,9 +48,17 @@ def from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
 def copy_from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     """Copy the tensor to an array that a step may overwrite; waits for the copy."""
     array = from_torch(tensor, device)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array
     if device.platform == "cpu":
         array = array.copy()
     return array.block_until_ready()
+
+
+def _described(tensor: torch.Tensor) -> Any:
+    """Return the shape and dtype that the tensor would have as an array."""
+    dtype = _FLOAT8.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:

@@ -182,7 +182,7 @@ def _capture(
     watch, saved = python_state.PythonStateWatch(model), python_state.PythonSnapshot(model)
     before = python_state.numbers_in(watch.state())
     # Tensors that are plain attributes of the model become constants of the graph.
-    with traceable(model, fused_attention), functional.fake_mode():
+    with traceable(model, fused_attention), functional.fake_mode(parameters):
         graph: Any
         graph, signature = aot_export_module(
             holder, inputs, trace_joint=True, output_loss_index=0, decompositions=decompositions

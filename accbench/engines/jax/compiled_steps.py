@@ -35,6 +35,8 @@ from accbench.engines.jax.step import StepPlan, build_step
 
 # One compiled step a signature of batches; more are forgotten, the oldest first.
 _MAX_STEPS = 64
+# Parameters of fewer bytes may live through a step.
+_MIN_LATE_BYTES = 2**30
 
 CacheKey = tuple[str, tuple[int, ...]]
 """A step's name in the step cache, and how many tensors it reads of each extra input."""
@@ -232,6 +234,7 @@ class CompiledSteps:
             skip_nonfinite=self.task.on_nan == "skip",
             loss_scaling=_loss_scaling(scaler),
             # Where there is a loss scale, updates wait for the search for overflows.
+            gathers_late=self._gathers_late(model),
             barrier_before_update=self._topology.world_size > 1
             and self.task.device != "cpu"
             and not scaler,
@@ -239,6 +242,15 @@ class CompiledSteps:
             shard_axes=[self._mesh.shard_axis(parameter.shape) for parameter in model.parameters()],
             rules=self._rules,
         )
+
+    def _gathers_late(self, model: nn.Module) -> bool:
+        """Return whether sharded weights are gathered where they are used (`--jax.gather`)."""
+        options = self.task.options.get("jax")
+        choice = getattr(options, "gather", "auto")
+        if choice == "auto":
+            size = sum(parameter.nbytes for parameter in model.parameters())
+            return self.task.device != "cpu" and size >= _MIN_LATE_BYTES
+        return bool(choice == "layers")
 
 
 def _signature(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Any:

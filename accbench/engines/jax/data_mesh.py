@@ -24,11 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
-from accbench.engines.jax.lowering.rows.collectives import CP_AXIS, TP_AXIS
+from accbench.engines.jax.lowering.rows.collectives import TOKEN_AXES, TP_AXIS
 from accbench.errors import RequestError
 
-_AXIS = ("workers", CP_AXIS)
-"""The axes of ranks with tokens of their own."""
+_AXIS = TOKEN_AXES
 _ALL_AXES = (*_AXIS, TP_AXIS)
 # Smaller arrays are replicated: a collective costs more than they do.
 _MIN_SHARDED_SIZE = 1024
@@ -366,10 +365,12 @@ def _global_shape(shard_shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -
 class AbstractDataMesh(DataMesh):
     """A mesh of ranks that do not run: its arrays are shapes and dtypes alone."""
 
-    def __init__(self, topology: Topology, shards: bool = False, tp: int = 1) -> None:
+    def __init__(
+        self, topology: Topology, shards: bool = False, tp: int = 1, cp: int = 1
+    ) -> None:  # fmt: skip
         devices = jax.devices()[: topology.world_size]
         self.device, self._shards, self._by_gloo = devices[0], shards, False
-        self.tp, self._cp = tp, 1
+        self.tp, self._cp = tp, cp
         self._data_rank = self._tp_rank = 0
         self._mesh = self._build_mesh(devices, topology.world_size)
 

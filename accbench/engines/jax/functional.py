@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from accbench.data import nested
 from accbench.engines.common import extra_inputs
@@ -103,7 +104,7 @@ def fake_inputs(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tu
     """
     parameters, buffers = list(model.parameters()), list(model.buffers())
     others = [p for index, p in enumerate(parameters) if index not in set(trained)]
-    mode = fake_mode()
+    mode = fake_mode(parameters)
 
     def fake(tensors: Iterable[torch.Tensor]) -> list[Any]:
         return [mode.from_tensor(tensor) for tensor in contiguous_clones(tensors)]
@@ -119,11 +120,15 @@ def fake_inputs(trained: list[int], model: nn.Module, batch: Any) -> Iterator[tu
         )
 
 
-def fake_mode() -> Any:
-    """Return a mode in which tensors are shapes and dtypes alone; real tensors are accepted."""
+def fake_mode(tensors: Iterable[torch.Tensor] = ()) -> Any:
+    """Return a mode in which tensors are shapes and dtypes alone; real tensors are accepted.
+
+    It is the one of the given tensors, where they are such ones themselves.
+    """
     from accbench.engines.jax.kernel_dtypes import KernelDtypeFakeMode
 
-    return KernelDtypeFakeMode()
+    modes = (t.fake_mode for t in tensors if isinstance(t, FakeTensor))
+    return next(modes, None) or KernelDtypeFakeMode()
 
 
 def build_lazy_buffers(

@@ -61,6 +61,12 @@ class JaxOptions(engines.Engine.Options):
         "compiled, except on a CPU, where torch's operations are as fast and need no "
         "compilation.",
     )
+    gather: Literal["auto", "once", "layers"] = flag(
+        "auto",
+        "With --dp_shard, gather all parameters once a step, or each layer's where it computes, "
+        "forward and backward, which takes less memory. auto: layers for 1 GiB of parameters and "
+        "more, except on a CPU.",
+    )
     flags: str = flag(
         "",
         "More XLA flags, `name=value` separated by blanks; those in XLA_FLAGS win.",

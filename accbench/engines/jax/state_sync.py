@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from accbench.distributed import process_group
 from accbench.engines import optimizers
@@ -166,7 +167,8 @@ class StateSync:
 
 def _mark(tensor: torch.Tensor) -> _Mark:
     """Return what changes when anyone writes to the tensor."""
-    return id(tensor), tensor._version, tensor.data_ptr()
+    has_memory = not isinstance(tensor, FakeTensor)
+    return id(tensor), tensor._version, tensor.data_ptr() if has_memory else 0
 
 
 def _equals_rounded(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from accbench.config import plugins
 from accbench.engines.common import optimizer_state
-from accbench.engines.jax import gradient_ops
+from accbench.engines.jax import gradient_ops, late_gathers
 from accbench.engines.jax.capture import CapturedStep
 from accbench.engines.jax.data_mesh import Axis, DataMesh
 from accbench.engines.jax.lowering import Rules, run_graph
@@ -42,6 +42,8 @@ class StepPlan:
     """Index of a parameter in the model -> the axis along which it is sharded."""
     tp_axes: list[Axis]
     """Index of a parameter in the model -> the axis along which ranks have parts (`--tp`)."""
+    gathers_late: bool
+    """Gather sharded weights where they are used, twice a step, in place of all at its start."""
     barrier_before_update: bool
     """Begin no update before all gradients are reduced."""
     rules: Rules
@@ -57,6 +59,9 @@ def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callab
     come `rates` (lr, (groups,) float32), and `inputs`: inputs (the batch's tensors and the extra
     inputs) and random ((2,) uint32: seed, number of the step). The loss, float32 (), is last.
     """
+    late: set[int] = set()
+    if plan.gathers_late:
+        captured, late = late_gathers.rewrite(captured, plan.shard_axes, mesh.num_token_ranks)
     axes = [plan.shard_axes[index] for index in captured.trained]
     tp_axes = [plan.tp_axes[index] for index in captured.trained]
 
@@ -66,11 +71,14 @@ def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callab
     def step(state: Tree, local_state: Tree, rates: Tree, inputs: Tree) -> tuple[Tree, Tree, Any]:
         scale = state["scale"] if plan.loss_scaling else jnp.float32(1)
         pairs = zip(state["parameters"], plan.shard_axes, strict=True)
-        parameters = [mesh.all_gather(array, axis) for array, axis in pairs]
+        parameters = [
+            array if index in late else mesh.all_gather(array, axis)
+            for index, (array, axis) in enumerate(pairs)
+        ]
         loss, gradients, buffers = _gradients(
             captured, plan, parameters, local_state, inputs, scale
         )
-        gradients = mesh.reduce_mean([_as_real(g) for g in gradients], axes)
+        gradients = _reduced(captured, mesh, [_as_real(g) for g in gradients], axes, late)
         if plan.barrier_before_update:
             gradients = gradient_ops.gradient_barrier(gradients)
         overflow = jnp.bool_(False)
@@ -91,6 +99,16 @@ def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callab
         return state, {"buffers": buffers}, loss
 
     return step
+
+
+def _reduced(
+    captured: CapturedStep, mesh: DataMesh, gradients: list[Any], axes: list[Axis], late: set[int]
+) -> list[Any]:
+    """Return the ranks' means of gradients, some of which the graph has reduced."""
+    rest = [place for place, index in enumerate(captured.trained) if index not in late]
+    means = mesh.reduce_mean([gradients[place] for place in rest], [axes[place] for place in rest])
+    reduced = dict(zip(rest, means, strict=True))
+    return [reduced.get(place, gradient) for place, gradient in enumerate(gradients)]
 
 
 def _gradients(

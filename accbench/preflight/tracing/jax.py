@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accbench.config import TaskConfig
-from accbench.engines.jax import engine
+from accbench.engines.jax import engine, functional
 from accbench.preflight.tracing import process
 
 NEEDS = ("jax", "jax")
@@ -28,7 +28,9 @@ class JaxTracingEngine(engine.Engine):
     def _init_mesh(self) -> Any:
         from accbench.engines.jax import data_mesh
 
-        return data_mesh.AbstractDataMesh(self.topology, self.mesh.shard > 1, self.mesh.tp)
+        return data_mesh.AbstractDataMesh(
+            self.topology, self.mesh.shard > 1, self.mesh.tp, self.mesh.cp
+        )
 
     def _tensor_group(self) -> Any:
         from accbench.distributed.collectives import RankGroup
@@ -59,7 +61,7 @@ def _trace(task: TaskConfig, folder: Path) -> None:
 
     # A plug-in reads the annotations of this partitioner whatever version of Shardy it has.
     jax.config.update("jax_use_shardy_partitioner", False)
-    traced = process.build(task, JaxTracingEngine)
+    traced = process.build(task, JaxTracingEngine, without_memory=functional.fake_mode)
     started = time.perf_counter()
     program = _serialize(
         traced.engine.lowered(traced.model, traced.spec, traced.optimizer, traced.batch)

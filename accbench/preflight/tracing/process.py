@@ -15,12 +15,15 @@ from torch import nn
 from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested
+from accbench.distributed import mesh
+from accbench.distributed.collectives import RankGroup
 from accbench.distributed.process_group import Topology
 from accbench.engines import Engine
 from accbench.engines.common import source_location
 from accbench.errors import RequestError
 from accbench.models.tasks import trainable
 from accbench.preflight.tracing import programs
+from accbench.recording.terminal import log
 from accbench.system.gc_pause import pause_gc
 
 
@@ -75,31 +78,69 @@ class TracedRun:
     """What the result tells about the model and its batch, and `build_s`."""
 
 
-def build(task: TaskConfig, engine_class: type[Engine], rank: int = 0) -> TracedRun:
-    """Build what a worker of a complete node builds, up to its first step."""
+def build(
+    task: TaskConfig, engine_class: type[Engine], rank: int = 0,
+    without_memory: Callable[[], Any] | None = None,
+) -> TracedRun:  # fmt: skip
+    """Build what a worker builds where all nodes are complete, up to its first step.
+
+    Args:
+        task: the resolved task.
+        engine_class: of the engine that traces.
+        rank: whose step it is, on the first node.
+        without_memory: makes the mode in which the model's tensors have no memory; None for an
+            engine that needs their memory. A model whose building looks at values has memory too.
+    """
     started = time.perf_counter()
-    world_size = task.nproc_per_node
-    topology = Topology(rank, rank, world_size, world_size)
+    world_size = mesh.num_workers(task) or task.nproc_per_node
+    topology = Topology(rank, rank, world_size, task.nproc_per_node)
     options = task.options.get(task.engine, engine_class.Options())
     with pause_gc():
         engine = engine_class(task, options, topology)
-    if engine.mesh.cp > 1:
-        raise RequestError("preflight compiles no parts of sequences yet; leave --cp out")
-    if engine.mesh.pp > 1:
-        raise RequestError("preflight compiles no stages yet; leave --pp out")
     name, location = config.data_name(task.data)
     source = plugins.load("data", name)(location, task, task.options.get(name), Topology())
     spec = models.of_task(task)
     torch.manual_seed(task.seed)
-    net = trainable.plain(spec.build(source.num_classes))
+    net = _build_net(spec, source.num_classes, without_memory)
     model = engine.prepared(net)
     optimizer = engine.build_optimizer(model)
     engine.seed(task.seed)
     batch = next(iter(source.train_loader()))
+    if engine.mesh.cp > 1:
+        batch = _part_of_sequences(engine, spec, net, batch)
     model.train()
     facts = _model_facts(net, batch, source.num_classes)
     facts["build_s"] = time.perf_counter() - started
     return TracedRun(engine, spec, net, model, optimizer, batch, facts)
+
+
+def _build_net(spec: Any, num_classes: int, without_memory: Callable[[], Any] | None) -> nn.Module:
+    def build_plain() -> nn.Module:
+        return trainable.plain(spec.build(num_classes))
+
+    if without_memory is not None:
+        try:
+            with without_memory():
+                return build_plain()
+        except Exception as error:  # whatever a model's own code raises of tensors without values
+            log.info(f"the model is built with memory: {type(error).__name__}: {error}")
+    return build_plain()
+
+
+def _part_of_sequences(engine: Engine, spec: Any, net: nn.Module, batch: Any) -> Any:
+    """Have the model compute with a part of each sequence, and return that of a batch.
+
+    Raises:
+        RequestError: the model cannot.
+    """
+    shape = engine.mesh
+    if not hasattr(spec, "share_sequences"):
+        raise RequestError(
+            f"--cp {shape.cp}: --model {engine.task.model} has no sequences to cut; leave --cp out"
+        )
+    group = RankGroup("", 0, shape.cp)
+    spec.share_sequences(net, group, shape.tp)
+    return spec.part_of_sequences(group, batch)
 
 
 def _model_facts(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:

@@ -53,3 +53,22 @@ def test_a_state_in_parts_takes_an_eighth_of_each_gpu() -> None:
     assert reduction["bytes"] == pytest.approx(num_bytes, rel=0.01)
     assert 0.9 * num_bytes < 8 * reduction["gathered_bytes"] < num_bytes
     assert any("scatter" in row["name"] for row in reduction["all_reduces"])
+
+
+def test_a_model_is_traced_without_memory_for_nodes_with_slices_and_shards() -> None:
+    flags = ("--model=tests.nets:huge", "--image_size=64", "--batch_size=8", "--gpu=h100")
+    mesh = ("--nnodes=2", "--nproc_per_node=2", "--dp_shard=auto", "--tp=2")
+    found = running.result_of("--engine=jax", *flags, *mesh)
+    part = 2**27  # weights after --tp
+    assert (found["num_gpus"], found["num_nodes"]) == (4, 2)
+    # Parameters and two moments, over the two that have other data, and images.
+    state = 12 * part / 2
+    assert state < found["memory"]["arguments_bytes"] < 1.05 * state
+    # With memory it would be the whole model, its gradients' shapes and its moments.
+    assert found["cost"]["tracer_peak_bytes"] < 3 * 2**30
+    kinds = {row["kind"]: row for row in found["communication"]["kinds"]}
+    for name in ("all-gather", "reduce-scatter"):  # between nodes, as neighbours share layers
+        assert kinds[name]["network_bytes"] == pytest.approx(4 * part / 2, rel=0.02)
+    assert kinds["all-reduce"]["in_node_bytes"] > 0
+    assert 0 <= found["communication"]["overlapped"] <= 1
+    assert found["communication"]["bound_s"] > found["step"]["bound_s"]

@@ -1,0 +1,114 @@
+"""The search for meshes: which there are, what they need, and in which order they are tried."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from accbench.config import TaskConfig
+from accbench.errors import RequestError
+from accbench.preflight import mesh_search
+from accbench.preflight.communication import Links
+
+LINKS = Links(2, 4, in_node_bytes_per_s=450e9, network_bytes_per_s=50e9)
+GIB = 2**30
+
+
+def task(**changes: Any) -> TaskConfig:
+    flags = {"engine": "jax", "device": "cuda", "model": "llama_tiny", "batch_size": 2,
+             "nproc_per_node": 4, "nnodes": "2", "dp_shard": "auto"}  # fmt: skip
+    return TaskConfig(**{**flags, **changes})
+
+
+@pytest.fixture
+def inductor_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What importing parts of torch sets."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+
+
+def found(**changes: Any) -> tuple[dict[str, mesh_search.CandidateMesh], list[str]]:
+    meshes, refused = mesh_search.candidates(task(**changes), LINKS, 512, flops=1e9)
+    return {mesh.name: mesh for mesh in meshes}, refused
+
+
+@pytest.mark.usefixtures("inductor_folder")
+def test_meshes_keep_the_samples_and_what_cannot_be_is_told():
+    pytest.importorskip("transformers")
+    meshes, refused = found()
+    assert set(meshes) == {
+        "replicas", "--dp_shard auto", "--tp 2", "--dp_shard auto --tp 2", "--cp 2",
+        "--dp_shard auto --cp 2",
+    }  # fmt: skip
+    assert meshes["replicas"].batch_size == 2
+    assert meshes["--tp 2"].batch_size == 4  # of two GPUs
+    assert any(why.startswith("tp 4, cp 1: --tp 4: ") and "2 heads" in why for why in refused)
+    weights = meshes["replicas"].weight_bytes
+    assert meshes["replicas"].state_bytes == 3 * weights  # AdamW's moments too
+    assert meshes["--dp_shard auto"].state_bytes == 3 * weights // 8
+    halves = meshes["--dp_shard auto --tp 2"]
+    assert 0.5 * weights < halves.weight_bytes < 0.55 * weights  # norms are whole
+    assert halves.state_bytes == 3 * halves.weight_bytes // 4
+    assert halves.task(task()).batch_size == 4
+    assert halves.is_of(task(tp=2))
+
+
+@pytest.mark.usefixtures("inductor_folder")
+def test_few_samples_need_ranks_that_share_them():
+    pytest.importorskip("transformers")
+    meshes, refused = found(batch_size=1, tp=2)
+    assert not {"replicas", "--dp_shard auto"} & set(meshes)
+    assert meshes["--tp 2"].batch_size == 1
+    assert any("4 samples a step are no multiple of 8 GPUs" in why for why in refused)
+
+
+def mesh(is_sharded: bool, tp: int, state_gib: float, link_s: float) -> Any:
+    return mesh_search.CandidateMesh(
+        is_sharded, tp, 1, tp, int(state_gib * GIB), int(8 / tp * GIB), link_s
+    )
+
+
+def result(peak_gib: float, bound_s: float, memory_gib: float = 80) -> dict[str, Any]:
+    return {
+        "memory": {"temporaries_bytes": int(20 * GIB), "peak_bytes": int(peak_gib * GIB),
+                   "fits": peak_gib <= memory_gib},
+        "communication": {"bound_s": bound_s, "link_s": 0.5, "overlapped": 0.5},
+        "step": {"bound_s": 1.0},
+    }  # fmt: skip
+
+
+WHOLE = mesh(False, 1, 96, 0.5)
+SHARDED, SLICED, BOTH = mesh(True, 1, 12, 0.6), mesh(True, 2, 12, 0.2), mesh(True, 4, 12, 0.9)
+
+
+def test_the_most_promising_are_compiled_and_the_rest_are_estimated():
+    compiled = []
+
+    def compile_mesh(asked: Any) -> dict[str, Any]:
+        compiled.append(asked)
+        return result(30, 1.05)
+
+    meshes = [WHOLE, SHARDED, SLICED, BOTH]
+    known = {WHOLE: result(116, 1.25)}
+    search = mesh_search.search(meshes, compile_mesh, known, 80 * GIB, tries=1)
+    assert compiled == [SLICED]  # the least bytes of those that are estimated to fit
+    rows = search["meshes"]
+    assert [row["name"] for row in rows] == [m.name for m in (SLICED, SHARDED, BOTH, WHOLE)]
+    assert [row["how"] for row in rows] == ["compiled", "estimated", "estimated", "compiled"]
+    assert [row["fits"] for row in rows] == [True, True, True, False]
+    # 12 GiB of activations where tp is 1, and the weights that it leaves.
+    assert rows[1]["temporaries_bytes"] == (12 + 8) * GIB
+    assert rows[1]["bound_s"] == pytest.approx(1 + 0.6 / 2)
+
+
+def test_nothing_is_compiled_that_cannot_be_better_and_errors_are_kept():
+    known = {SLICED: result(30, 1.05)}
+    never = pytest.fail
+    search = mesh_search.search([WHOLE, SHARDED, SLICED], never, known, 80 * GIB, tries=3)
+    assert search["meshes"][0]["how"] == "compiled"
+
+    def refuse(_: Any) -> dict[str, Any]:
+        raise RequestError("the compiler ended")
+
+    better = dataclasses.replace(SHARDED, link_s=0.01)
+    search = mesh_search.search([better, SLICED], refuse, known, 80 * GIB, tries=3)
+    assert search["failed"] == ["--dp_shard auto: the compiler ended"]
