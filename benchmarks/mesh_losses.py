@@ -26,6 +26,7 @@ ROWS: dict[str, tuple[int, tuple[str, ...]]] = {
     "shard4": (1, ("--dp_shard=auto",)),
     "tp2-shard2": (2, ("--tp=2", "--dp_shard=auto")),
     "cp2-shard2": (2, ("--cp=2", "--dp_shard=auto")),
+    "pp2": (2, ("--pp=2", "--accumulate=4")),
     "tp2-cp2": (4, ("--tp=2", "--cp=2")),
     "jax": (1, ("--engine=jax",)),
     "jax-shard4": (1, ("--engine=jax", "--dp_shard=auto")),
