@@ -27,7 +27,6 @@ ROWS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-shard2": (2, ("--tp=2", "--dp_shard=auto")),
     "cp2-shard2": (2, ("--cp=2", "--dp_shard=auto")),
     "pp2": (2, ("--pp=2", "--accumulate=4")),
-    "tp2-cp2": (4, ("--tp=2", "--cp=2")),
     "jax": (1, ("--engine=jax",)),
     "jax-shard4": (1, ("--engine=jax", "--dp_shard=auto")),
     "jax-tp2": (2, ("--engine=jax", "--tp=2", "--dp_shard=auto")),

@@ -77,6 +77,8 @@ def _nothing_left_behind():
     environment = dict(os.environ)
     children = _children()
     yield
+    if "TORCHINDUCTOR_CACHE_DIR" not in environment:  # torch notes its folder there when it is used
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert after == environment, "the test changed the environment"
