@@ -21,18 +21,11 @@ def task(**changes: Any) -> TaskConfig:
     return TaskConfig(**{**flags, **changes})
 
 
-@pytest.fixture
-def inductor_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What importing parts of torch sets."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
-
-
 def found(**changes: Any) -> tuple[dict[str, mesh_search.CandidateMesh], list[str]]:
     meshes, refused = mesh_search.candidates(task(**changes), LINKS, 512, flops=1e9)
     return {mesh.name: mesh for mesh in meshes}, refused
 
 
-@pytest.mark.usefixtures("inductor_folder")
 def test_meshes_keep_the_samples_and_what_cannot_be_is_told():
     pytest.importorskip("transformers")
     meshes, refused = found()
@@ -57,7 +50,6 @@ def test_meshes_keep_the_samples_and_what_cannot_be_is_told():
     assert late["replicas"].weight_bytes == weights
 
 
-@pytest.mark.usefixtures("inductor_folder")
 def test_few_samples_need_ranks_that_share_them():
     pytest.importorskip("transformers")
     meshes, refused = found(batch_size=1, tp=2)
