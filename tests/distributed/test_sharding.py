@@ -63,7 +63,7 @@ def check_case(of: dict, case: str, asked: sharded_ranks.Case) -> None:
     assert sharded_applied == applied == (4 if "overflow" in case or "skipped" in case else 5)
     assert of["scale"] == ([32768.0] * 2 if "overflow" in case else [None] * 2)
     assert of["buffers"] == []
-    assert of["rereads"] == of["starts"] == [True, True]
+    assert of["rereads"] == of["starts"] == of["names"] == [True, True]
     is_built_in_shards = "--dp_shard" in str(flags) and not {"--zero=1", "--engine=jax"} & flags
     # torchvision's draws by values.
     is_built_in_shards |= "--pp=" in str(flags) and "vit" not in case

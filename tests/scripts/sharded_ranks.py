@@ -153,7 +153,7 @@ if find_spec("jax"):
     }
 
 
-KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred")
+KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred", "names")
 
 
 def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, Any]:
@@ -174,7 +174,9 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
         return net
 
     torch.manual_seed(task.seed)
-    before = {name: tensor.detach().clone() for name, tensor in build().named_parameters()}
+    whole = build()
+    names = sorted({n for n, _ in (*whole.named_parameters(), *whole.named_buffers())})
+    before = {name: tensor.detach().clone() for name, tensor in whole.named_parameters()}
     net, model = worker.build_model(engine, build)
     optimizer = engine.build_optimizer(model)
     start = engine.training_state(net, optimizer).model
@@ -199,7 +201,7 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     found = {
         "losses": losses, "before": before, "after": state.model,
         "starts": all(torch.equal(start[name], tensor) for name, tensor in before.items()),
-        "deferred": isinstance(built[-1], FakeTensor),
+        "deferred": isinstance(built[-1], FakeTensor), "names": sorted(start) == names,
         "applied": engine.applied_steps(optimizer), "scale": engine.precision.loss_scale(),
     }  # fmt: skip
     again = {name: tensor * 2 for name, tensor in state.model.items()}

@@ -9,7 +9,7 @@ from torch import nn
 
 from accbench.distributed.parameter_shards import ParameterShard, ShardedTensor
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
-from accbench.engines.common import model_state, training_state
+from accbench.engines.common import model_state, tensor_parallel, training_state
 from accbench.engines.common.optimizer_state import AVERAGE
 from accbench.engines.common.training_state import Tensors, TrainingState
 
@@ -50,7 +50,10 @@ def _read(
         return value.detach().to("cpu", copy=True)
 
     model: Tensors = {}
+    of_rank = tensor_parallel.rank_buffers(net)
     for name, tensor in model_state.tensors(net).items():
+        if name in of_rank:
+            continue
         shard = shards.get(name)
         model[name] = (
             tensor.detach().to("cpu", copy=True) if shard is None else whole(shard, shard.local)
@@ -82,6 +85,8 @@ def load(
         name: _as_parameter(shards[name], value) if name in shards else in_memory(value)
         for name, value in saved.model.items()
     }
+    current = model_state.tensors(net)
+    model |= {name: current[name] for name in tensor_parallel.rank_buffers(net)}
     states = {
         name: {
             key: shards[name].cut(value)

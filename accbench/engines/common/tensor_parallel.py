@@ -211,6 +211,7 @@ _CUT_SIZES = {
     "rowwise": ("in_features", "nx"), "colwise_gather_output": ("out_features", "nf"),
     "colwise_rep": ("out_features", "nf"), "embedding_rowwise": ("num_embeddings",),
 }  # fmt: skip
+_RANK_BUFFER = "group_rank"
 _KNOW_THEIR_RANK = (_GatheredColumnParallel, _VocabularyParallelEmbedding)
 # Vocabularies, whose size the data decides.
 _SKIPPED_IF_UNEVEN = ("colwise_gather_output", "colwise_rep", "embedding_rowwise")
@@ -298,6 +299,15 @@ def _divide(path: str, module: nn.Module, attributes: list[str], num_ranks: int)
         setattr(module, attribute, size // num_ranks)
 
 
+def rank_buffers(net: nn.Module) -> set[str]:
+    """Return the names of buffers that layers keep of their rank, which no other mesh has."""
+    return {
+        f"{path}.{_RANK_BUFFER}" if path else _RANK_BUFFER
+        for path, module in net.named_modules()
+        if isinstance(module, _KNOW_THEIR_RANK)
+    }
+
+
 def _become_parallel(module: nn.Module, layer: type[_ParallelModule], group: RankGroup) -> None:
     """Give a module the parallel layer's forward pass before its own."""
     plain = type(module)
@@ -307,7 +317,7 @@ def _become_parallel(module: nn.Module, layer: type[_ParallelModule], group: Ran
         # Or torch's encoder layers would compute with its weights by themselves, to evaluate.
         module._qkv_same_embed_dim = False  # type: ignore[assignment]
     if layer in _KNOW_THEIR_RANK:
-        module.register_buffer("group_rank", torch.tensor(group.rank), persistent=False)
+        module.register_buffer(_RANK_BUFFER, torch.tensor(group.rank), persistent=False)
 
 
 def _replace_parameters(model: nn.Module, slices: Mapping[int, TensorSlice]) -> None:
