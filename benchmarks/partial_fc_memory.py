@@ -10,17 +10,14 @@ a step over what it has between them. The C library is told to give back what is
 import argparse
 import gc
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.processes import run_ranks  # noqa: E402
-from benchmarks.sharding_memory import MALLOC, NUM_RANKS, STEPS, watched_peak  # noqa: E402
+from benchmarks.sharding_memory import measure, train, watched_peak  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
 
 RATES: dict[str, tuple[str, ...]] = {
@@ -50,7 +47,6 @@ def rank(way: str, num_classes: int, out: Path) -> None:
     from accbench.distributed import process_group
     from accbench.distributed.process_group import Topology
     from accbench.training import worker
-    from accbench.training.train_loop import train_step
 
     topology = Topology.from_env()
     task = resolving.resolve(
@@ -66,10 +62,7 @@ def rank(way: str, num_classes: int, out: Path) -> None:
     optimizer = engine.build_optimizer(model)
     gc.collect()
     with watched_peak() as peak:
-        for step in range(STEPS):
-            generator = torch.Generator().manual_seed(topology.rank + step * NUM_RANKS)
-            batch = spec.synthetic_batch(BATCH, num_classes, generator)
-            engine.run_step(train_step, model, spec, optimizer, batch)
+        train(engine, model, spec, optimizer, num_classes)
         found = {"peak_bytes": peak(), "state_bytes": engine.state_bytes(optimizer)}
     if topology.rank == 0:
         out.write_text(json.dumps(found))
@@ -87,15 +80,10 @@ def main() -> int:
         rank(asked.rank, TINY_CLASSES if asked.tiny else NUM_CLASSES, asked.out)
         return 0
     print("| | state MiB | peak of a step, MiB |\n| --- | ---: | ---: |")
-    with tempfile.TemporaryDirectory() as folder:
-        for way in [*RATES][-1:] if asked.tiny else RATES:
-            out = Path(folder, "found.json")
-            arguments = [__file__, f"--rank={way}", f"--out={out}"]
-            run_ranks(NUM_RANKS, arguments + ["--tiny"] * asked.tiny, {**os.environ, **MALLOC})
-            of = json.loads(out.read_text())
-            out.unlink()
-            print(f"| {way} | {of['state_bytes'] / 2**20:.1f} | {of['peak_bytes'] / 2**20:.0f} |",
-                  flush=True)  # fmt: skip
+    for way in [*RATES][-1:] if asked.tiny else RATES:
+        of = measure(__file__, way, asked.tiny)
+        print(f"| {way} | {of['state_bytes'] / 2**20:.1f} | {of['peak_bytes'] / 2**20:.0f} |",
+              flush=True)  # fmt: skip
     return 0
 
 

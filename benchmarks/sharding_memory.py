@@ -69,6 +69,28 @@ def watched_peak() -> Iterator[Callable[[], int]]:
         thread.join()
 
 
+def train(engine: Any, model: Any, spec: Any, optimizer: Any, num_classes: int) -> None:
+    """Train for `STEPS` steps on batches of a rank's own."""
+    import torch
+
+    from accbench.training.train_loop import train_step
+
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(engine.topology.rank + step * NUM_RANKS)
+        batch = spec.synthetic_batch(engine.task.batch_size, num_classes, generator)
+        engine.run_step(train_step, model, spec, optimizer, batch)
+
+
+def measure(script: str, way: str, tiny: bool) -> dict[str, int]:
+    """Run a script's ranks one way, and return what rank 0 measured of itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        arguments = [script, f"--rank={way}", f"--out={out}"]
+        run_ranks(NUM_RANKS, arguments + ["--tiny"] * tiny, {**os.environ, **MALLOC})
+        measured: dict[str, int] = json.loads(out.read_text())
+        return measured
+
+
 def build(sizes: tuple[int, int, int]) -> Any:
     """Return the model's spec."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,7 +120,6 @@ def rank(way: str, sizes: tuple[int, int, int], out: Path) -> None:
     from accbench.distributed import process_group
     from accbench.distributed.process_group import Topology
     from accbench.training import worker
-    from accbench.training.train_loop import train_step
 
     topology = Topology.from_env()
     task = resolving.resolve(
@@ -113,10 +134,7 @@ def rank(way: str, sizes: tuple[int, int, int], out: Path) -> None:
     with watched_peak() as peak:
         _, model = worker.build_model(engine, lambda: spec.build(sizes[2]))
         optimizer = engine.build_optimizer(model)
-        for step in range(STEPS):
-            generator = torch.Generator().manual_seed(topology.rank + step * NUM_RANKS)
-            batch = spec.synthetic_batch(BATCH, sizes[2], generator)
-            engine.run_step(train_step, model, spec, optimizer, batch)
+        train(engine, model, spec, optimizer, sizes[2])
         found = {"peak_bytes": peak(), "state_bytes": engine.state_bytes(optimizer)}
     if topology.rank == 0:
         out.write_text(json.dumps(found))
@@ -135,14 +153,9 @@ def main() -> int:
         rank(asked.rank, TINY_SIZES if asked.tiny else SIZES, asked.out)
         return 0
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for way in ["ddp", "zero 3"] if asked.tiny else asked.ways.split(","):
-            out = Path(folder, "found.json")
-            arguments = [__file__, f"--rank={way}", f"--out={out}"]
-            run_ranks(NUM_RANKS, arguments + ["--tiny"] * asked.tiny, {**os.environ, **MALLOC})
-            found[way] = json.loads(out.read_text())
-            out.unlink()
-            print(way, found[way], flush=True)
+    for way in ["ddp", "zero 3"] if asked.tiny else asked.ways.split(","):
+        found[way] = measure(__file__, way, asked.tiny)
+        print(way, found[way], flush=True)
     print("| | peak MiB | of ddp's | state MiB |\n| --- | ---: | ---: | ---: |")
     for way, of in found.items():
         share = of["peak_bytes"] / found["ddp"]["peak_bytes"]

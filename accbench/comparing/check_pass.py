@@ -174,7 +174,7 @@ class CheckPass:
 
     @property
     def drops(self) -> bool:
-        """Whether dropout drops what the reference drops, rather than nothing."""
+        """Tell whether dropout drops what the reference drops, rather than nothing."""
         return self.reference.facts.workers_per_batch == 1
 
     def dropout_replaced(self) -> AbstractContextManager[None]:

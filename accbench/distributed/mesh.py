@@ -10,7 +10,7 @@ import math
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, amp_level
 from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
@@ -156,6 +156,31 @@ def offload_problem(task: TaskConfig) -> str | None:
         return (
             f"--offload all: --zero {task.zero} keeps whole parameters on the device; use --zero "
             "3, or --offload optimizer"
+        )
+    return None
+
+
+def pipeline_problem(task: TaskConfig, shape: MeshShape) -> str | None:
+    """Return why `--pp` cannot be had with a task's other flags, or None if it can."""
+    if shape.pp == 1:
+        return None
+    if shape.shard > 1 and zero_stage(task) != 1:
+        return (
+            f"--pp with --zero {zero_stage(task)}: micro-batches would gather each block again and "
+            "again; use --zero 1"
+        )
+    if amp_level(task) == "O1" and task.amp_dtype == "float16":
+        return "--pp with --amp_dtype float16: use bfloat16"
+    schedule, num_parts = task.pp_schedule or "1f1b", task.accumulate
+    if num_parts < shape.pp:
+        return (
+            f"--accumulate {num_parts}: --pp {shape.pp} works on as many micro-batches at once; "
+            f"use --accumulate {shape.pp} or more"
+        )
+    if schedule == "interleaved" and num_parts % shape.pp:
+        return (
+            f"--accumulate {num_parts}: --pp_schedule interleaved takes micro-batches {shape.pp} "
+            f"at a time; use a multiple of {shape.pp}"
         )
     return None
 

@@ -9,8 +9,8 @@ parallelism the rows are those of the part that a `TensorSlice` leaves.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from torch import nn
 
 from accbench.distributed.tensor_slices import TensorSlice
 
-# Rows are gathered together up to this size.
+_T = TypeVar("_T")
+# Tensors are gathered and reduced together up to this size.
 _BUCKET_BYTES = 2**24
 
 
@@ -245,7 +246,8 @@ class StagedTensor(ShardedTensor):
 
 def fill_from_rows(shards: Iterable[ParameterShard], group: dist.ProcessGroup) -> None:
     """Give whole parameters the rows that each rank has stepped; all ranks call it."""
-    for bucket in _buckets(shards):
+    sized = ((s, math.prod(s.part_shape) * s.local.element_size(), s.local.dtype) for s in shards)
+    for bucket in buckets(sized):
         wholes = all_gather_several(
             [shard.in_parameter for shard in bucket], [s.part_shape for s in bucket], group
         )
@@ -253,19 +255,22 @@ def fill_from_rows(shards: Iterable[ParameterShard], group: dist.ProcessGroup) -
             shard.parameter.detach().copy_(whole)
 
 
-def _buckets(shards: Iterable[ParameterShard]) -> list[list[ParameterShard]]:
-    """Group neighbours of one dtype, up to `_BUCKET_BYTES` of whole parameters or one of them."""
-    found: list[list[ParameterShard]] = []
-    num_bytes = 0
-    for shard in shards:
-        size = math.prod(shard.part_shape) * shard.local.element_size()
-        fits = found and num_bytes + size <= _BUCKET_BYTES
-        if not fits or found[-1][0].local.dtype != shard.local.dtype:
-            found.append([])
-            num_bytes = 0
-        found[-1].append(shard)
-        num_bytes += size
-    return found
+def buckets(sized: Iterable[tuple[_T, int, torch.dtype]]) -> Iterator[list[_T]]:
+    """Yield neighbours of one dtype together, up to `_BUCKET_BYTES` or one of them.
+
+    Args:
+        sized: each with its bytes and its dtype.
+    """
+    bucket: list[_T] = []
+    num_bytes, dtype_before = 0, None
+    for item, size, dtype in sized:
+        if bucket and (dtype != dtype_before or num_bytes + size > _BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(item)
+        num_bytes, dtype_before = num_bytes + size, dtype
+    if bucket:
+        yield bucket
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

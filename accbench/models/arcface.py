@@ -141,7 +141,7 @@ class ArcFace(ImageClassification):
     mixes: ClassVar = False
     image_size: int = 112
     sample_rate: float | None = None
-    """For PartialFC, the fraction of classes that a training step computes with; None: the plain
+    """Fraction of classes that a training step computes with, for PartialFC; None: the plain
     loss, for which each rank has all classes."""
 
     def build(self, num_classes: int) -> nn.Module:

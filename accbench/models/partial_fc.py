@@ -27,7 +27,7 @@ class ClassHead:
     """The classes of a rank, and how many of them a training step takes."""
 
     num_classes: int
-    """Of all ranks."""
+    """Classes of all ranks together."""
     sample_rate: float
     """The fraction of its classes that a rank computes with in a training step."""
     group: RankGroup | None = None

@@ -41,7 +41,7 @@ class GpuSpec:
     dense_tflops: dict[str, float]
     """Element type of the factors (float16, bfloat16, tf32, float32) -> 10^12 operations/s."""
     in_node_gb_per_s: float = 32.0
-    """To the other GPUs of its node, in one direction: NVLink's rate, or PCIe's (4.0 if unset)."""
+    """Rate to the other GPUs of its node, one direction: NVLink's, or PCIe's (4.0 if unset)."""
 
     @property
     def bytes_per_s(self) -> float:

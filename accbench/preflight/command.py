@@ -158,6 +158,10 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
         raise RequestError(
             f"--gpu {flags.gpu}: {target.name} has no {task.amp_dtype}; use --amp_dtype float16"
         )
+    if not flags.network_gbit_per_s > 0:
+        raise RequestError(
+            f"--network_gbit_per_s must be more than 0, not {flags.network_gbit_per_s:g}"
+        )
     if flags.find_mesh and _num_gpus(task) == 1:
         raise RequestError("--find_mesh needs several GPUs: --nproc_per_node 8, and --nnodes")
     if flags.find_mesh and plugins.load("engines", task.engine).mesh_problem(

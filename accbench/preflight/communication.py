@@ -1,4 +1,4 @@
-"""What GPUs send each other in a compiled step, over which links, and what runs meanwhile.
+"""Count what GPUs send each other in a compiled step, by link, and what of it kernels hide.
 
 Bytes are those of rings, as NCCL lays them: of n ranks each sends (n - 1) / n of what it gathers
 or scatters, and twice that of what it reduces. A ring goes through a node's GPUs before it goes on
@@ -25,14 +25,14 @@ _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """How GPUs are connected."""
+    """Holds how GPUs are connected."""
 
     num_nodes: int
     gpus_per_node: int
     in_node_bytes_per_s: float
-    """To the other GPUs of the node, in one direction."""
+    """Rate to the other GPUs of the node, in one direction."""
     network_bytes_per_s: float
-    """Of each GPU to other nodes, in one direction."""
+    """Rate of each GPU to other nodes, in one direction."""
 
     @classmethod
     def of(cls, gpu: GpuSpec, num_nodes: int, gpus_per_node: int, gbit_per_s: float) -> "Links":

@@ -47,13 +47,13 @@ class CandidateMesh:
     tp: int
     cp: int
     batch_size: int
-    """Of the GPUs that share a batch."""
+    """Samples of the GPUs that share a batch."""
     state_bytes: int
-    """Of a GPU, between steps."""
+    """Bytes that a GPU keeps between steps."""
     weight_bytes: int
-    """Of the float32 weights, or their gradients, that are whole on a GPU at a time."""
+    """Bytes of float32 weights, or their gradients, that are whole on a GPU at a time."""
     link_s: float
-    """What its bytes take at the links' full rate."""
+    """Seconds that its bytes take at the links' full rate."""
 
     def task(self, task: TaskConfig) -> TaskConfig:
         """Return the task on this mesh."""

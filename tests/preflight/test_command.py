@@ -137,6 +137,9 @@ def test_a_batch_that_does_not_fit_and_the_largest_that_does(tmp_path) -> None:
         (("--model=nope",), "unknown model"),
         (("--compare", "/nope", "/nope"), "--compare /nope"),
         (("--data=imagefolder:/nope",), "/nope"),
+        (("--network_gbit_per_s=0",), "--network_gbit_per_s must be more than 0, not 0"),
+        (("--find_mesh",), "--find_mesh needs several GPUs"),
+        (("--find_mesh", "--nproc_per_node=2", "--engine=xla"), "engine xla has no meshes"),
     ],
 )
 def test_a_wrong_request_is_one_line(flags, message) -> None:

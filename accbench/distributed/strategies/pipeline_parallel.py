@@ -6,7 +6,7 @@ Efficient Large-Scale Language Model Training on GPU Clusters, 2021). Within a s
 the optimizer's state and cut layers, as without stages.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench.distributed.mesh import MeshShape
+from accbench.distributed.parameter_shards import buckets
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
 from accbench.errors import ReductionError, RequestError
-
-# Gradients are averaged together up to this size.
-_BUCKET_BYTES = 2**25
 
 
 class PipelineParallel(ShardedOptimizer):
@@ -123,7 +121,7 @@ class PipelineParallel(ShardedOptimizer):
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
         data = self.data_parallel
-        for bucket in _buckets(gradients):
+        for bucket in buckets((g, g.nbytes, g.dtype) for g in gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat, group=data.group)
             flat /= data.topology.world_size
@@ -166,18 +164,3 @@ class PipelineParallel(ShardedOptimizer):
         squares = super().sum_squares([p for p in parameters if id(p) not in elsewhere])
         dist.all_reduce(squares, group=self.pp_group)
         return squares
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield neighbours of one dtype, up to `_BUCKET_BYTES` or one of them."""
-    bucket: list[torch.Tensor] = []
-    num_bytes = 0
-    for gradient in gradients:
-        is_alike = bucket and bucket[0].dtype == gradient.dtype
-        if bucket and (not is_alike or num_bytes + gradient.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(gradient)
-        num_bytes += gradient.nbytes
-    if bucket:
-        yield bucket

@@ -113,7 +113,7 @@ class ShardingStrategy(TorchStrategy):
         self.tensor_slices: Mapping[str, TensorSlice] = {}
         """Parameter -> the part of it that this rank computes with; set before `wrap`."""
         self.class_slices: Mapping[str, TensorSlice] = {}
-        """Likewise of parameters that all ranks share out, each with other data (PartialFC)."""
+        """Parameter -> this rank's part of its classes, where all ranks share them (PartialFC)."""
 
     def build_shard(
         self, name: str, parameter: nn.Parameter, local: torch.Tensor, rows: slice

@@ -39,14 +39,14 @@ class _StageEnd(Exception):
 
 
 class _NotComputed:
-    """What blocks of earlier stages return, for the loop over blocks to pass on."""
+    """Stands for what blocks of earlier stages would return; the loop over blocks passes it on."""
 
     def __getitem__(self, index: Any) -> "_NotComputed":
         return self  # blocks may return tuples
 
 
 class StageRun:
-    """Which blocks compute now, and what the first of them has received.
+    """Has the blocks of one stage at a time compute, from what the stage before has sent.
 
     Args:
         bounds: each stage's first block, and the number of blocks.
@@ -232,10 +232,10 @@ def cut(
     if len({*map(id, container)}) < num_blocks:
         raise RequestError(_CALLED_TWICE)
     bounds = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
-    places = _Places(plan, path, [*container._modules], bounds)
-    stages = _stages_of_parameters(model, places)
+    by_name = _StagesByName(plan, path, [*container._modules], bounds)
+    stages = _stages_of_parameters(model, by_name)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    buffers = {name: places.stage_of(name) or 0 for name, _ in model.named_buffers()}
+    buffers = {name: by_name.stage_of(name) or 0 for name, _ in model.named_buffers()}
     run = StageRun(bounds)
     own_blocks = _keep_blocks(container, run, {*own_stages})
     _drop_parameters(model, stages, {*own_stages}, device)
@@ -264,13 +264,13 @@ def _keep_blocks(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Places:
-    """The stage of each name of a model."""
+class _StagesByName:
+    """Tells the stage of each name of a model."""
 
     plan: list[str]
     path: str
     keys: list[str]
-    """Of the blocks."""
+    """The blocks' keys in what holds them."""
     bounds: list[int]
 
     def stage_of(self, name: str) -> int | None:
@@ -287,11 +287,11 @@ class _Places:
         return None
 
 
-def _stages_of_parameters(model: nn.Module, places: _Places) -> dict[int, set[int]]:
+def _stages_of_parameters(model: nn.Module, by_name: _StagesByName) -> dict[int, set[int]]:
     """Return the stages that have each parameter, by its id: those of all its names."""
     found: dict[int, set[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        stage = places.stage_of(name)
+        stage = by_name.stage_of(name)
         if stage is None:
             raise RequestError(f"--pp: the model's plan does not name {name}")
         found.setdefault(id(parameter), set()).add(stage)
@@ -331,7 +331,7 @@ def _too_few_blocks(model_name: str, num_blocks: int, num_stages: int, num_own: 
 def _drop_parameters(
     model: nn.Module, stages: Mapping[int, set[int]], own_stages: set[int], device: torch.device
 ) -> None:
-    """Put one NaN, expanded, in the place of each parameter that other stages have."""
+    """Replace each parameter that other stages have by one NaN, expanded."""
     for module in model.modules():
         for key, parameter in [*module._parameters.items()]:
             if parameter is not None and not stages[id(parameter)] & own_stages:

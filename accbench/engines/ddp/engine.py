@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench import engines, models
-from accbench.config import TaskConfig, amp_level
+from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
@@ -116,29 +116,7 @@ class Engine(LoopEngine):
                 f"{'--pp' if shape.pp > 1 else '--dp_shard'}, which needs every parameter's "
                 "gradient on each worker; freeze those that are unused (requires_grad = False)"
             )
-        return cls._pipeline_problem(task, shape) if shape.pp > 1 else None
-
-    @classmethod
-    def _pipeline_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
-        if shape.shard > 1 and mesh.zero_stage(task) != 1:
-            return (
-                f"--pp with --zero {mesh.zero_stage(task)}: micro-batches would gather each block "
-                "again and again; use --zero 1"
-            )
-        if amp_level(task) == "O1" and task.amp_dtype == "float16":
-            return "--pp with --amp_dtype float16: use bfloat16"
-        schedule, num_parts = task.pp_schedule or "1f1b", task.accumulate
-        if num_parts < shape.pp:
-            return (
-                f"--accumulate {num_parts}: --pp {shape.pp} works on as many micro-batches at "
-                f"once; use --accumulate {shape.pp} or more"
-            )
-        if schedule == "interleaved" and num_parts % shape.pp:
-            return (
-                f"--accumulate {num_parts}: --pp_schedule interleaved takes micro-batches "
-                f"{shape.pp} at a time; use a multiple of {shape.pp}"
-            )
-        return None
+        return mesh.pipeline_problem(task, shape)
 
     @classmethod
     def class_shards_problem(cls, task: TaskConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""Gather sharded weights where a captured step uses them, in place of all at its beginning.
+"""Gather sharded weights where a captured step uses them, rather than all at its beginning.
 
 Gathered at the beginning, all weights live through the step, and so do whole gradients that are
 reduced at its end. Here the graph itself gathers: once for the forward pass and again for the
@@ -60,8 +60,9 @@ class _Weight:
     chain: list[fx.Node]
     """The placeholder, and what is made of it by moving and casting alone."""
     forward: list[fx.Node]
-    """What else reads these in the forward pass, in order."""
+    """Other nodes that read these in the forward pass, in order."""
     backward: list[fx.Node]
+    """Other nodes that read these in the backward pass, in order."""
     cast: torch.dtype | None
     """The type of 16 bits in which alone it is used."""
     gradient: fx.Node | None = None
@@ -129,8 +130,8 @@ def _reduce_gradients(
     """Have the graph return each rank's shard of the mean of gradients."""
     arguments: Any = output.args
     results: list[Any] = [*arguments[0]]
-    for place, index in enumerate(captured.trained, start=loss_index + 1):
-        weight, whole = weights.get(index), results[place]
+    for result_index, index in enumerate(captured.trained, start=loss_index + 1):
+        weight, whole = weights.get(index), results[result_index]
         if weight is None:
             continue
         with captured.graph.graph.inserting_after(whole):
@@ -138,7 +139,7 @@ def _reduce_gradients(
         length = whole.meta["val"].shape[weight.axis] // num_ranks
         reduced.meta["val"] = whole.meta["val"].narrow(weight.axis, 0, length)
         position[reduced] = position[whole]
-        weight.gradient = results[place] = reduced
+        weight.gradient = results[result_index] = reduced
     output.args = (tuple(results),)
 
 

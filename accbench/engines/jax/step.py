@@ -43,7 +43,7 @@ class StepPlan:
     tp_axes: list[Axis]
     """Index of a parameter in the model -> the axis along which ranks have parts (`--tp`)."""
     gathers_late: bool
-    """Gather sharded weights where they are used, twice a step, in place of all at its start."""
+    """Gather sharded weights where they are used, twice a step, rather than all at its start."""
     barrier_before_update: bool
     """Begin no update before all gradients are reduced."""
     rules: Rules
@@ -105,10 +105,10 @@ def _reduced(
     captured: CapturedStep, mesh: DataMesh, gradients: list[Any], axes: list[Axis], late: set[int]
 ) -> list[Any]:
     """Return the ranks' means of gradients, some of which the graph has reduced."""
-    rest = [place for place, index in enumerate(captured.trained) if index not in late]
-    means = mesh.reduce_mean([gradients[place] for place in rest], [axes[place] for place in rest])
+    rest = [i for i, index in enumerate(captured.trained) if index not in late]
+    means = mesh.reduce_mean([gradients[i] for i in rest], [axes[i] for i in rest])
     reduced = dict(zip(rest, means, strict=True))
-    return [reduced.get(place, gradient) for place, gradient in enumerate(gradients)]
+    return [reduced.get(i, gradient) for i, gradient in enumerate(gradients)]
 
 
 def _gradients(
