@@ -8,46 +8,22 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from accbench import config, launchers
-from accbench.comparing import passes
-from accbench.comparing.order import round_orders
+from accbench import config
+from accbench.comparing import jobs, passes
 from accbench.comparing.plan import CompareRequest, parse
-from accbench.comparing.run import JobKind, run_to_its_end
+from accbench.comparing.run import run_to_its_end
 from accbench.comparing.time_left import TimeLeftColumn, estimate_s, in_words
 from accbench.config import plugins
-from accbench.config.task import MeshFlags
-from accbench.distributed import mesh
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
-from accbench.report import analysis, comparison, conditions, numerics, publish
+from accbench.report import analysis, comparison, conditions, publish
 from accbench.report import run as runs
-from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
+from accbench.report.comparison import REFERENCE, ComparisonPlan
 from accbench.system import folders
-
-# Folder below the reference's run, see accbench.comparing.reference_pass.
-REFERENCE_TENSORS = "reference"
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One run of a comparison."""
-
-    label: str
-    row: RowPlan
-    folder: Path
-    task: dict[str, Any]
-    number: int | None = None
-    """The round, from 1; round 1 starts with empty compile caches. None if it is not timed."""
-    kind: JobKind = "run"
-    argument: str = ""
-    """For a numerics pass: the number of the reference's ranks, or the reference's folder.
-
-    For a copy: the folder of the pass to copy."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -157,7 +133,7 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
     """Describe what the comparison will do, and which settings were chosen for the device."""
     task = next(row.task for row in plan.rows if row.task)
     what = f"{task.get('model')}, {task.get('image_size')} px"
-    batch = f"batch {_plain(task).get('batch_size')} a worker, "
+    batch = f"batch {jobs.plain_task(task).get('batch_size')} a worker, "
     if "script" in task:
         what, batch = task["script"], ""
     nodes = "" if task["nnodes"] == "1" else f"{task['nnodes']} nodes of "
@@ -182,150 +158,15 @@ def _rounds(plan: ComparisonPlan) -> str:
     return f"at most {plan.repeats} rounds{more}"
 
 
-def jobs(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
-    """Yield all runs in order: the rounds, then those without input, then the numerics pass.
-
-    The flags of a later run can depend on the record of an earlier one.
-    """
-    rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
-    for number, turn in enumerate(round_orders(rows, plan.most_rounds, plan.order_seed), start=1):
-        needed = comparison.rounds_needed(plan, comparison.read_rows(plan, folder))
-        if number > max(needed.values()):
-            break
-        for row, task in turn:
-            if number > needed[row.name]:
-                continue  # decided; the round's order stays that of the rows left
-            at = comparison.round_folder(folder, number, row)
-            # Each round has a seed of its own, the same for all rows: the spread of losses between
-            # seeds is the measure for differences between engines.
-            seeded = {**task, "seed": task["seed"] + number - 1}
-            total = plan.repeats if number <= plan.repeats else plan.most_rounds
-            yield Job(f"round {number}/{total}  {row.name}", row, at, seeded, number)
-    for row, task in rows if plan.input_round else []:
-        if _has_input_round(plan):
-            at = comparison.synthetic_folder(folder, row)
-            yield Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))
-    if plan.numerics_steps:
-        yield from _numerics_jobs(plan, rows, folder)
-
-
-def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str, Any]:
-    """Return the task on synthetic data, with as many classes as the row's first round had."""
-    header = runs.read_if_there(comparison.round_folder(folder, 1, row)).header
-    without = {**task, "data": "synthetic"}
-    if header is None or header.num_classes is None:
-        return without
-    # With other classes the model's last layer would differ, and the engine would recompile.
-    options = {**task.get("synthetic", {}), "num_classes": header.num_classes}
-    return {**without, "synthetic": options}
-
-
-def _numerics_jobs(
-    plan: ComparisonPlan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
-) -> Iterator[Job]:
-    """Yield the jobs of the reference, of plain ddp in both layouts, and of every row."""
-    row, task = rows[0]
-    plain = _plain(task)
-    num_ranks = task["nproc_per_node"] * int(task["nnodes"])
-    # Data loading processes would only add their start-up time to every pass.
-    steps: dict[str, int | None] = {"max_steps": plan.numerics_steps}
-    if "script" not in task:
-        steps |= {"epochs": None, "workers": 0}
-    plain |= steps
-    reference = comparison.numerics_folder(folder, REFERENCE)
-    threads = None if plain["threads"] is None else num_ranks * plain["threads"]
-    exact = {**plain, "amp_level": "O0", "nproc_per_node": 1, "nnodes": "1", "threads": threads}
-    if "script" in task:  # its loop sees only its own rank's samples
-        exact |= {"nproc_per_node": num_ranks, "threads": plain["threads"]}
-    is_here = (task["launcher"], task["nnodes"]) == ("local", "1")  # not on unknown machines
-    reuse = ":reuse" if plan.reuses_reference and is_here else ""
-    wanted = f"{num_ranks}{reuse}"
-    yield Job("numerics  float64 reference", row, reference, exact, None, "reference", wanted)
-    floors = []
-    for name, channels_last in zip(FLOORS, (True, False), strict=True):
-        at = comparison.numerics_folder(folder, name)
-        floor = {**plain, "ddp": {"channels_last": channels_last}}
-        label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
-        floors.append(Job(label, row, at, floor, None, "floor", str(reference)))
-    yield from floors
-    references = {1: reference}
-    for row, row_task in rows:
-        shared = mesh.workers_per_batch(_parsed(row_task))
-        if shared not in references:
-            references[shared] = reference.with_name(f"{REFERENCE}-{shared}-workers-a-batch")
-            label = f"numerics  float64 reference, {shared} workers a batch"
-            merged = {**exact, "batch_size": exact["batch_size"] * shared}
-            wanted = f"{num_ranks // shared}x{shared}{reuse}"
-            yield Job(label, row, references[shared], merged, None, "reference", wanted)
-        at = comparison.numerics_folder(folder, row.folder)
-        check = Job(
-            f"numerics  {row.name}", row, at, {**row_task, **steps}, None, "check",
-            str(references[shared]),
-        )  # fmt: skip
-        yield _copy_of_floor(check, floors) or check
-    draws = [comparison.free_draws_folder(floor.folder) for floor in floors]
-    is_begun = any(at.exists() for at in draws)
-    if is_begun or numerics.needs_free_draws(comparison.of_plan(plan, folder, allow_mixed=True)):
-        for floor_job, at in zip(floors, draws, strict=True):
-            label = f"{floor_job.label}, free run again"
-            yield dataclasses.replace(floor_job, label=label, folder=at, kind="free_draws")
-
-
-def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:
-    """Return a job that copies plain ddp's pass for a row that is plain ddp; None for others."""
-
-    for floor in floors:
-        if _parsed(check.task) == _parsed(floor.task):
-            label = f"{check.label}, as {floor.label.removeprefix('numerics  ')}"
-            argument = str(floor.folder)
-            return dataclasses.replace(check, label=label, kind="copy", argument=argument)
-    return None
-
-
-def _parsed(task: dict[str, Any]) -> config.TaskConfig:
-    return config.parse(config.as_flags(task))
-
-
-def _plain(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the task with engine ddp and no options; on the CPU if torch lacks the device.
-
-    Each worker then has the whole model, and a batch of its own.
-    """
-    of_mesh = {field.name: field.default for field in dataclasses.fields(MeshFlags)}
-    plain = {**task, **of_mesh, "engine": "ddp", "ddp": {}}
-    if plain.get("batch_size") is not None:
-        plain["batch_size"] //= mesh.workers_per_batch(_parsed(task))
-    try:
-        launchers.resolve(config.parse(config.as_flags(plain)))
-    except RequestError:
-        return {**plain, "device": "cpu"}
-    return plain
-
-
-def with_cache(row: RowPlan, folder: Path) -> dict[str, Any]:
-    """Return the row's flags, with the engine's compile cache in the comparison's folder."""
-    assert row.task is not None
-    engine = row.task["engine"]
-    options = row.task.get(engine, {})
-    if "cache_dir" not in options:
-        return row.task
-    return {**row.task, engine: {**options, "cache_dir": str(cache_folder(folder, row))}}
-
-
-def cache_folder(folder: Path, row: RowPlan) -> Path:
-    """Return the folder of a row's compile cache."""
-    return folder / "caches" / row.folder
-
-
 def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     """Run the jobs that have not yet succeeded; a row that fails gets no further runs."""
-    num_jobs = sum(1 for _ in jobs(plan, folder))
+    num_jobs = sum(1 for _ in jobs.in_order(plan, folder))
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
     told: set[str] = set()
     for row in plan.rows:
         if row.task is None:
             console.print(f"{row.name}: {row.reason}", markup=False)
-    left_s = estimate_s(plan, folder, _has_input_round(plan))
+    left_s = estimate_s(plan, folder, jobs.has_input_round(plan))
     console.print(
         "how long it takes is told after the first round"
         if left_s is None
@@ -334,7 +175,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     )
     with _progress(console) as progress:
         bar = progress.add_task("", total=num_jobs)
-        for job in jobs(plan, folder):
+        for job in jobs.in_order(plan, folder):
             progress.update(bar, description=job.label)
             if job.row.name not in failed and not _is_done(job, plan, folder):
                 finished = _run_undisturbed(plan, job, folder, progress.console)
@@ -342,7 +183,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
                     failed.add(job.row.name)
                 elif job.number is not None:
                     _refuse_without_speed(finished)
-                left_s = estimate_s(plan, folder, _has_input_round(plan))
+                left_s = estimate_s(plan, folder, jobs.has_input_round(plan))
                 if left_s is not None:
                     progress.update(bar, ends_at=time.monotonic() + left_s)
                 lines = [] if job.number is None else _news(plan, folder, job.number, left_s)
@@ -352,16 +193,12 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
                     told.add(line)
             progress.advance(bar)
     for reference in comparison.numerics_folder(folder, "").glob(f"{REFERENCE}*"):
-        shutil.rmtree(reference / REFERENCE_TENSORS, ignore_errors=True)  # large, and not needed
-
-
-def _has_input_round(plan: ComparisonPlan) -> bool:
-    data = next(row.task.get("data", "") for row in plan.rows if row.task is not None)
-    return plan.input_round and config.data_name(data)[0] != "synthetic"
+        tensors = reference / jobs.REFERENCE_TENSORS
+        shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
 
 
 def _run_undisturbed(
-    plan: ComparisonPlan, job: Job, folder: Path, console: Console
+    plan: ComparisonPlan, job: jobs.Job, folder: Path, console: Console
 ) -> runs.RecordedRun:
     """Run a job and print how it went, and once more if the plan's rule asks for it."""
     finished = _run_and_tell(job, folder, console)
@@ -373,14 +210,14 @@ def _run_undisturbed(
     return _run_and_tell(job, folder, console)
 
 
-def _run_and_tell(job: Job, folder: Path, console: Console) -> runs.RecordedRun:
-    finished = run(job, cache_folder(folder, job.row))
+def _run_and_tell(job: jobs.Job, folder: Path, console: Console) -> runs.RecordedRun:
+    finished = run(job, jobs.cache_folder(folder, job.row))
     console.print(f"{job.label}: {_outcome(finished)}", markup=False)
     return finished
 
 
 def _reason_to_repeat(
-    plan: ComparisonPlan, folder: Path, job: Job, finished: runs.RecordedRun
+    plan: ComparisonPlan, folder: Path, job: jobs.Job, finished: runs.RecordedRun
 ) -> str | None:
     """Return what disturbed a round's run, if the plan's rule has it measured again."""
     rule = plan.repeat_rule
@@ -395,7 +232,7 @@ def _reason_to_repeat(
     return rule.disturbance_of(finished)
 
 
-def _set_aside(job: Job, folder: Path) -> None:
+def _set_aside(job: jobs.Job, folder: Path) -> None:
     """Move a run's folder and its log to where the comparison keeps repeated runs."""
     assert job.number is not None
     target = comparison.set_aside_folder(folder, job.number, job.row)
@@ -448,14 +285,14 @@ def _refuse_without_speed(finished: runs.RecordedRun) -> None:
     )
 
 
-def _is_done(job: Job, plan: ComparisonPlan, folder: Path) -> bool:
+def _is_done(job: jobs.Job, plan: ComparisonPlan, folder: Path) -> bool:
     """Return whether a run has already succeeded, and the files that other runs need are there."""
     is_ok = runs.read_if_there(job.folder).status == "ok"
-    tensors = job.folder / REFERENCE_TENSORS
+    tensors = job.folder / jobs.REFERENCE_TENSORS
     if not is_ok or job.kind != "reference" or tensors.exists():
         return is_ok
     kinds = ("floor", "check", "free_draws")
-    checks = (other for other in jobs(plan, folder) if other.kind in kinds)
+    checks = (other for other in jobs.in_order(plan, folder) if other.kind in kinds)
     return all(runs.read_if_there(check.folder).status == "ok" for check in checks)
 
 
@@ -483,7 +320,7 @@ def _outcome(run: runs.RecordedRun) -> str:
     )
 
 
-def run(job: Job, cache: Path) -> runs.RecordedRun:
+def run(job: jobs.Job, cache: Path) -> runs.RecordedRun:
     """Run a job in a process of its own, and return its record, also when the job failed."""
     shutil.rmtree(job.folder, ignore_errors=True)
     if job.kind == "copy":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accbench.comparing import plan, rounds
+from accbench.comparing import jobs, plan
 from accbench.data import mock_images
 from accbench.errors import RequestError
 from accbench.recording import records
@@ -292,15 +292,15 @@ def test_rows_whose_workers_share_a_batch_have_the_same_global_batch(monkeypatch
     engines = "--engines=ddp:tp=2:dp_shard=auto,ddp,ddp:cp=2:tp=2"
     asked = plan.parse([*flags, engines], "accbench compare").plan
     assert [row.task and row.task["batch_size"] for row in asked.rows] == [6, 3, 12]
-    jobs = [job for job in rounds.jobs(asked, tmp_path) if job.label.startswith("numerics")]
-    references = {job.folder: job for job in jobs if job.kind == "reference"}
+    numerics = [job for job in jobs.in_order(asked, tmp_path) if job.label.startswith("numerics")]
+    references = {job.folder: job for job in numerics if job.kind == "reference"}
     made = [(job.argument, job.task["batch_size"]) for job in references.values()]
     assert made == [("4:reuse", 3), ("2x2:reuse", 6), ("1x4:reuse", 12)]
-    checks = {job.row.name: job for job in jobs if job.kind == "check"}
+    checks = {job.row.name: job for job in numerics if job.kind == "check"}
     for row in (asked.rows[0], asked.rows[2]):
         beside = references[Path(checks[row.name].argument)]
         assert beside.task["batch_size"] == row.task["batch_size"]
-    (floor, _) = [job for job in jobs if job.kind == "floor"]
+    (floor, _) = [job for job in numerics if job.kind == "floor"]
     assert (floor.task["batch_size"], floor.task["tp"], floor.task["dp_shard"]) == (3, 1, None)
     with pytest.raises(RequestError, match="in its rows alone: --engines ddp,ddp:tp=2"):
         plan.parse([*flags, "--engines=ddp,jax", "--tp=2"], "accbench compare")

@@ -16,11 +16,10 @@ from accbench.config import TaskConfig
 from accbench.config.field import flag
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
-from accbench.distributed import complex_parameters, mesh, process_group
+from accbench.distributed import complex_parameters, mesh
 from accbench.distributed.collectives import RankGroup
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology, all_gather_values
-from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
 from accbench.distributed.strategies.torch_strategy import ShardingStrategy, TorchStrategy
 from accbench.engines import optimizers
@@ -32,7 +31,7 @@ from accbench.engines.common import (
     tied_parameters,
 )
 from accbench.engines.common.training_state import TrainingState
-from accbench.engines.ddp import layouts
+from accbench.engines.ddp import layouts, strategies
 from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError
 from accbench.recording import provenance
@@ -143,47 +142,15 @@ class Engine(LoopEngine):
         self.precision.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.precision.needs_loss_scale
         )
-        self.strategy: TorchStrategy = self._build_strategy()
+        self._shards_classes = topology.world_size > 1 and models.shards_classes(task)
+        self.strategy: TorchStrategy = strategies.build(
+            task, self.mesh.of_gradients, topology, self.device, self._shards_classes,
+            options.find_unused_parameters,
+        )  # fmt: skip
         # Scripts have the numbers of the plain script, to the bit.
         may_be_last = task.script is None and not self.strategy.is_contiguous
         is_last = options.channels_last and may_be_last
         self.memory_format = torch.channels_last if is_last else torch.contiguous_format
-
-    def _build_strategy(self) -> TorchStrategy:
-        shape, offload = self.mesh.of_gradients, self.task.offload
-        self._shards_classes = self.topology.world_size > 1 and models.shards_classes(self.task)
-        is_cut = max(shape.shard, shape.tp, shape.pp) > 1 or self._shards_classes
-        if not is_cut and offload == "none":
-            return self._build_data_parallel(self.topology)
-        if not dist.is_initialized():
-            process_group.init_alone(self.device.type)
-        whole = shape.shard == 1 or mesh.zero_stage(self.task) == 1
-        if whole and offload != "all":
-            return self._build_sharded_optimizer(shape)
-        # Imported here: its imports take time.
-        from accbench.distributed.strategies.sharded_data_parallel import ShardedDataParallel
-
-        keeps_gathered = mesh.zero_stage(self.task) == 2
-        return ShardedDataParallel(
-            self.topology, self.device, shape, keeps_gathered,
-            steps_on_host=offload == "optimizer", offloads_parameters=offload == "all",
-        )  # fmt: skip
-
-    def _build_data_parallel(self, topology: Topology, group: Any = None) -> DataParallel:
-        find_unused = self.options.find_unused_parameters
-        return DataParallel(topology, self.device, self.task.engine, find_unused, group)
-
-    def _build_sharded_optimizer(self, shape: MeshShape) -> ShardedOptimizer:
-        # Gradients are averaged over those alone that have other tokens.
-        group: Any = dist.new_subgroups_by_enumeration(shape.data_groups())[0]
-        data_parallel = self._build_data_parallel(shape.data_topology(self.topology), group)
-        if shape.pp > 1:
-            from accbench.distributed.strategies.pipeline_parallel import PipelineParallel
-
-            num_stages = mesh.num_stages(self.task)
-            return PipelineParallel(self.topology, self.device, shape, data_parallel, num_stages)
-        steps_on_host = self.task.offload == "optimizer"
-        return ShardedOptimizer(self.topology, self.device, shape, steps_on_host, data_parallel)
 
     @property
     def device_name(self) -> str:
