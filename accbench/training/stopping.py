@@ -75,7 +75,8 @@ class StopRequests:
         # After an error the other ranks may be gone, and waiting for them would hide it.
         if self._pending is not None and (error is None or isinstance(error, StoppedError)):
             self._pending[1].wait()
-        self._pending = None
+        # Or the group's threads would outlive it (see process_group.close).
+        self._pending = self._group = None
 
     def _outlive_launcher_after_signal(self) -> None:
         """Outlive the launcher once a stop is requested, by a thread that watches for it.
