@@ -77,6 +77,8 @@ def weighed(output: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Results:
+    """What a module computed."""
+
     outputs: list[torch.Tensor]
     gradients: list[torch.Tensor]
     """Of the parameters that have one, in their order."""
@@ -127,9 +129,11 @@ def capture(
 
 
 def through_jax(module: Wrapped, rules: Any = None, calls: dict[str, int] | None = None) -> Results:
-    """Outputs and gradients by the table.
+    """Return outputs and gradients by the table.
 
     Args:
+        module: what is computed.
+        rules: precision's; see `lowering`.
         calls: how often the lowered text is to have what; None for any number.
     """
     import jax
@@ -238,7 +242,7 @@ def check(function: Callable[..., Any], args: Any, kwargs: Any, **how: Any) -> l
 
 
 def op_infos() -> list[Any]:
-    """torch's own list of operations with samples of their arguments."""
+    """Return torch's own list of operations, with samples of their arguments."""
     # Its module wants expecttest, for tests of torch's own, which nothing here uses.
     absent = importlib.util.find_spec("expecttest") is None
     if absent:

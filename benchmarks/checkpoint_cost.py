@@ -1,5 +1,4 @@
-"""What a checkpoint costs: how long training stands still, how long writing takes, and how long
-it takes from a kill to the first new step.
+"""Measure what a checkpoint costs: training's pause, the writing, and the start after a kill.
 
     python benchmarks/checkpoint_cost.py FOLDER [--tiny] [flags of a run]
 

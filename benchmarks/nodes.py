@@ -1,5 +1,8 @@
-"""Two nodes on one machine: network namespaces with an address each where root and iproute2 allow
-it, else two launchers on the loopback."""
+"""Make two nodes of one machine.
+
+They are network namespaces with an address each where root and iproute2 allow it, else two
+launchers on the loopback.
+"""
 
 import contextlib
 import os

@@ -99,6 +99,10 @@ def start_setting(
     """Run the passes of a setting, one process a rank.
 
     Args:
+        base: the folder for all settings.
+        name: the setting.
+        seeds: one pass each.
+        engines: those to run, beside the floors.
         plugins: the folder that `planted.install` wrote.
         run: starts `python ARGUMENTS` for so many ranks with an environment, and waits.
     """

@@ -136,6 +136,8 @@ NETWORKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
+    """What a device trains in a step, and how fast."""
+
     name: str
     parameters: float
     unit: str

@@ -127,7 +127,6 @@ def _numerics_jobs(
 
 def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:
     """Return a job that copies plain ddp's pass for a row that is plain ddp; None for others."""
-
     for floor in floors:
         if _parsed(check.task) == _parsed(floor.task):
             label = f"{check.label}, as {floor.label.removeprefix('numerics  ')}"

@@ -153,8 +153,10 @@ class Engine(EngineRequirements, StatefulEngine):
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
-        """Peak of the device's allocator since `reset_peak_memory`; on a CPU, of the process's
-        resident size."""
+        """Return the peak since `reset_peak_memory`.
+
+        It is the device's allocator's; on a CPU, that of the process's resident size.
+        """
 
     def reset_peak_memory(self) -> None:
         """Forget the peak so far, which held what choosing kernels took, if the device can."""

@@ -112,7 +112,8 @@ class LoopEngine(Engine):
         """Make an optimizer that a user built one for this engine; it stays the same object.
 
         Args:
-            optimizer: of the parameters that `model`, which is prepared, has now.
+            optimizer: of the parameters that the model has now.
+            model: from `prepare`.
 
         Raises:
             RequestError: the engine cannot do what it is set to.

@@ -94,10 +94,10 @@ class StatefulEngine(abc.ABC):
         return None
 
     def share_buffers(self, net: nn.Module) -> None:
-        """Give all ranks rank 0's buffers and extra state, so that all evaluate one model, the one
-        that is saved.
+        """Give all ranks rank 0's buffers and extra state.
 
-        While training, BatchNorm's statistics are those of each rank's shard.
+        All then evaluate one model, the one that is saved. While training, BatchNorm's statistics
+        are those of each rank's shard.
         """
         if self.topology.world_size == 1:
             return

@@ -50,7 +50,8 @@ class RecordedRun:
     def median_samples_per_s(self) -> float | None:
         """The median of the steady windows' speeds, so that a stall costs no more than it lasts.
 
-        Windows of less than half the steps of the longest one are left out."""
+        Windows of less than half the steps of the longest one are left out.
+        """
         longest = max((window.num_steps for window in self.steady), default=0)
         speeds = [
             window.num_samples / window.wall_s

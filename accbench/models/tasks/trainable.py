@@ -127,8 +127,9 @@ def check(net: nn.Module, engine: str, compiles: bool) -> None:
     """Look whether an engine can train a network, before it touches it.
 
     Args:
-        engine: its name, for messages.
-        compiles: whether it compiles what it trains.
+        net: the network, on the host and as it was built.
+        engine: the engine's name, for messages.
+        compiles: whether the engine compiles what it trains.
 
     Raises:
         RequestError: it cannot; the message says why and what to do.
