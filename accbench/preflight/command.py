@@ -41,6 +41,7 @@ RESULT_FILE = "preflight.json"
 SCHEMA_VERSION = 1
 # Fields of a task that do not affect its training step.
 _HOST_FIELDS = ("output_dir", "workers", "threads")
+_MESH_TRIES = 3
 # The plug-ins that are tested without a device; other versions may need other flags.
 _TESTED_PLUGINS = ("jax-cuda12-pjrt 0.6.2", "jax-cuda13-pjrt 0.12.0.1")
 
@@ -67,9 +68,10 @@ class PreflightFlags(TaskConfig):
         "Also look for the meshes (--dp_shard, --tp, --cp) that fit, the fastest bound first; all "
         "take as many samples a step.",
     )
-    mesh_tries: int = flag(
-        3,
-        "Meshes that --find_mesh compiles; the others are estimated.",
+    mesh_tries: int | None = flag(
+        None,
+        "Meshes that --find_mesh compiles beside the one that is asked for; the others are "
+        "estimated. Unset: 3.",
         minimum=1,
     )
     network_gbit_per_s: float = flag(
@@ -162,6 +164,8 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
         raise RequestError(
             f"--network_gbit_per_s must be more than 0, not {flags.network_gbit_per_s:g}"
         )
+    if flags.mesh_tries is not None and not flags.find_mesh:
+        raise RequestError(f"--mesh_tries {flags.mesh_tries} tries nothing without --find_mesh")
     if flags.find_mesh and _num_gpus(task) == 1:
         raise RequestError("--find_mesh needs several GPUs: --nproc_per_node 8, and --nnodes")
     if flags.find_mesh and plugins.load("engines", task.engine).mesh_problem(
@@ -392,6 +396,7 @@ def _search_mesh(
     meshes, refused = mesh_search.candidates(task, links, model["num_classes"], flops)
     known = {mesh: result for mesh in meshes if mesh.is_of(task)}
     tried: list[mesh_search.CandidateMesh] = []
+    tries = _MESH_TRIES if flags.mesh_tries is None else flags.mesh_tries
 
     def compile_mesh(mesh: mesh_search.CandidateMesh) -> dict[str, Any]:
         tried.append(mesh)
@@ -399,13 +404,13 @@ def _search_mesh(
         subfolder.mkdir()
 
         def report(line: str) -> None:
-            report_progress(f"mesh {len(tried)} of {flags.mesh_tries} at most, {mesh.name}: {line}")
+            report_progress(f"mesh {len(tried)} of {tries} at most, {mesh.name}: {line}")
 
         candidate = mesh.task(task)
         compiled = compile_step(candidate, target, flags.gpu, tracer, subfolder, report)
         return _build_result(candidate, target, compiled, subfolder, links)
 
-    found = mesh_search.search(meshes, compile_mesh, known, target.memory_bytes, flags.mesh_tries)
+    found = mesh_search.search(meshes, compile_mesh, known, target.memory_bytes, tries)
     return {**found, "refused": refused}
 
 
