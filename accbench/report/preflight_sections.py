@@ -1,5 +1,6 @@
 """The sections of a preflight's report: sentences, tables and charts."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,13 +62,19 @@ def describe_setting(result: PreflightResult) -> str:
         *([f"{num_nodes} nodes"] if num_nodes > 1 else []),
         *(
             f"{axis} {task[axis]}"
-            for axis in ("dp_shard", "tp", "cp")
+            for axis in ("dp_shard", "tp", "cp", "pp")
             if task.get(axis) not in (None, 1)
         ),
         f"{task['amp_level']} {preflight_page.dtype(result)}",
-        f"batch {task['batch_size']:,} a GPU",
+        f"batch {task['batch_size']:,} {_of_gpus(task)}",
     ]
     return ", ".join([*parts, *_sample_size(result)])
+
+
+def _of_gpus(task: Mapping[str, Any]) -> str:
+    """Say how many GPUs share a batch."""
+    sharing = math.prod(task.get(axis) or 1 for axis in ("tp", "cp", "pp"))
+    return "a GPU" if sharing == 1 else f"of {sharing} GPUs"
 
 
 def _sample_size(result: PreflightResult) -> list[str]:

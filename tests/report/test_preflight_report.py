@@ -197,6 +197,7 @@ def test_a_sample_is_as_large_as_its_model_has_it():
     jsonschema.validate(tokens, SCHEMA)
     assert "64 a GPU, 2,048 tokens a sample" in said(tokens)
     assert "px" not in said(tokens)
+    assert "batch 64 of 4 GPUs" in said(made(task={"tp": 2, "cp": 2}))
     assert "px" not in said(made(task=task, model={"unit": "samples", "units_per_sample": 1}))
 
 
