@@ -189,6 +189,19 @@ def scale_step(step: TrainingStep, cluster: Cluster, num_devices: int) -> Scaled
     return ScaledStep(step_s, reduction_s, step.compute_s / step_s, reduction_s > backward_s)
 
 
+def replicated_step_s(step: TrainingStep, link: Link) -> float:
+    """Compute the least time of a step of torch.nn.DataParallel on GPUs of one node.
+
+    Parameters are broadcast before the forward pass begins, and gradients reduced to the first GPU
+    when the backward pass is over, for one function of autograd holds all of them: nothing hides.
+    Each of the two sends all bytes through a link of a ring. Python's lock, which the threads of
+    the GPUs share, and the outputs that the first GPU gathers come on top.
+
+    Source: torch/nn/parallel, replicate.py and _functions.py (Broadcast, ReduceAddCoalesced).
+    """
+    return step.compute_s + 2 * step.gradient_bytes / link.bytes_per_s
+
+
 def least_compute_s(step: TrainingStep, cluster: Cluster, num_devices: int) -> float:
     """Return the one-device step time below which reducing takes longer than the backward pass."""
     reduction_s = sum(all_reduce_s(size, cluster, num_devices) for size in buckets(step))

@@ -1,14 +1,19 @@
 """The model of many devices held against published figures, and what it predicts.
 
-    python benchmarks/scaling_model.py
+    python benchmarks/scaling_model.py [--keep RESULT ...]
 
-Prints the tables of docs/scaling.md; takes a moment and needs no device.
+Prints the tables of docs/scaling.md; takes a moment and needs no device. What the steps of
+ResNet-50 and Llama send and need comes from `accbench preflight`: scaling_steps.json has its
+figures, and --keep takes new ones from its results (--format json).
 """
 
+import argparse
 import dataclasses
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -20,8 +25,11 @@ from benchmarks.scaling_fit import (  # noqa: E402
     Link,
     TrainingStep,
     least_compute_s,
+    replicated_step_s,
     scale_step,
 )
+
+STEPS_FILE = Path(__file__).with_name("scaling_steps.json")
 
 # What NCCL reaches of a link's rate on H100: 370 of NVLink's 450 GB/s (NVIDIA/nccl-tests issue 212)
 # and 47 of a 400 Gb/s card's 50 GB/s (issue 290). Taken for other generations as well.
@@ -41,6 +49,60 @@ def network(gbit_per_s: float) -> Link:
 
 def pcie(gb_per_s: float) -> Link:
     return Link(gb_per_s * 1e9, ring_step_s=5.7e-6, tree_step_s=1.9e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreflightStep:
+    """The figures of a step that preflight has compiled for several GPUs of one node."""
+
+    model: str
+    engine: str
+    gpu: str
+    num_gpus: int
+    num_parameters: int
+    units: int
+    """Images or tokens of a GPU."""
+    sent_bytes: int
+    """Bytes that each GPU sends."""
+    bound_s: float
+    """Least time of its kernels."""
+    versions: dict[str, str]
+
+    @property
+    def gradient_bytes(self) -> float:
+        """The bytes of which a ring's all-reduce sends as many.
+
+        Sharded parameters that are gathered and gradients that are scattered count alike.
+        """
+        return self.sent_bytes * self.num_gpus / (2 * (self.num_gpus - 1))
+
+    @classmethod
+    def of_result(cls, result: dict[str, Any]) -> "PreflightStep":
+        """Return the figures of a result of `accbench preflight`."""
+        model, sent = result["model"], result["communication"]
+        return cls(
+            result["task"]["model"], result["engine"], result["gpu"]["name"], result["num_gpus"],
+            model["num_parameters"], result["step"]["samples"] * model["units_per_sample"],
+            sent["in_node_bytes"] + sent["network_bytes"], result["step"]["bound_s"],
+            result["versions"],
+        )  # fmt: skip
+
+
+def read_steps() -> dict[str, PreflightStep]:
+    """Return the kept steps by their models' names."""
+    return {
+        name: PreflightStep(**step) for name, step in json.loads(STEPS_FILE.read_text()).items()
+    }
+
+
+def keep(paths: Sequence[Path]) -> None:
+    """Take new figures from results of preflight."""
+    steps = read_steps()
+    for path in paths:
+        step = PreflightStep.of_result(json.loads(path.read_text()))
+        steps[step.model] = step
+    text = json.dumps({name: dataclasses.asdict(step) for name, step in steps.items()}, indent=1)
+    STEPS_FILE.write_text(text + "\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +126,9 @@ H100 = Cluster(8, nvlink(450), network(3200))
 # NCCL had no trees in 2017. Its servers' inner links are not told; the network is slower than any.
 PASCAL_25 = Cluster(4, pcie(12), network(25), algorithms=("ring",))
 
-RESNET50, RESNET50_BYTES = "ResNet-50", 4 * 25.6e6
+STEPS = read_steps()
+RESNET50, LLAMA = STEPS["resnet50"], STEPS["llama_1b"]
+# Of models whose published runs are held against; no step of theirs is compiled here.
 VGG_BYTES = 4 * 138.4e6
 BERT_BYTES = 4 * 110.1e6
 # Sharded data parallelism gathers parameters twice and scatters gradients once: three times what
@@ -74,8 +138,8 @@ MPT_BYTES = 1.5 * 2 * 1.316e9
 
 def resnet(what: str, cluster: Cluster, batch: int, few: float, many: float, num: int) -> Published:
     """Samples/s of one device and of `num`."""
-    step = TrainingStep(batch / few, RESNET50_BYTES)
-    return Published(f"{RESNET50}, {what}", cluster, step, 1, num, many / num / few)
+    step = TrainingStep(batch / few, RESNET50.gradient_bytes)
+    return Published(f"ResNet-50, {what}", cluster, step, 1, num, many / num / few)
 
 
 def bert(what: str, batch: int, few: float, many: float, num: int, of: float = 1) -> Published:
@@ -104,7 +168,14 @@ PUBLISHED = (
     resnet("V100, AMP [3]", V100, 256, 802.9, 6154.66, 8),
     resnet("V100, AMP [3]", V100, 256, 802.9, 22551.16, 32),
     # Its backward pass takes 120 ms.
-    Published("ResNet-50, P100, FP32 [4]", P100, TrainingStep(0.18, RESNET50_BYTES), 8, 256, 0.90),
+    Published(
+        "ResNet-50, P100, FP32 [4]",
+        P100,
+        TrainingStep(0.18, RESNET50.gradient_bytes),
+        8,
+        256,
+        0.90,
+    ),
     # Of one device: [2].
     Published(
         "Inception V3, Pascal, FP32 [5]",
@@ -139,7 +210,7 @@ class Workload:
     """What a device trains in a step, and how fast."""
 
     name: str
-    parameters: float
+    preflight: PreflightStep
     unit: str
     per_s: float
     """Units a second of one device."""
@@ -151,30 +222,39 @@ class Workload:
     small_last: bool = False
 
 
+# The most that a compiled step could do.
+RESNET50_PER_S = RESNET50.units / RESNET50.bound_s
+# MPT-1B reaches 59,800 tokens/s on eight H100 [7], times its 1.316e9 parameters over 1e9.
+LLAMA_PER_S = 59_800e9 / LLAMA.num_parameters
 WORKLOADS = (
-    # 3,079 images/s: Lambda's figure for an H200, eager PyTorch with autocast. 8,964: the most that
-    # a compiled step could do on an H100 (docs/cuda.md).
-    Workload("ResNet-50 at 3,079 images/s", 25.6e6, "images", 3079, 256, 32768),
+    # Lambda's figure for an H200, eager PyTorch with autocast.
+    Workload("ResNet-50 at 3,079 images/s", RESNET50, "images", 3079, 256, 32768),
     Workload(
-        "ResNet-50 at 8,964 images/s",
-        25.6e6,
+        f"ResNet-50 at {RESNET50_PER_S:,.0f} images/s",
+        RESNET50,
         "images",
-        8964,
+        RESNET50_PER_S,
         256,
         32768,
         bucket_bytes=20 * 2**20,
         small_last=True,
     ),  # as --engine xla has them
-    # The speed of MPT-1B (1.316e9 parameters) on eight H100 [7], times 1.316.
-    Workload("1e9 parameters at 59,800 tokens/s", 1e9, "tokens", 59800, 16384, 2**21),
+    Workload(
+        f"Llama of {LLAMA.num_parameters / 1e9:.1f}e9 parameters at {LLAMA_PER_S:,.0f} tokens/s",
+        LLAMA,
+        "tokens",
+        LLAMA_PER_S,
+        16384,
+        2**21,
+    ),
 )
-GRADIENTS = {"float32": 4, "16-bit": 2}
+GRADIENTS = {"float32": 1.0, "16-bit": 0.5}
 
 
 def step_of(work: Workload, units: float, gradients: str) -> TrainingStep:
     return TrainingStep(
         units / work.per_s,
-        GRADIENTS[gradients] * work.parameters,
+        GRADIENTS[gradients] * work.preflight.gradient_bytes,
         bucket_bytes=work.bucket_bytes,
         small_last=work.small_last,
     )
@@ -277,6 +357,22 @@ def _first_bound(work: Workload, gradients: str, cluster: Cluster, is_together: 
     return "over 4,096"
 
 
+def replicated_each_step() -> str:
+    """torch.nn.DataParallel beside DistributedDataParallel, on eight GPUs of one node."""
+    rows = []
+    for work in WORKLOADS:
+        step, num = step_of(work, work.units, "float32"), H100.devices_per_node
+        step = dataclasses.replace(step, gradient_bytes=4 * work.preflight.num_parameters)
+        least_s = replicated_step_s(step, H100.within)
+        rows.append([
+            work.name, f"{work.units:,} {work.unit}", f"{step.gradient_bytes / 1e9:.2f}",
+            f"{step.compute_s / least_s:.1%}", f"{scale_step(step, H100, num).efficiency:.1%}",
+        ])  # fmt: skip
+    head = ("model", "a GPU", "GB of parameters", "DataParallel, at most",
+            "DistributedDataParallel")  # fmt: skip
+    return table(head, rows, 2)
+
+
 TABLES = {
     "An all-reduce on H100s, 400 Gb/s a GPU": all_reduces,
     "Against published figures": against_published,
@@ -284,10 +380,17 @@ TABLES = {
     "Efficiency with the same work together": same_work_together,
     "The least work a GPU that hides the reduction": where_it_binds,
     "GPUs from which reducing bounds the step": from_how_many,
+    "torch.nn.DataParallel on eight GPUs of one node": replicated_each_step,
 }
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", type=Path, nargs="+", metavar="RESULT")
+    results = parser.parse_args().keep
+    if results:
+        keep(results)
+        return
     for title, make in TABLES.items():
         print(f"{title}:\n\n{make()}\n")
 

@@ -127,7 +127,18 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
         return MeshShape(replicate=num_data_ranks, **sizes)
     num_shards = num_data_ranks if task.dp_shard == "auto" else _as_size(task.dp_shard)
     _refuse_remainder(num_data_ranks, "dp_shard", num_shards, "use auto or one of", after)
+    if task.dp_shard == "auto" and num_shards == 1 and taken and _needs_shards(task):
+        raise RequestError(
+            f"--dp_shard auto shards nothing: 1 of {world_size} workers is left{after}; leave "
+            "--dp_shard out, or start more workers"
+        )
     return MeshShape(replicate=num_data_ranks // num_shards, shard=num_shards, **sizes)
+
+
+def _needs_shards(task: TaskConfig) -> bool:
+    """Return whether `--dp_shard auto` over one worker is a mistake."""
+    # --offload all copies shards, one as well; and the workers of an elastic run may become more.
+    return task.offload != "all" and num_workers(task) is not None
 
 
 def is_sharded(task: TaskConfig) -> bool:

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import json
 import platform
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,35 +18,29 @@ from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
 from accbench.distributed import mesh
 from accbench.errors import RequestError, print_interruption, print_refusal
-from accbench.pjrt import gpu, nvidia, xla_flags
+from accbench.pjrt import gpu, nvidia
 from accbench.pjrt.gpu import GpuSpec
 from accbench.preflight import (
     batch_search,
-    children,
     communication,
-    compiling,
     eager,
-    hlo,
-    kernels,
     mesh_search,
+    stages,
     summary,
+    whole_step,
 )
-from accbench.preflight.tracing import programs
-from accbench.recording import provenance
 from accbench.report import preflight_report
 from accbench.system import extras
 
 RESULT_FILE = "preflight.json"
-SCHEMA_VERSION = 1
-# Fields of a task that do not affect its training step.
-_HOST_FIELDS = ("output_dir", "workers", "threads")
-# The plug-ins that are tested without a device; other versions may need other flags.
-_TESTED_PLUGINS = ("jax-cuda12-pjrt 0.6.2", "jax-cuda13-pjrt 0.12.0.1")
+_MESH_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class PreflightFlags(TaskConfig):
     """Compile a run's training step for a GPU that is not here, and say what it needs.
+
+    With --pp each stage of engine ddp is counted in its place.
 
     Takes the flags of a run, and these. Nothing is computed: times are bounds from the GPU's data
     sheet.
@@ -67,9 +60,10 @@ class PreflightFlags(TaskConfig):
         "Also look for the meshes (--dp_shard, --tp, --cp) that fit, the fastest bound first; all "
         "take as many samples a step.",
     )
-    mesh_tries: int = flag(
-        3,
-        "Meshes that --find_mesh compiles; the others are estimated.",
+    mesh_tries: int | None = flag(
+        None,
+        "Meshes that --find_mesh compiles beside the one that is asked for; the others are "
+        "estimated. Unset: 3.",
         minimum=1,
     )
     network_gbit_per_s: float = flag(
@@ -121,8 +115,8 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"--compare {path}: {' '.join(str(error).split())}") from None
     if not isinstance(result, dict) or result.get("kind") != "preflight":
-        raise RequestError(f"--compare {path}: no result of accbench preflight")
-    if result.get("schema_version") != SCHEMA_VERSION:
+        raise RequestError(f"--compare {path}: no result of a compiled step by accbench preflight")
+    if result.get("schema_version") != whole_step.SCHEMA_VERSION:
         raise RequestError(
             f"--compare {path}: made by another version of accbench; run preflight again"
         )
@@ -151,9 +145,29 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
         RequestError: this machine lacks something, or the compiler refuses the step.
     """
     target = gpu.load(flags.gpu)
-    tracer = _checked_tracer(flags.engine)
+    tracer = _checked_tracer(flags.engine) if flags.pp == 1 else ""
     task = resolving.apply_defaults(_of_known_nodes(config.task_of(flags)), "cuda")
     resolving.check_data(task)
+    _check_request(flags, task, target)
+    links = communication.Links.of(
+        target, int(task.nnodes), task.nproc_per_node, flags.network_gbit_per_s
+    )
+    with _progress() as report_progress:
+        if task.pp > 1:
+            report_progress("counting stages")
+            result = {**whole_step.setting(task, target), **stages.count(task, target, links)}
+        else:
+            result = _compiled(task, target, flags, tracer, folder, links, report_progress)
+    (folder / RESULT_FILE).write_text(json.dumps(result))
+    return result
+
+
+def _check_request(flags: Any, task: TaskConfig, target: GpuSpec) -> None:
+    """Refuse flags that do not go together.
+
+    Raises:
+        RequestError: some do not.
+    """
     if task.amp_level == "O1" and task.amp_dtype not in target.dense_tflops:
         raise RequestError(
             f"--gpu {flags.gpu}: {target.name} has no {task.amp_dtype}; use --amp_dtype float16"
@@ -162,32 +176,39 @@ def preflight(flags: Any, folder: Path) -> dict[str, Any]:
         raise RequestError(
             f"--network_gbit_per_s must be more than 0, not {flags.network_gbit_per_s:g}"
         )
-    if flags.find_mesh and _num_gpus(task) == 1:
+    if flags.mesh_tries is not None and not flags.find_mesh:
+        raise RequestError(f"--mesh_tries {flags.mesh_tries} tries nothing without --find_mesh")
+    num_gpus = whole_step.num_gpus(task)
+    if flags.find_mesh and num_gpus == 1:
         raise RequestError("--find_mesh needs several GPUs: --nproc_per_node 8, and --nnodes")
     if flags.find_mesh and plugins.load("engines", task.engine).mesh_problem(
-        dataclasses.replace(task, dp_shard="auto"), mesh.MeshShape(shard=_num_gpus(task))
+        dataclasses.replace(task, dp_shard="auto"), mesh.MeshShape(shard=num_gpus)
     ):
         raise RequestError(f"--find_mesh: engine {task.engine} has no meshes; use --engine jax")
-    assert task.batch_size is not None
-    with _progress() as report_progress:
-        compiled = compile_step(task, target, flags.gpu, tracer, folder, report_progress)
-        links = communication.Links.of(
-            target, int(task.nnodes), task.nproc_per_node, flags.network_gbit_per_s
+    problem = stages.problem(task, flags) if task.pp > 1 else None
+    if problem is not None:
+        raise RequestError(problem)
+
+
+def _compiled(
+    task: TaskConfig, target: GpuSpec, flags: Any, tracer: str, folder: Path,
+    links: communication.Links, report_progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the result of a step that is compiled as a whole, with the searches asked for."""
+    compiled = whole_step.compile_step(task, target, flags.gpu, tracer, folder, report_progress)
+    result = whole_step.build_result(task, target, compiled, folder, links)
+    if flags.find_mesh:
+        result["mesh_search"] = _search_mesh(
+            task, target, flags, tracer, folder, result, links, report_progress
         )
-        result = _build_result(task, target, compiled, folder, links)
-        if flags.find_mesh:
-            result["mesh_search"] = _search_mesh(
-                task, target, flags, tracer, folder, result, links, report_progress
-            )
-        if flags.find_batch:
-            result["batch_search"] = _search_batch(
-                task, target, flags.gpu, tracer, folder, result, report_progress
-            )
-        report_progress("counting eager PyTorch")
-        result["eager"] = eager.count(
-            task, target, compiled["model"]["num_classes"], compiled["model"]["batch"]
+    if flags.find_batch:
+        result["batch_search"] = _search_batch(
+            task, target, flags.gpu, tracer, folder, result, report_progress
         )
-    (folder / RESULT_FILE).write_text(json.dumps(result))
+    report_progress("counting eager PyTorch")
+    result["eager"] = eager.count(
+        task, target, compiled["model"]["num_classes"], compiled["model"]["batch"]
+    )
     return result
 
 
@@ -202,10 +223,6 @@ def _of_known_nodes(task: TaskConfig) -> TaskConfig:
     if task.nnodes != TaskConfig.nnodes and task.rdzv_endpoint is None:
         return dataclasses.replace(task, rdzv_endpoint="localhost")
     return task
-
-
-def _num_gpus(task: TaskConfig) -> int:
-    return mesh.num_workers(task) or task.nproc_per_node
 
 
 def _checked_tracer(engine: str) -> str:
@@ -233,137 +250,6 @@ def _checked_tracer(engine: str) -> str:
     return tracer
 
 
-def compile_step(
-    task: TaskConfig, target: GpuSpec, gpu_name: str, tracer: str, folder: Path,
-    report_progress: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Trace the task's step and compile it, and return a result's `model`, `memory` and `cost`.
-
-    Args:
-        task: the resolved task.
-        target: the GPU to compile for.
-        gpu_name: value of `--gpu`, by which the compiling process loads `target`.
-        tracer: name of the module that traces the engine's step.
-        folder: receives the program, logs and the compiler's files.
-        report_progress: called with a line to show.
-
-    Raises:
-        RequestError: tracing or compiling failed.
-    """
-    tracer_module = importlib.import_module(tracer)
-    values = {name: value for name, value in config.as_mapping(task).items() if value is not None}
-    values.pop("output_dir", None)
-    num_gpus = _num_gpus(task)
-    what = f"{task.model} for {num_gpus} x {target.name}, batch {task.batch_size}"
-    tracing = children.run(
-        tracer, [str(folder), *config.as_flags(values)],
-        tracer_module.environment(folder, num_gpus), folder / "trace.log",
-        lambda seconds: report_progress(f"tracing {what}: {seconds:.0f} s"),
-    )  # fmt: skip
-    trace_facts = _read_facts(folder / programs.FACTS_FILE, tracing, "tracing the step")
-    compiled = children.run(
-        "accbench.preflight.compiling",
-        [str(folder), gpu_name, task.nnodes, str(task.nproc_per_node)],
-        compiling.environment(folder, _gpu_xla_flags(task)), folder / "compile.log",
-        lambda seconds: report_progress(f"compiling {what}: {seconds:.0f} s"),
-    )  # fmt: skip
-    compile_facts = _read_facts(folder / compiling.FACTS_FILE, compiled, "XLA's compiler")
-    return {
-        "model": {k: v for k, v in trace_facts.items() if not k.endswith("_s")},
-        "memory": compile_facts["memory"],
-        "cost": {
-            "build_s": trace_facts["build_s"],
-            "trace_s": trace_facts["trace_s"],
-            "compile_s": compile_facts["compile_s"],
-            "tracer_peak_bytes": tracing.peak_bytes,
-            "compiler_peak_bytes": compiled.peak_bytes,
-        },
-    }
-
-
-def _gpu_xla_flags(task: TaskConfig) -> str:
-    """Return XLA_FLAGS of a run on the GPU."""
-    options = task.options.get(task.engine, plugins.load("engines", task.engine).Options())
-    unknown = xla_flags.unknown_in_table(nvidia.find_plugin())
-    return xla_flags.merge("cuda", options.flags, unknown)
-
-
-def _read_facts(path: Path, process: children.ProcessResult, what: str) -> dict[str, Any]:
-    if not path.exists():
-        how = f"signal {-process.status}" if process.status < 0 else f"exit status {process.status}"
-        if process.status == -9:
-            how += ", with which Linux kills a process when memory runs out"
-        raise RequestError(f"{what} ended by {how}: {process.last_message or 'its log is empty'}")
-    facts: dict[str, Any] = json.loads(path.read_text())
-    if "error" in facts:
-        raise RequestError(_refusal_message(facts["error"], what))
-    return facts
-
-
-def _refusal_message(text: str, what: str) -> str:
-    """Return the compiler's message as one line, with the operation's location in the model."""
-    line = " ".join(text.split())
-    name = re.search(r'op_name="([^"]*)"', line)
-    location = f" at {hlo.without_numbers(name[1])}" if name else ""
-    source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
-    location += f" ({source[1]}:{source[2]})" if source else ""
-    line = re.sub(r",? ?metadata=\{.*?\}", "", line)
-    return f"{what} refuses the step{location}: {line[:400]}" if name else f"{what}: {line[:600]}"
-
-
-def _build_result(
-    task: TaskConfig, target: GpuSpec, compiled: dict[str, Any], folder: Path,
-    links: communication.Links,
-) -> dict[str, Any]:  # fmt: skip
-    program, thunk_text = compiling.read_dump(folder)
-    program_kernels = kernels.list_kernels(hlo.parse(program))
-    assert task.batch_size is not None
-    thunks = summary.thunk_counts(thunk_text)
-    values = config.as_mapping(task)
-    return {
-        "kind": "preflight",
-        "schema_version": SCHEMA_VERSION,
-        "engine": task.engine,
-        "num_gpus": _num_gpus(task),
-        "num_nodes": int(task.nnodes),
-        "gpu": dataclasses.asdict(target),
-        "task": {name: value for name, value in values.items() if name not in _HOST_FIELDS},
-        "versions": {**provenance.versions(), **_plugin_version()},
-        "model": compiled["model"],
-        "memory": summary.memory(compiled["memory"], target, program),
-        **summary.summarize_kernels(
-            program_kernels, target, task.batch_size, thunks, compiled["model"]["parameter_sizes"]
-        ),
-        "reduction": summary.summarize_reduction(program_kernels, target),
-        "communication": communication.summarize(program_kernels, target, links)
-        if _num_gpus(task) > 1
-        else None,
-        "eager": None,
-        "cost": compiled["cost"],
-        "notes": _notes(),
-    }
-
-
-def _plugin_version() -> dict[str, str]:
-    name, _, number = (nvidia.plugin_version() or "").partition(" ")
-    return {name: number} if name else {}
-
-
-def _notes() -> list[str]:
-    notes = [
-        "Compiled with xla_gpu_autotune_level=0: choosing algorithms means timing them on the "
-        "device. On the GPU other ones may run, with other workspaces.",
-    ]
-    unknown = compiling.unknown_flags()
-    if unknown:
-        notes.append(f"{xla_flags.left_out_notice(unknown)}.")
-    version = nvidia.plugin_version()
-    if nvidia.find_plugin() is not None and version not in _TESTED_PLUGINS:
-        tested = " or ".join(_TESTED_PLUGINS)
-        notes.append(f"The compiler is {version or 'of no known package'}, not {tested}.")
-    return notes
-
-
 def _search_batch(
     task: TaskConfig, target: GpuSpec, gpu_name: str, tracer: str, folder: Path,
     result: dict[str, Any], report_progress: Callable[[str], None],
@@ -372,7 +258,9 @@ def _search_batch(
         candidate = dataclasses.replace(task, batch_size=batch_size)
         subfolder = folder / f"batch{batch_size}"
         subfolder.mkdir()
-        compiled = compile_step(candidate, target, gpu_name, tracer, subfolder, report_progress)
+        compiled = whole_step.compile_step(
+            candidate, target, gpu_name, tracer, subfolder, report_progress
+        )
         stats = compiled["memory"]
         peak: int = summary.memory(stats, target, "")["peak_bytes"]
         return peak
@@ -392,6 +280,7 @@ def _search_mesh(
     meshes, refused = mesh_search.candidates(task, links, model["num_classes"], flops)
     known = {mesh: result for mesh in meshes if mesh.is_of(task)}
     tried: list[mesh_search.CandidateMesh] = []
+    tries = _MESH_TRIES if flags.mesh_tries is None else flags.mesh_tries
 
     def compile_mesh(mesh: mesh_search.CandidateMesh) -> dict[str, Any]:
         tried.append(mesh)
@@ -399,13 +288,13 @@ def _search_mesh(
         subfolder.mkdir()
 
         def report(line: str) -> None:
-            report_progress(f"mesh {len(tried)} of {flags.mesh_tries} at most, {mesh.name}: {line}")
+            report_progress(f"mesh {len(tried)} of {tries} at most, {mesh.name}: {line}")
 
         candidate = mesh.task(task)
-        compiled = compile_step(candidate, target, flags.gpu, tracer, subfolder, report)
-        return _build_result(candidate, target, compiled, subfolder, links)
+        compiled = whole_step.compile_step(candidate, target, flags.gpu, tracer, subfolder, report)
+        return whole_step.build_result(candidate, target, compiled, subfolder, links)
 
-    found = mesh_search.search(meshes, compile_mesh, known, target.memory_bytes, flags.mesh_tries)
+    found = mesh_search.search(meshes, compile_mesh, known, target.memory_bytes, tries)
     return {**found, "refused": refused}
 
 

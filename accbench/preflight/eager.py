@@ -91,7 +91,7 @@ def count(task: TaskConfig, gpu: GpuSpec, num_classes: int, batch: Any) -> dict[
     """
     spec = models.of_task(task)
     try:
-        with _silenced():
+        with silenced():
             step_kernels = trace_step_kernels(task, spec, num_classes, batch)
     except Exception:  # a model may raise anything
         return None
@@ -108,8 +108,8 @@ def count(task: TaskConfig, gpu: GpuSpec, num_classes: int, batch: Any) -> dict[
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
-    # FakeTensorMode also logs what it raises.
+def silenced() -> Iterator[None]:
+    """Keep warnings, and what FakeTensorMode logs of what it raises, from the terminal."""
     log = logging.getLogger(FakeTensorMode.__module__)
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -144,7 +144,7 @@ def trace_step_kernels(task: TaskConfig, spec: Any, num_classes: int, batch: Any
         optimizer = engine.build_optimizer(model)
         model.train()
         on_device = engine.to_device(nested.empty(batch))
-        with _KernelRecorder(rules) as recorder:
+        with KernelRecorder(rules) as recorder:
             engine.run_step(train_loop.train_step, model, spec, optimizer, on_device)
     return recorder.kernels
 
@@ -171,7 +171,7 @@ class FakeTensorDdpEngine(ddp.Engine):
             clip_grad.clip_grad_norm_(parameters, self.task.clip_norm, foreach=True)
 
 
-class _KernelRecorder(TorchDispatchMode):
+class KernelRecorder(TorchDispatchMode):
     """A dispatch mode that records what each operation reads, writes and computes."""
 
     def __init__(self, rules: CudaRules) -> None:

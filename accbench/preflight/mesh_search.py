@@ -123,7 +123,7 @@ def _of_shape(
     activations_s = _activation_s(net, slices, links, num_tokens, tp, cp)
     token_ranks = [*range(0, num_gpus, tp)]
     for is_sharded in (True, False):
-        if is_sharded and len(token_ranks) == 1:
+        if is_sharded and num_gpus == tp * cp:
             continue
         shards = len(token_ranks) if is_sharded else 1
         # Gathered once and scattered once, which together are an all-reduce.

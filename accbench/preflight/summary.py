@@ -127,12 +127,13 @@ def _large_tensors(active: Sequence[Kernel], parameter_sizes: set[int]) -> list[
 
 
 def summarize_reduction(program_kernels: Sequence[Kernel], gpu: GpuSpec) -> dict[str, Any] | None:
-    """Summarise how much of the gradient reduction can overlap with the backward pass.
+    """Summarise how much of the collectives can overlap with the backward pass.
 
-    Counts all-reduces and reduce-scatters, and the all-gathers of sharded parameters.
+    Lists all but all-gathers, which are counted: reductions of gradients, and with `--tp` and
+    `--cp` those of activations and exchanges of heads.
 
     Returns:
-        None if there is no reduction.
+        None if there is none but all-gathers.
     """
     starts = [
         (index, kernel)
@@ -158,6 +159,7 @@ def summarize_reduction(program_kernels: Sequence[Kernel], gpu: GpuSpec) -> dict
         reduces.append(
             {
                 "name": kernel.name,
+                "kind": kernel.opcode,
                 "bytes": kernel.num_bytes,
                 # A reduction that is awaited at once overlaps with nothing, however early it is.
                 "before_last_product": index < last_product and num_products > 0,

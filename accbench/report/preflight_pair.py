@@ -49,7 +49,8 @@ def _figures(result: PreflightResult) -> dict[str, tuple[str, float, float | Non
         "samples_per_s_of_all_at_most": ("samples/s of all GPUs, at most", 1, of_all),
         "eager_bound_s": ("eager PyTorch: ms a step, at least", 1e-3, eager.get("bound_s")),
         "host_transfers": ("transfers to or from the host", 1, len(result["host_transfers"])),
-        "all_reduces": ("all-reduces", 1, len(reduction.get("all_reduces", ()))),
+        "all_reduces": (
+            "collectives without all-gathers", 1, len(reduction.get("all_reduces", ()))),
         "started_before_last_product": (
             "% of their bytes started before the last product", PERCENT, early),
         "largest_batch": ("largest batch that fits, of those tried", 1, search.get("largest")),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Literal
 
-from accbench.report import preflight_page, preflight_pair, preflight_sections
+from accbench.report import preflight_page, preflight_pair, preflight_sections, preflight_stages
 from accbench.report.preflight_page import Document, PreflightResult
 
 Format = Literal["table", "md", "html", "json"]
@@ -17,7 +17,8 @@ def render(result: PreflightResult, format: Format) -> str:
     """Render one result; the text ends in a newline."""
     if format == "json":
         return json.dumps(result, indent=1) + "\n"
-    return _render_document(preflight_sections.build_document(result), format)
+    sections = preflight_stages if "ranks" in result else preflight_sections
+    return _render_document(sections.build_document(result), format)
 
 
 def render_pair(a: PreflightResult, b: PreflightResult, format: Format) -> str:

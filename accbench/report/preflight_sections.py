@@ -1,6 +1,9 @@
 """The sections of a preflight's report: sentences, tables and charts."""
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from accbench.report import preflight_page
 from accbench.report.preflight_page import (
@@ -59,15 +62,28 @@ def describe_setting(result: PreflightResult) -> str:
         *([f"{num_nodes} nodes"] if num_nodes > 1 else []),
         *(
             f"{axis} {task[axis]}"
-            for axis in ("dp_shard", "tp", "cp")
+            for axis in ("dp_shard", "tp", "cp", "pp")
             if task.get(axis) not in (None, 1)
         ),
         f"{task['amp_level']} {preflight_page.dtype(result)}",
-        f"batch {task['batch_size']:,} a GPU",
+        f"batch {task['batch_size']:,} {_of_gpus(task)}",
     ]
-    if task.get("image_size"):
-        parts.append(f"{task['image_size']} px")
-    return ", ".join(parts)
+    return ", ".join([*parts, *_sample_size(result)])
+
+
+def _of_gpus(task: Mapping[str, Any]) -> str:
+    """Say how many GPUs share a batch."""
+    sharing = math.prod(task.get(axis) or 1 for axis in ("tp", "cp", "pp"))
+    return "a GPU" if sharing == 1 else f"of {sharing} GPUs"
+
+
+def _sample_size(result: PreflightResult) -> list[str]:
+    """Say how large a sample is: in pixels, or in tokens; nothing where its size is no flag's."""
+    unit, number_of = result["model"].get("unit"), result["model"].get("units_per_sample", 1)
+    if number_of > 1:
+        return [f"{number_of:,} {unit} a sample"]
+    size = result["task"].get("image_size")
+    return [f"{size} px"] if size and unit in (None, "images") else []
 
 
 def fit_headline(result: PreflightResult, name: str = "The step") -> Headline:
@@ -383,28 +399,41 @@ def _reduction(result: PreflightResult) -> Section | None:
     reduction = result["reduction"]
     if not reduction:
         return None
-    all_reduces, early = reduction["all_reduces"], 100 * reduction["started_before_last_product"]
+    collectives, early = reduction["all_reduces"], 100 * reduction["started_before_last_product"]
     rows = [
         (row["name"], number(row["bytes"] / 1e6), "yes" if row["before_last_product"] else "no",
          f"{row['products_beside']:,}", number(1e3 * row["beside_s"]))
-        for row in all_reduces[:_MOST_ROWS]
+        for row in collectives[:_MOST_ROWS]
     ]  # fmt: skip
     lines = [
-        f"{_plural(len(all_reduces), 'all-reduce')} of "
-        f"{number(reduction['bytes'] / 1e6)} MB; {number(early)} % of the bytes "
-        "start before the last convolution or matrix product, with others beside them. The rest "
-        "cannot hide behind the backward pass.",
-        "Beside: what the program runs between the start and the end of an all-reduce.",
+        f"{_sums_by_kind(collectives)}. {number(early)} % of the bytes start before the last "
+        "convolution or matrix product, with others beside them. The rest cannot hide behind "
+        "the backward pass.",
+        "Beside: what the program runs between the start and the end of a collective.",
     ]
+    task = result["task"]
+    if max(task.get("tp") or 1, task.get("cp") or 1) > 1:
+        lines.append("They are of gradients, and of activations that --tp and --cp share out.")
     if reduction.get("all_gathers"):
         lines.append(
-            f"{_plural(reduction['all_gathers'], 'all-gather')} of parameters in parts, a GPU's "
+            f"{_plural(reduction['all_gathers'], 'all-gather')} more, to which a GPU gives "
             f"{number(reduction['gathered_bytes'] / 1e6)} MB."
         )
-    if len(all_reduces) > _MOST_ROWS:
+    if len(collectives) > _MOST_ROWS:
         lines.append(f"The first {_MOST_ROWS} are shown.")
-    titles = ("all-reduce", "MB", "before the last product", "products beside", "ms beside")
-    return Section("Reduction of gradients", lines, Table(titles, rows, left=titles[:1]), wide=True)
+    titles = ("collective", "MB", "before the last product", "products beside", "ms beside")
+    return Section("Collectives", lines, Table(titles, rows, left=titles[:1]), wide=True)
+
+
+def _sums_by_kind(collectives: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many collectives there are of each kind, and of how many bytes."""
+    by_kind: dict[str, list[int]] = defaultdict(list)
+    for row in collectives:
+        by_kind[row.get("kind") or "collective"].append(row["bytes"])
+    return ", ".join(
+        f"{_plural(len(sizes), kind)} of {number(sum(sizes) / 1e6)} MB"
+        for kind, sizes in sorted(by_kind.items())
+    )
 
 
 def _communication(result: PreflightResult) -> Section | None:

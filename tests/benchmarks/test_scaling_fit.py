@@ -110,6 +110,12 @@ def test_buckets_hold_all_gradients(num_bytes):
     assert max(sizes) <= scaling_fit.BUCKET_BYTES
 
 
+def test_a_model_that_is_replicated_in_each_step_hides_nothing():
+    found_s = scaling_fit.replicated_step_s(STEP, WITHOUT_LATENCY.within)
+    assert found_s == pytest.approx(0.1 + 2 * 100e6 / 100e9)
+    assert found_s > scaling_fit.scale_step(STEP, WITHOUT_LATENCY, 8).step_s
+
+
 def test_reduction_bounds_steps_shorter_than_the_least():
     least_s = scaling_fit.least_compute_s(STEP, SLOW, 64)
     longer, shorter = (
@@ -124,6 +130,22 @@ def test_reduction_bounds_steps_shorter_than_the_least():
 def test_a_step_of_nothing_is_refused(change):
     with pytest.raises(ValueError, match="above 0"):
         dataclasses.replace(STEP, **change)
+
+
+def test_bytes_of_a_step_are_those_that_preflight_counts(monkeypatch, tmp_path):
+    """Of two GPUs, each of which sends half of the parameters' bytes twice."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    model = runpy.run_path(str(ROOT / "benchmarks" / "scaling_model.py"))
+    result = {
+        "task": {"model": "net"}, "engine": "jax", "gpu": {"name": "a GPU"}, "num_gpus": 2,
+        "model": {"num_parameters": 250, "units_per_sample": 16}, "versions": {},
+        "communication": {"in_node_bytes": 600, "network_bytes": 400},
+        "step": {"samples": 4, "bound_s": 0.5},
+    }  # fmt: skip
+    step = model["PreflightStep"].of_result(result)
+    assert (step.gradient_bytes, step.units) == (1000, 64)
+    for kept in model["STEPS"].values():  # a loss and its like are reduced too
+        assert kept.gradient_bytes == pytest.approx(4 * kept.num_parameters, rel=0.05)
 
 
 def test_the_docs_show_the_tables_that_the_command_prints(monkeypatch):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from accbench.comparing import jobs, plan
+from accbench.config import TaskConfig
 from accbench.data import mock_images
+from accbench.distributed import mesh
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import checkpoint_file
@@ -84,6 +86,8 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     (("--tp=3",), "4 workers are no multiple of --tp 3; use one of 1, 2, 4"),
     (("--tp=2", "--dp_shard=4"), "2 workers after --tp 2 are no multiple of --dp_shard 4; use "
      "auto or one of 1, 2"),
+    (("--tp=2", "--cp=2", "--dp_shard=auto"), "--dp_shard auto shards nothing: 1 of 4 workers is "
+     "left after --tp 2 and --cp 2; leave --dp_shard out, or start more workers"),
     (("--tp=2",), "--model tests.nets:tiny has no plan for --tp 2; use --dp_shard, or give the "
      "network a tensor_parallel_plan (docs/parallel.md)"),
     (("--cp=2",), "--cp 2: --model tests.nets:tiny has no sequences to cut; leave --cp out"),
@@ -124,6 +128,12 @@ def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
     assert done.returncode == 2
     (told,) = done.stderr.splitlines()
     assert told.partition("; logs in")[0].endswith(f": {line}")
+
+
+@pytest.mark.parametrize("flags", [{"offload": "all"}, {"nnodes": "1:2"}])
+def test_one_worker_is_a_shard_where_it_is_copied_or_others_may_come(flags):
+    task = TaskConfig(nproc_per_node=4, tp=4, dp_shard="auto", **flags)
+    assert mesh.of_task(task, 4).sizes == {"pp": 1, "replicate": 1, "shard": 1, "cp": 1, "tp": 4}
 
 
 def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):

@@ -139,6 +139,7 @@ def test_a_batch_that_does_not_fit_and_the_largest_that_does(tmp_path) -> None:
         (("--data=imagefolder:/nope",), "/nope"),
         (("--network_gbit_per_s=0",), "--network_gbit_per_s must be more than 0, not 0"),
         (("--find_mesh",), "--find_mesh needs several GPUs"),
+        (("--mesh_tries=2",), "--mesh_tries 2 tries nothing without --find_mesh"),
         (("--find_mesh", "--nproc_per_node=2", "--engine=xla"), "engine xla has no meshes"),
     ],
 )

@@ -50,6 +50,14 @@ def test_meshes_keep_the_samples_and_what_cannot_be_is_told():
     assert late["replicas"].weight_bytes == weights
 
 
+def test_shards_need_gpus_that_tp_and_cp_leave():
+    pytest.importorskip("transformers")
+    node = dataclasses.replace(LINKS, num_nodes=1, gpus_per_node=2)
+    meshes, _ = mesh_search.candidates(task(nproc_per_node=2, nnodes="1"), node, 512, flops=1e9)
+    names = {mesh.name for mesh in meshes}
+    assert names == {"replicas", "--dp_shard auto", "--tp 2", "--cp 2"}
+
+
 def test_few_samples_need_ranks_that_share_them():
     pytest.importorskip("transformers")
     meshes, refused = found(batch_size=1, tp=2)

@@ -57,10 +57,10 @@ EAGER = {
 }  # fmt: skip
 REDUCTION = {
     "all_reduces": [
-        {"name": "early", "bytes": 300, "before_last_product": True, "products_beside": 5,
-         "beside_s": 1 * MS},
-        {"name": "late", "bytes": 100, "before_last_product": False, "products_beside": 0,
-         "beside_s": 0.0},
+        {"name": "early", "kind": "all-reduce", "bytes": 300, "before_last_product": True,
+         "products_beside": 5, "beside_s": 1 * MS},
+        {"name": "late", "kind": "all-to-all", "bytes": 100, "before_last_product": False,
+         "products_beside": 0, "beside_s": 0.0},
     ],
     "bytes": 400,
     "started_before_last_product": 0.75,
@@ -190,13 +190,26 @@ def test_what_runs():
     assert "f16\\[64,1000,1000\\], u8\\[8\\] +1 | net.conv1/aten" in text
 
 
-def test_reduction_of_gradients():
+def test_a_sample_is_as_large_as_its_model_has_it():
+    task = {"image_size": 224}
+    assert "64 a GPU, 224 px" in said(made(task=task))
+    tokens = made(task=task, model={"unit": "tokens", "units_per_sample": 2048})
+    jsonschema.validate(tokens, SCHEMA)
+    assert "64 a GPU, 2,048 tokens a sample" in said(tokens)
+    assert "px" not in said(tokens)
+    assert "batch 64 of 4 GPUs" in said(made(task={"tp": 2, "cp": 2}))
+    assert "px" not in said(made(task=task, model={"unit": "samples", "units_per_sample": 1}))
+
+
+def test_collectives():
     text = said(made(num_gpus=4, reduction=REDUCTION))
     assert "25,600 on 4 GPUs" in text
     assert "is taken to be wholly hidden" in text
-    assert "2 all-reduces" in text
+    assert "1 all-reduce of 0.00030 MB, 1 all-to-all of 0.00010 MB" in text
+    assert "--cp" not in text
+    assert "activations that --tp and --cp" in said(made(reduction=REDUCTION, task={"cp": 2}))
     assert "75.0 % of the bytes start before the last" in text
-    assert "Reduction" not in said(made())
+    assert "Collectives" not in said(made())
     assert "WARNING the step has no all-reduce" in said(made(num_gpus=4))
 
 
@@ -295,7 +308,7 @@ def test_the_change_between_two():
     assert row_of(text, "samples/s a GPU, at most") == ["6,400", "8,000", "+25.0 %"]
     assert row_of(text, "samples/s of all GPUs, at most") == ["6,400", "16,000", "+150.0 %"]
     assert row_of(text, "eager PyTorch: ms a step, at least") == ["-", "15.0", "-"]
-    assert row_of(text, "all-reduces") == ["0", "2", "from 0"]
+    assert row_of(text, "collectives without all-gathers") == ["0", "2", "from 0"]
     assert row_of(text, "loop fusion") == ["2", "2", "0 %", "4.00", "3.00", "-25.0 %"]
     assert row_of(text, "copy") == ["0", "9", "from 0", "0", "4.00", "from 0"]
     assert row_of(text, "f16") == ["7", "0", "-100.0 %", "2.00", "0", "-100.0 %"]

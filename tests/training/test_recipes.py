@@ -53,14 +53,21 @@ def test_digits(scans):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_begins(scans, tmp_path, recipe):
-    """With its own kind of data, and images of a size for which there is time."""
-    kind = yaml.safe_load(recipe.read_text())["data"].partition(":")[0]
+    """With its own kind of data, and images or a Llama of a size for which there is time."""
+    asked = yaml.safe_load(recipe.read_text())
+    kind, more = asked["data"].partition(":")[0], []
+    if kind == "tokens":
+        pytest.importorskip("transformers")
+        scans = ROOT / "docs"
+        more = ["--model=llama_tiny", "--seq_len=16", "--accumulate=2", "--nproc_per_node=2"]
     done = run(f"--config={recipe}", f"--data={kind}:{scans}", "--max_steps=2", "--image_size=32",
                "--batch_size=4", "--workers=0", "--eval_interval=0", "--save_interval=0",
-               "--threads=1", "--device=cpu", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+               "--threads=1", "--device=cpu", f"--output_dir={tmp_path / 'run'}",
+               *more)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert end_of(tmp_path / "run").num_steps == 2
-    assert "[--compiler-opt]" in recipe.read_text()
+    compiled = "[--engine=jax]" if "dp_shard" in asked else "[--compiler-opt]"
+    assert compiled in recipe.read_text()
 
 
 @pytest.mark.xla

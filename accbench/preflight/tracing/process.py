@@ -109,7 +109,7 @@ def build(
     if engine.mesh.cp > 1:
         batch = _part_of_sequences(engine, spec, net, batch)
     model.train()
-    facts = _model_facts(net, batch, source.num_classes)
+    facts = _model_facts(spec, net, batch, source.num_classes)
     facts["build_s"] = time.perf_counter() - started
     return TracedRun(engine, spec, net, model, optimizer, batch, facts)
 
@@ -143,7 +143,7 @@ def _part_of_sequences(engine: Engine, spec: Any, net: nn.Module, batch: Any) ->
     return spec.part_of_sequences(group, batch)
 
 
-def _model_facts(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
+def _model_facts(spec: Any, net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:
     parameters = [p for p in net.parameters() if p.requires_grad]
     return {
         "model": type(net).__name__,
@@ -152,6 +152,8 @@ def _model_facts(net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "batch": nested.described(batch),
         "num_classes": num_classes,
+        "unit": spec.unit,
+        "units_per_sample": spec.units_per_sample,
     }
 
 

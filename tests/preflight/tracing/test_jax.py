@@ -72,3 +72,16 @@ def test_a_model_is_traced_without_memory_for_nodes_with_slices_and_shards() -> 
     assert kinds["all-reduce"]["in_node_bytes"] > 0
     assert 0 <= found["communication"]["overlapped"] <= 1
     assert found["communication"]["bound_s"] > found["step"]["bound_s"]
+
+
+def test_parts_of_sequences_exchange_heads_and_share_no_state() -> None:
+    pytest.importorskip("transformers")
+    flags = ("--model=llama_tiny", "--seq_len=64", "--batch_size=4", "--amp_dtype=bfloat16")
+    found = running.result_of("--engine=jax", *flags, "--gpu=h100", "--nproc_per_node=2", "--cp=2")
+    kinds = {row["kind"]: row for row in found["communication"]["kinds"]}
+    # Two layers exchange queries, keys, values and results, forward and backward: four, two, two
+    # and four heads of 16, of four sequences' 32 positions, in 16 bits. Half of it leaves the GPU.
+    exchanged = 2 * 2 * (4 + 2 + 2 + 4) * 16 * 4 * 32 * 2
+    assert kinds["all-to-all"]["in_node_bytes"] == pytest.approx(exchanged / 2, rel=0.01)
+    assert kinds["all-reduce"]["in_node_bytes"] >= 4 * found["model"]["num_parameters"]
+    assert found["memory"]["arguments_bytes"] > 12 * found["model"]["num_parameters"]
