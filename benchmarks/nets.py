@@ -1,13 +1,15 @@
 """Small networks for `--model benchmarks.nets:NAME`, for images of 32 pixels."""
 
+import dataclasses
 import os
 import time
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accbench.models.gpt2 import Family
-from accbench.models.tasks.language import LanguageModel
+from accbench.models.tasks.language import IGNORED_LABEL, LanguageModel
 
 
 def tiny(num_classes: int) -> nn.Module:
@@ -90,3 +92,27 @@ def _gpt2_still(num_tokens: int) -> nn.Module:
 
 # GPT-2 of two layers without dropout, whose masks are each worker's own.
 gpt2_still = LanguageModel("gpt2_still", _gpt2_still, 512, 1024, cuts_sequences=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AnswerModel(LanguageModel):
+    """Predict what follows a prompt, the length of which is random."""
+
+    ignores_labels: ClassVar = True
+
+    def synthetic_batch(self, batch_size: int, num_classes: int, generator: torch.Generator) -> Any:
+        batch = super().synthetic_batch(batch_size, num_classes, generator)
+        prompts_N1 = torch.randint(0, self.seq_len, (batch_size, 1), generator=generator)
+        batch["labels"][torch.arange(self.seq_len) < prompts_N1] = IGNORED_LABEL
+        return batch
+
+
+def _answers(num_tokens: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(num_tokens, 16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1),
+        nn.Linear(32, num_tokens),
+    )  # fmt: skip
+
+
+# A model of tokens one by one, with ever other numbers of labels.
+answers = _AnswerModel("answers", _answers)

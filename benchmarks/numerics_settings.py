@@ -69,6 +69,10 @@ SETTINGS = {
         (*planted.OF_RECIPES, "not_averaged"),
     ),
     "small, text": of_sequences("lstm_tiny", 8, 32),
+    "small, ignored labels, two workers": Setting(
+        (*of_sequences("benchmarks.nets:answers", 16, 32).flags, "--accumulate=2"), 2,
+        tuple(planted.OF_LABELS),
+    ),
     # As --xla.lean has them, which is what a GPU gets.
     "lean, convolutions": Setting(flags_of("resnet10", 96, 8, "bfloat16", steps=4), 1),
     "lean, transformer": Setting(

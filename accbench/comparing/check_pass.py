@@ -38,6 +38,7 @@ from accbench.models.tasks import trainable
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import worker
+from accbench.training.label_counts import LabelCounts
 from accbench.training.opening import open_engine, open_first_engine
 from accbench.training.train_loop import train_step
 
@@ -122,7 +123,7 @@ def _open(
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
     engine.strategy.prove()
     check = CheckPass(task, topology, engine, reference, logger, num_draws, name)
-    check.build(source.num_classes)
+    check.build(source)
     return check, source
 
 
@@ -154,10 +155,10 @@ class CheckPass:
         assert task.max_steps is not None
         self.num_steps = task.max_steps
 
-    def build(self, num_classes: int) -> None:
+    def build(self, source: Any) -> None:
         """Build the model and its optimizer as training does, and compare the initial weights."""
         torch.manual_seed(self.task.seed)
-        self.net: nn.Module = trainable.plain(self.spec.build(num_classes))
+        self.net: nn.Module = trainable.plain(self.spec.build(source.num_classes))
         self.engine.check_model(self.net)
         process_group.broadcast_module(self.net)
         model_state.broadcast_extra(self.net)
@@ -166,6 +167,7 @@ class CheckPass:
         tokens = self.engine.mesh.of_gradients.data_topology(self.topology)
         self.engine.seed(self.task.seed + tokens.rank)
         self.transform = worker.share_sequences(self.engine, self.spec, self.net)
+        self.labels = LabelCounts(self.engine, self.spec, source)
         self.model.train()
         state = self.engine.training_state(self.net, self.optimizer)
         self.write("start", 0, distances.of_start(state, self.reference.start_state))
@@ -330,7 +332,7 @@ class CheckPass:
     def _batches(self, source: Any) -> Generator[Batch, None, None]:
         loader = source.train_loader()
         loader.transform = self.transform
-        return reference_pass.epochs(loader, self.engine.device_batches)
+        return reference_pass.epochs(loader, self.labels.device_batches)
 
     def _open_source(self) -> Any:
         num = self.engine.mesh.num_workers_per_batch

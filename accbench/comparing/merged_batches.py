@@ -47,6 +47,7 @@ class MergedSource:
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = sources
         self.num_classes: int = sources[0].num_classes
+        self.ignores_labels: bool = getattr(sources[0], "ignores_labels", True)
 
     def train_loader(self) -> Any:
         """Return a loader of their batches together."""

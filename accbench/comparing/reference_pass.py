@@ -11,7 +11,8 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from accbench.errors import RequestError
 from accbench.models.tasks import trainable
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
+from accbench.training import label_counts
 
 FOLDER = "reference"
 _FACTS, _START = "facts.json", "start.safetensors"
@@ -210,7 +212,9 @@ def _train(
     model = _Float64Model(task, shard_sources[0].num_classes, num_shards, rule)
     loaders = [source.train_loader() for source in shard_sources]
     streams = [epochs(loader, _host_batches) for loader in loaders]
-    steps: Iterator[tuple[Batch, ...]] = islice(zip(*streams, strict=True), task.max_steps)
+    steps: Iterator[Sequence[Batch]] = islice(zip(*streams, strict=True), task.max_steps)
+    if num_shards * task.accumulate > 1 and label_counts.may_differ(model.spec, shard_sources[0]):
+        steps = map(partial(label_counts.of_parts, model.spec), steps)
     key = None
     if reuses:
         key, steps = _key_and_steps(task, model, num_shards * workers_per_batch, steps)
@@ -229,8 +233,8 @@ def _train(
 
 
 def _key_and_steps(
-    task: TaskConfig, model: _Float64Model, num_shards: int, steps: Iterator[tuple[Batch, ...]]
-) -> tuple[str | None, Iterator[tuple[Batch, ...]]]:
+    task: TaskConfig, model: _Float64Model, num_shards: int, steps: Iterator[Sequence[Batch]]
+) -> tuple[str | None, Iterator[Sequence[Batch]]]:
     """Return the reference's name in the cache, and the batches of its steps once more.
 
     The batches are part of the name. So they are all read before, unless they are too large.
@@ -245,7 +249,7 @@ def _key_and_steps(
 
 
 def _train_steps(
-    task: TaskConfig, model: _Float64Model, steps: Iterator[tuple[Batch, ...]], folder: Path,
+    task: TaskConfig, model: _Float64Model, steps: Iterator[Sequence[Batch]], folder: Path,
     key: str | None,
 ) -> ReferenceFacts:  # fmt: skip
     losses: list[list[float]] = []

@@ -50,6 +50,9 @@ class Source(abc.ABC):
     """Number of classes of the labels, or the size of the vocabulary."""
     gives: ClassVar[str | None] = "images"
     """The kind of batches, which must equal the model's `takes`; None fits every model."""
+    ignores_labels: ClassVar[bool] = True
+    """Whether training batches may have labels that a loss ignores, and thus different numbers of
+    others; counting these takes a small sum over the ranks in every step."""
 
     @classmethod
     @abc.abstractmethod

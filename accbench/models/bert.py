@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -109,9 +109,16 @@ def _build(name: str, num_tokens: int) -> nn.Module:
 class _MaskedLanguageModel(LanguageModel):
     """A language model that predicts masked tokens instead of next tokens."""
 
+    ignores_labels: ClassVar = True
+
     def logits_and_labels(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits_NTV, labels_NT = model(batch["input_ids"], batch["labels"])
         return logits_NTV.flatten(0, 1), labels_NT.flatten()
+
+    def count_labels(self, batch: Any) -> int:
+        """Count the tokens of a batch on the host that the model will mask and predict."""
+        _, labels_NT = mask_tokens(batch["input_ids"], batch["labels"], self.usual_num_classes)
+        return int((labels_NT != IGNORED_LABEL).sum())
 
 
 class Family:

@@ -16,6 +16,7 @@ from accbench.recording.records import EvalRecord, ResumeRecord
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.training import checkpoints
 from accbench.training.checkpoint_file import CheckpointFacts
+from accbench.training.label_counts import LabelCounts
 from accbench.training.profile import StepProfile
 from accbench.training.resume import Keeper
 from accbench.training.schedule import Schedule
@@ -34,6 +35,7 @@ class Epochs:
     optimizer: torch.optim.Optimizer
     train_loader: Any
     eval_loader: Any | None
+    labels: LabelCounts
     timer: StepTimer
     keeper: Keeper
     logger: RunLogger
@@ -104,8 +106,8 @@ class Epochs:
     def _run_epoch(self, epoch: int) -> None:
         with self.display.report_long_steps(self.engine.compiler):
             is_complete = train_epoch(
-                self.engine, self.model, self.spec, self.optimizer, self.train_loader, self.timer,
-                epoch, self._after_step,
+                self.engine, self.model, self.spec, self.optimizer, self.train_loader, self.labels,
+                self.timer, epoch, self._after_step,
             )  # fmt: skip
         if not is_complete:
             return

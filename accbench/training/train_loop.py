@@ -13,6 +13,7 @@ from accbench.engines import Batch, Engine
 from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError
 from accbench.recording.records import EvalRecord, finite_or_none
+from accbench.training.label_counts import LabelCounts
 from accbench.training.step_timer import StepTimer
 
 
@@ -32,7 +33,8 @@ def train_step(
 
 def train_epoch(
     engine: Engine, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
-    loader: Any, timer: StepTimer, epoch: int, after_step: Callable[[int], None],
+    loader: Any, labels: LabelCounts, timer: StepTimer, epoch: int,
+    after_step: Callable[[int], None],
 ) -> bool:  # fmt: skip
     """Train over the loader once, or until `--max_steps`; return whether the epoch is complete.
 
@@ -42,6 +44,7 @@ def train_epoch(
         spec: the model's spec, which has the loss.
         optimizer: the model's optimizer.
         loader: the training loader.
+        labels: counts the labels in its batches.
         timer: times the steps.
         epoch: the epoch's number, from 0.
         after_step: called with the number of batches done, while the device is at work.
@@ -50,7 +53,7 @@ def train_epoch(
     loader.set_epoch(epoch)
     num_batches = len(loader)
     timer.start(epoch)
-    with closing(engine.device_batches(loader)) as batches:
+    with closing(labels.device_batches(loader)) as batches:
         num_done = 0
         for batch in timer.batches(batches):
             timer.step_done(engine.run_step(train_step, model, spec, optimizer, batch))

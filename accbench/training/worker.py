@@ -37,6 +37,7 @@ from accbench.system import cache_folders, malloc, standard_streams
 from accbench.system.stop_signals import die_with_parent
 from accbench.training import checkpoints, failures, flops, resume, script
 from accbench.training.epochs import Epochs
+from accbench.training.label_counts import LabelCounts
 from accbench.training.opening import open_first_engine
 from accbench.training.run_report import Reporter, end_record, log_start, run_record
 from accbench.training.step_timer import StepTimer
@@ -190,8 +191,8 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     with TrainingDisplay(console, num_steps, header.counted) as display:
         timer = StepTimer(engine, started, Reporter(logger, display, task, engine, optimizer))
         epochs = Epochs(
-            engine, model, spec, optimizer, train_loader, eval_loader, timer,
-            keeper, logger, display, steps_per_epoch,
+            engine, model, spec, optimizer, train_loader, eval_loader,
+            LabelCounts(engine, spec, source), timer, keeper, logger, display, steps_per_epoch,
         )  # fmt: skip
         epochs.restore()
         logger.tensorboard = _open_tensorboard(task, topology, train_loader, timer.num_steps)

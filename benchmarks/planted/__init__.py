@@ -69,11 +69,15 @@ OF_SGD = {
     "momentum_off": of_another_task(momentum=0.88),
     "not_nesterovs": of_another_task(nesterov=False),
 }
+OF_LABELS = {"mean_of_means": ranks.MeanOfMeans}
 OTHERS = {
     "slowed": steps.Slowed, "crashes": steps.Crashes, "not_loaded": steps.NotLoaded,
     "crashes_when_loaded": steps.CrashesWhenLoaded, "frozen": steps.Frozen,
 }  # fmt: skip
-NAMES = {**ALWAYS, **OF_CONVOLUTIONS, **OF_DROPOUT, **OF_RANKS, **OF_RECIPES, **OF_SGD, **OTHERS}
+NAMES = {
+    **ALWAYS, **OF_CONVOLUTIONS, **OF_DROPOUT, **OF_RANKS, **OF_RECIPES, **OF_SGD, **OF_LABELS,
+    **OTHERS,
+}  # fmt: skip
 # Entry points name attributes of this module.
 for _name, _class in NAMES.items():
     _class.__name__ = _class.__qualname__ = f"{_class.__name__}_{_name}"

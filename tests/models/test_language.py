@@ -1,5 +1,7 @@
 """Models of text and of videos, through what a spec promises."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,8 @@ from torch import nn
 from accbench import cli, models
 from accbench.errors import RequestError
 from accbench.models import bert
+from accbench.models.tasks.language import LanguageModel
+from accbench.training import label_counts
 
 LENGTH, VOCABULARY = 16, 64
 OF_TEXT = ("gpt2_tiny", "bert_tiny", "llama_tiny", "lstm_tiny")
@@ -40,6 +44,42 @@ def test_loss_and_score_are_means_and_sums_over_the_tokens_to_be_told(name):
     assert spec.loss(net, padded).item() == pytest.approx(spec.loss(net, first).item(), rel=1e-5)
     padded["labels"][0] = -1
     assert spec.loss(net, padded).item() == 0
+    assert spec.count_labels(batch) == whole[3]
+    assert spec.count_labels(padded) == 0
+
+
+@pytest.mark.parametrize("name", ["bert_tiny", "lstm_tiny"])
+def test_parts_of_a_step_weigh_as_many_labels_as_they_have(name):
+    spec, net, batch = built(name)
+    net.eval()
+    batch["labels"][0, 3:] = -1
+    whole = spec.loss(net, batch)
+    rows = [{key: tensor[row : row + 1] for key, tensor in batch.items()} for row in range(2)]
+    unlabelled = {**rows[0], "labels": torch.full_like(rows[0]["labels"], -1)}
+    for parts in (rows, [*rows, unlabelled]):
+        losses = [spec.loss(net, part) for part in label_counts.of_parts(spec, parts)]
+        torch.testing.assert_close(sum(losses) / len(losses), whole)
+    (alone,) = label_counts.of_parts(spec, [unlabelled])
+    gradients = torch.autograd.grad(spec.loss(net, alone), [*net.parameters()], allow_unused=True)
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
+
+
+def test_labels_that_a_subclass_makes_are_not_counted_for_it():
+    class Chooses(LanguageModel):
+        def logits_and_labels(self, model, batch):
+            logits, labels = super().logits_and_labels(model, batch)
+            return logits[:3], labels[:3]
+
+    class Counts(Chooses):
+        def count_labels(self, batch):
+            return 3
+
+    unknown = SimpleNamespace()
+    specs = [kind("mine", nn.Identity) for kind in (LanguageModel, Chooses, Counts)]
+    assert [label_counts.may_differ(spec, unknown) for spec in specs] == [True, False, True]
+    full = SimpleNamespace(ignores_labels=False)
+    assert not label_counts.may_differ(specs[0], full)
+    assert label_counts.may_differ(models.resolve("bert_tiny", 32, LENGTH), full)
 
 
 @pytest.mark.parametrize("name", OF_TEXT)

@@ -12,6 +12,7 @@ from torchvision.models.inception import InceptionOutputs
 from accbench import cli, models
 from accbench.errors import RequestError
 from accbench.models.tasks import registered, segmentation
+from accbench.training import label_counts
 from tests.conftest import TINY, end_of, run
 
 TORCHVISION = torchvision.models.list_models(module=torchvision.models)
@@ -144,6 +145,13 @@ def test_pixels_that_are_ignored_count_for_nothing():
 
     expected = by_hand(output["out"]) + 0.5 * by_hand(output["aux"])
     torch.testing.assert_close(spec.loss(model, (images, masks)), expected)
+    uneven = masks.clone()
+    uneven[1, 10:20] = segmentation.IGNORED
+    whole = spec.loss(model, (images, uneven))
+    none = torch.full_like(masks[:1], segmentation.IGNORED)
+    rows = [(images[:1], uneven[:1]), (images[1:], uneven[1:]), (images[:1], none)]
+    losses = [spec.loss(model, part) for part in label_counts.of_parts(spec, rows)]
+    torch.testing.assert_close(sum(losses) / 3, whole)
     loss, right, top5, num_pixels = spec.score(model, (images, masks)).tolist()
     assert num_pixels == 2 * 19 * 64
     assert loss / num_pixels == pytest.approx(by_hand(output["out"]).item(), rel=1e-4)

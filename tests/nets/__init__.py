@@ -30,6 +30,7 @@ from tests.nets.specs import (
     Recolours,
     four_layers,
     four_tied_layers,
+    later_letters,
     many_heads,
 )
 from tests.nets.structures import (
@@ -95,6 +96,7 @@ __all__ = [
     "keeps",
     "killed_on_rank1",
     "killed_once",
+    "later_letters",
     "leaves_the_compiler",
     "loud",
     "many_heads",

@@ -1,5 +1,8 @@
 """Specs of losses and batches of their own."""
 
+import dataclasses
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -134,3 +137,23 @@ four_tied_layers = LanguageModel(
     "tests.nets:four_tied_layers", _build_four_tied_layers, max_seq_len=64, seq_len=16
 )
 """A GPT-2 of four layers, whose embedding is its head's weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _LaterLetters(LanguageModel):
+    """A model of the letters from n on in a text of bytes, and of no others."""
+
+    ignores_labels: ClassVar = True
+
+    def logits_and_labels(self, model: nn.Module, batch):
+        logits_MV, labels_M = super().logits_and_labels(model, batch)
+        return logits_MV, labels_M.masked_fill(labels_M < ord("n"), -1)
+
+    def count_labels(self, batch) -> int:
+        return int((batch["labels"] >= ord("n")).sum())
+
+
+later_letters = _LaterLetters(
+    "tests.nets:later_letters",
+    lambda num_tokens: nn.Sequential(nn.Embedding(num_tokens, 8), nn.Linear(8, num_tokens)),
+)

@@ -9,6 +9,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from accbench.config import plugins
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
 from accbench.training import worker
+from accbench.training.label_counts import LabelCounts
 from accbench.training.train_loop import train_step
 
 STEPS, BATCH = 5, 8
@@ -58,7 +60,7 @@ CASES: dict[str, Case] = {
         "whole",
     ),
     "tp 2 x 2 adamw": (ADAMW_TIED, ("--tp=2", "--dp_shard=2"), "whole"),
-    "tp bert same data": (("--model=bert_tiny", *SGD), ("--tp=2",), "whole"),
+    "tp bert": (("--model=bert_tiny", *SGD), ("--tp=2",), "whole"),
     "tp vit": (("--model=tests.nets:small_vit", *SGD), ("--tp=2",), "whole"),
     "tp overflow": (FLOAT16, ("--tp=2",), "ddp"),
     "tp accumulated": ((TIED, *SGD, "--accumulate=2"), ("--tp=2", "--dp_shard=2"), "whole"),
@@ -66,8 +68,15 @@ CASES: dict[str, Case] = {
 CASES |= {
     "cp sgd": (SGD_CLIPPED, ("--cp=2",), "whole"),
     "cp adamw": (ADAMW_TIED, ("--cp=2", "--dp_shard=2"), "whole"),
-    "cp ignored labels": (SGD_CLIPPED, ("--cp=2",), "whole"),
     "cp 2 x tp 2": ((HEADS, *SGD, "--accumulate=2"), ("--cp=2", "--tp=2"), "whole"),
+}
+TWICE = "--accumulate=2"
+CASES |= {
+    "ignored labels": (SGD_CLIPPED, (), "whole"),
+    "ignored labels accumulated": (SGD_CLIPPED, (TWICE,), "whole"),
+    "ignored labels 2 x 2 zero 3": (SGD_CLIPPED, ("--tp=2", "--dp_shard=auto"), "whole"),
+    "ignored labels cp": (SGD_CLIPPED, ("--cp=2", TWICE), "whole"),
+    "ignored labels pp": (SGD_CLIPPED, ("--pp=2", TWICE), "whole"),
 }
 OFFLOADED = "--offload=optimizer"
 CASES |= {
@@ -109,9 +118,9 @@ SOAKED: dict[str, Case] = {
     "inductor tp": (ADAMW_TIED, (INDUCTOR, "--tp=2"), "whole"),
     "pp 2 x tp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--tp=2"), "whole"),
     "pp 2 x cp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--cp=2"), "whole"),
-    "pp ignored labels": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2",), "whole"),
+    "inductor ignored labels": (SGD_CLIPPED, (INDUCTOR, TWICE), "whole"),
     "pp skipped": ((*DEEP_CLIPPED, "--accumulate=2", "--on_nan=skip"), ("--pp=2",), "ddp"),
-    "pp bert same data": (("--model=bert_tiny", *SGD, "--accumulate=2"), ("--pp=2",), "whole"),
+    "pp bert": (("--model=bert_tiny", *SGD), ("--pp=2", TWICE), "whole"),
     "pp vit": ((*VIT, "--accumulate=2"), ("--pp=2",), "whole"),
     "inductor pp 2": ((*DEEP_CLIPPED, "--accumulate=2"), (INDUCTOR, "--pp=2"), "whole"),
     "inductor zero 1": (ADAMW_TIED, (INDUCTOR, *ZERO_1), "whole"),
@@ -140,6 +149,7 @@ if find_spec("jax"):
     JAX = ("--engine=jax", "--tp=2")
     LATE = ("--engine=jax", "--dp_shard=auto", "--jax.gather=layers")
     CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*LATE, "--tp=2"), "whole")
+    CASES["jax ignored labels"] = (SGD_CLIPPED, ("--engine=jax", TWICE), "whole")
     SOAKED |= {
         "jax tp": (SGD_CLIPPED, JAX, "whole"),
         "jax late": ((TIED, *SGD, "--accumulate=2"), LATE, "whole"),
@@ -184,14 +194,17 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     transform = worker.share_sequences(engine, spec, net)
     engine.seed(data.rank)
     losses = []
+    loader = Batches()
     for step in range(STEPS):
         batch = spec.synthetic_batch(BATCH, num_classes, torch.Generator().manual_seed(step))
+        if "ignored" in case:
+            ignore_some(batch["labels"], step)
+        loader.append(transform(part(batch, data)))
+    labels = LabelCounts(engine, spec, SimpleNamespace(ignores_labels="ignored" in case))
+    for step, batch in enumerate(labels.device_batches(loader)):
         if step == 2 and ("overflow" in case or "skipped" in case):
             plant_infinity(engine, topology)
-        if "ignored" in case:
-            batch["labels"][:, :3] = -1  # of one part of a sequence more than of the other
-        own = batch if "same data" in case else part(batch, data)
-        loss = engine.run_step(train_step, model, spec, optimizer, transform(own)).detach()
+        loss = engine.run_step(train_step, model, spec, optimizer, batch).detach()
         (mean,) = [
             sum(v) / len(v)
             for v in zip(*process_group.all_gather_values([loss.item()]), strict=True)
@@ -216,6 +229,20 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     kept += [p for group in optimizer.param_groups for p in group["params"]]
     found["bytes"] = sum(t.numel() * t.element_size() for t in kept)
     return found
+
+
+class Batches(list):
+    """A loader of batches that it has."""
+
+    resident = False
+
+
+def ignore_some(labels_NT: torch.Tensor, step: int) -> None:
+    """Ignore two labels more in each row than in the one before, and all of the last rank."""
+    for row, labels_T in enumerate(labels_NT):
+        labels_T[: 2 * row] = -1
+    if step == 1:
+        labels_NT[-BATCH // 4 :] = -1
 
 
 def part(batch: Any, data: Topology) -> Any:

@@ -17,6 +17,7 @@ from accbench.config import plugins
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import data_parallel
+from accbench.training.label_counts import LabelCounts
 from accbench.training.train_loop import train_step
 from accbench.training.worker import apply_environment
 
@@ -38,7 +39,8 @@ def main(out: str, flags: list[str]) -> None:
     model = engine.prepare(model)
     optimizer = engine.build_optimizer(model)
     losses = []
-    for step, batch in enumerate(engine.device_batches(source.train_loader())):
+    labels = LabelCounts(engine, spec, source)
+    for step, batch in enumerate(labels.device_batches(source.train_loader())):
         losses.append(engine.run_step(train_step, model, spec, optimizer, batch))
         if step + 1 == task.max_steps:
             break

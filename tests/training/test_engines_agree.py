@@ -118,6 +118,24 @@ def test_language_models_agree(tmp_path):
             assert distance.mean() < 1e-5, name  # four steps move a weight by up to 4e-3
 
 
+@pytest.mark.xla
+@NEEDS_XLA
+def test_engines_agree_where_parts_of_a_step_have_different_numbers_of_labels(tmp_path):
+    flags = (*FLAGS, "--model=tests.nets:later_letters", "--data=tokens:docs/architecture.md",
+             "--seq_len=4", "--accumulate=2", "--max_steps=3", "--lr=1e-2")  # fmt: skip
+    losses = {}
+    for engine in ("ddp", "xla"):
+        (tmp_path / engine).mkdir()
+        result = two_ranks(STEPS, str(tmp_path / engine), *flags, f"--engine={engine}")
+        assert result.returncode == 0, result.stderr
+        of_rank = (torch.load(tmp_path / engine / f"rank{r}.pt")["losses"] for r in range(2))
+        losses[engine] = [*zip(*of_rank, strict=True)]
+    for of_ddp, of_xla in zip(losses["ddp"], losses["xla"], strict=True):
+        assert of_xla == pytest.approx(of_ddp, rel=1e-5)
+    # Each rank has its share of the mean over all labels.
+    assert any(abs(first - second) > 0.1 * first for first, second in losses["ddp"])
+
+
 ENGINES = pytest.mark.parametrize("engine", ["ddp", XLA])
 
 

@@ -17,6 +17,7 @@ class Source(data.Source):
     """Random batches of the kind that the model takes."""
 
     gives = None
+    ignores_labels = False  # unless the spec says so
 
     @dataclasses.dataclass(frozen=True)
     class Options:

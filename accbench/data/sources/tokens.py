@@ -32,6 +32,7 @@ class Source(data.Source):
     """Consecutive blocks of `--seq_len` tokens; the last ones are held out for evaluation."""
 
     gives: ClassVar = "tokens"
+    ignores_labels: ClassVar = False
 
     @dataclasses.dataclass(frozen=True)
     class Options:

@@ -16,7 +16,7 @@ from accbench.models.tasks.spec import TOKENS, Spec, out_of_range
 _ATTENTION = "accbench_sdpa"
 _GROUP = "context_parallel_group"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-_LABELS_PER_RANK = "labels_per_rank"
+_LABEL_COUNTS = "label_counts"
 IGNORED_LABEL = -1
 """The label of tokens that the model does not predict, also of padding from `accbench.data`."""
 
@@ -99,16 +99,34 @@ class LanguageModel(Spec):
         return logits_NTV.flatten(0, 1), batch["labels"].flatten()
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Compute the mean cross-entropy of labelled tokens, in float32 or a wider model dtype."""
+        """Compute the mean cross-entropy of labelled tokens, in float32 or a wider model dtype.
+
+        It is 0 where there are none. A batch with `with_label_counts` is a part of more.
+        """
         logits_MV, labels_M = self.logits_and_labels(model, batch)
         logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
         total = functional.cross_entropy(
             logits_MV, labels_M, ignore_index=IGNORED_LABEL, reduction="sum"
         )
-        if _LABELS_PER_RANK in batch:  # those of the whole sequences, over the ranks
-            num_labels = batch[_LABELS_PER_RANK].sum()
+        if _LABEL_COUNTS in batch:
+            num_labels = batch[_LABEL_COUNTS].sum()
             return total / torch.where(num_labels > 0, num_labels, 1)
         return total / (labels_M != IGNORED_LABEL).sum().clamp(min=1)
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether labels can be counted: not those of a subclass that computes with others."""
+        kind, base = type(self), LanguageModel
+        is_base = kind.loss is base.loss and kind.logits_and_labels is base.logits_and_labels
+        return is_base or kind.count_labels is not base.count_labels
+
+    def count_labels(self, batch: Any) -> int:
+        """Count the labelled tokens of a batch on the host."""
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+    def with_label_counts(self, batch: Any, labels_N: torch.Tensor) -> Any:
+        """See the base class."""
+        return {**batch, _LABEL_COUNTS: labels_N}
 
     def share_sequences(self, net: nn.Module, group: RankGroup, tp: int) -> None:
         """Have a network compute with a part of each sequence.
@@ -155,12 +173,13 @@ class LanguageModel(Spec):
             )
         part = slice(group.rank * length, (group.rank + 1) * length)
         positions_T = torch.arange(labels_NT.shape[1])[part]
-        return {
+        cut = {
             "input_ids": batch["input_ids"][:, part].contiguous(),
             "labels": labels_NT[:, part].contiguous(),
             "position_ids": positions_T.expand(len(labels_NT), -1).contiguous(),
-            _LABELS_PER_RANK: (labels_NT != IGNORED_LABEL).sum(1) / group.size,
         }
+        labels_N = (labels_NT != IGNORED_LABEL).sum(1)
+        return self.with_label_counts(cut, labels_N / group.size)
 
     def score(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return sums over the labelled tokens: loss, top-1, top-5, tokens; (4,)."""

@@ -41,21 +41,33 @@ class Segmentation(Spec):
         return Normalized(net)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Compute the mean over counted pixels, plus half of the auxiliary classifier's."""
-        images_NCHW, masks_NHW = batch
+        """Compute the mean over counted pixels, plus half of the auxiliary classifier's.
+
+        It is 0 where there are none. A batch with `with_label_counts` is a part of more.
+        """
+        images_NCHW, masks_NHW, *counts = batch
         output = model(images_NCHW)
-        loss = _cross_entropy(output["out"], masks_NHW)
+        total = _summed_cross_entropy(output["out"], masks_NHW)
         if "aux" in output:
-            loss = loss + _AUXILIARY_WEIGHT * _cross_entropy(output["aux"], masks_NHW)
-        return loss
+            total = total + _AUXILIARY_WEIGHT * _summed_cross_entropy(output["aux"], masks_NHW)
+        num_pixels = counts[0].sum() if counts else (masks_NHW != IGNORED).sum()
+        return total / torch.where(num_pixels > 0, num_pixels, 1)
+
+    def count_labels(self, batch: Any) -> int:
+        """Count the pixels of a batch on the host whose class counts."""
+        return int((batch[1] != IGNORED).sum())
+
+    def with_label_counts(self, batch: Any, labels_N: torch.Tensor) -> Any:
+        """See the base class."""
+        return *batch[:2], labels_N
 
     def score(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return sums over the counted pixels: loss, correct ones, NaN, number of pixels; (4,)."""
-        images_NCHW, masks_NHW = batch
+        images_NCHW, masks_NHW, *_ = batch
         logits_NCHW = model(images_NCHW)["out"]
         is_counted_NHW = masks_NHW != IGNORED
         is_correct_NHW = (logits_NCHW.argmax(dim=1) == masks_NHW) & is_counted_NHW
-        loss = _cross_entropy(logits_NCHW, masks_NHW, reduction="sum").float()
+        loss = _summed_cross_entropy(logits_NCHW, masks_NHW).float()
         undefined = torch.full_like(loss, float("nan"))
         return torch.stack(
             [loss, is_correct_NHW.sum().float(), undefined, is_counted_NHW.sum().float()]
@@ -77,10 +89,8 @@ class Segmentation(Spec):
         return out_of_range("masks are", masks_NHW[masks_NHW != IGNORED], num_classes)
 
 
-def _cross_entropy(
-    logits_NCHW: torch.Tensor, masks_NHW: torch.Tensor, reduction: str = "mean"
-) -> torch.Tensor:
+def _summed_cross_entropy(logits_NCHW: torch.Tensor, masks_NHW: torch.Tensor) -> torch.Tensor:
     loss_dtype = torch.promote_types(logits_NCHW.dtype, torch.float32)
     return functional.cross_entropy(
-        logits_NCHW.to(loss_dtype), masks_NHW, ignore_index=IGNORED, reduction=reduction
+        logits_NCHW.to(loss_dtype), masks_NHW, ignore_index=IGNORED, reduction="sum"
     )

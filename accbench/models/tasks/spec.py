@@ -26,11 +26,32 @@ class Spec(abc.ABC):
     """Whether the loss accepts class weights in place of labels."""
     usual_num_classes: ClassVar[int] = 1000
     """Default number of classes, or vocabulary size, of `--data synthetic`."""
+    ignores_labels: ClassVar[bool] = False
+    """Whether labels are ignored whatever the data: the model leaves some out, or `synthetic_batch`
+    does."""
 
     @property
     def units_per_sample(self) -> int:
         """Units of throughput in a sample, such as its tokens; 1 if samples are the unit."""
         return 1
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether `loss` is a mean over labels, which a subclass's `count_labels` counts."""
+        return type(self).count_labels is not Spec.count_labels
+
+    def count_labels(self, batch: Any) -> int:
+        """Count the labels in a batch on the host that the loss is a mean over."""
+        raise NotImplementedError
+
+    def with_label_counts(self, batch: Any, labels_N: torch.Tensor) -> Any:
+        """Return a batch whose loss is divided by a count of labels of more than the batch.
+
+        Args:
+            batch: on any device.
+            labels_N: labels to divide by, float32; `loss` of any rows divides by the sum of these.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def build(self, num_classes: int) -> nn.Module:

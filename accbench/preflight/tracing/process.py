@@ -25,6 +25,8 @@ from accbench.models.tasks import trainable
 from accbench.preflight.tracing import programs
 from accbench.recording.terminal import log
 from accbench.system.gc_pause import pause_gc
+from accbench.training import label_counts
+from accbench.training.label_counts import LabelCounts
 
 
 def run(argv: Sequence[str], trace: Callable[[TaskConfig, Path], None]) -> int:
@@ -108,6 +110,8 @@ def build(
     batch = next(iter(source.train_loader()))
     if engine.mesh.cp > 1:
         batch = _part_of_sequences(engine, spec, net, batch)
+    if LabelCounts(engine, spec, source).is_needed:
+        (batch,) = label_counts.of_parts(spec, [batch])
     model.train()
     facts = _model_facts(spec, net, batch, source.num_classes)
     facts["build_s"] = time.perf_counter() - started
