@@ -134,9 +134,14 @@ class MeshFlags:
     )
     cp: int = flag(
         1,
-        "Context parallelism: cut each sequence over this many workers, which share a batch, and "
-        "exchange heads for positions in attention (DeepSpeed-Ulysses).",
+        "Context parallelism: cut each sequence over this many workers, which share a batch.",
         minimum=1,
+    )
+    cp_attention: Literal["ulysses", "ring"] = flag(
+        "ulysses",
+        "How workers of --cp attend to each other's parts. ulysses: they exchange positions for "
+        "heads, whose number limits --cp. ring: keys and values go round the workers, for any "
+        "number of heads.",
     )
     offload: Literal["none", "optimizer", "all"] = flag(
         "none",

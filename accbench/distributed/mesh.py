@@ -115,6 +115,8 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
         raise RequestError(f"--zero {task.zero} shards nothing without --dp_shard auto")
     if task.pp == 1 and task.pp_schedule is not None:
         raise RequestError(f"--pp_schedule {task.pp_schedule} orders nothing without --pp 2")
+    if task.cp == 1 and task.cp_attention != "ulysses":
+        raise RequestError(f"--cp_attention {task.cp_attention} shares nothing without --cp 2")
     num_data_ranks, after, taken = world_size, "", ""
     for flag, size in (("tp", task.tp), ("cp", task.cp), ("pp", task.pp)):
         _refuse_remainder(num_data_ranks, flag, size, "use one of", after)

@@ -242,8 +242,9 @@ def share_sequences(engine: Engine, spec: Any, net: nn.Module) -> Callable[[Any]
             f"--cp {shape.cp}: --model {engine.task.model} has no sequences to cut; leave --cp out"
         )
     group = RankGroup.of(shape.device_mesh(engine.device.type).get_group("cp"))
-    spec.share_sequences(net, group, shape.tp)
-    return partial(spec.part_of_sequences, group)
+    algorithm = engine.task.cp_attention
+    spec.share_sequences(net, group, shape.tp, algorithm)
+    return partial(spec.part_of_sequences, group, algorithm=algorithm)
 
 
 def _check(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> None:

@@ -19,6 +19,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 # Script -> (arguments beside --tiny, environment, what it prints). FOLDER is a new folder.
 CASES = {
     "checkpoint_cost": (["FOLDER"], {}, ["training stood still for", "killed after step"]),
+    "context_parallel_bytes": ([], {}, ["| 2 | ulysses |", "| 2 | ring |", "| 4 | ring |"]),
     "digits_table": (["FOLDER"], {}, ["| 1 | float32 | ddp |"]),
     "engine_overhead": ([], {}, ["ratio", "1 processes of 1 turns of 2 steps"]),
     "engine_speed": (["FOLDER"], {}, ["| model, type, workers | inductor |", "resnet50, float32"]),
@@ -46,6 +47,7 @@ CASES = {
     "verdict_trials": (["FOLDER", "--busy=1"], {}, ["same: ", "slowed: ", " repeated"]),
 }  # fmt: skip
 MARKS = {
+    "context_parallel_bytes": [soak],
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],
     "kill_soak": [soak],

@@ -18,12 +18,15 @@ from accbench.training import checkpoint_file
 from tests.conftest import ROOT, TINY, end_of, of_kind, processes_of, run, several_ranks
 from tests.engine_params import NEEDS_XLA
 from tests.scripts import sharded_ranks
+from tests.scripts.sharded_ranks import RING
 
 # Position embeddings, norms and biases of rows are not cut, and in small models they are a part.
 SHARES = {
     "cp sgd": 1, "cp adamw": 0.25, "cp 2 x tp 2": 0.52,
     "ignored labels": 1, "ignored labels accumulated": 1, "ignored labels 2 x 2 zero 3": 0.26,
     "ignored labels cp": 1, "ignored labels pp": 0.52,
+    "cp 4 ring sgd": 1, "cp ring adamw": 0.25, "cp 4 ring ignored labels": 1,
+    "cp 2 ring x tp 2": 0.52,
     "tp sgd": 0.52, "tp adamw": 0.7, "tp overflow": 0.52, "tp accumulated": 0.35,
     "tp bert": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
     "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26, "offload optimizer": 1,
@@ -96,9 +99,16 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     (("--cp=2", "--model=bert_tiny"), "--cp 2: --model bert_tiny needs whole sequences; leave --cp "
      "out"),
     (("--cp=4", "--model=llama_tiny"), "--cp 4: --model llama_tiny has 2 num_key_value_heads; use "
-     "a divisor of them"),
+     "a divisor of them, or --cp_attention ring"),
     (("--cp=2", "--tp=2", "--model=llama_tiny"), "--cp 2: --model llama_tiny has 2 "
-     "num_key_value_heads, 1 with --tp 2; use a divisor of them"),
+     "num_key_value_heads, 1 with --tp 2; use a divisor of them, or --cp_attention ring"),
+    (("--cp_attention=ring",), "--cp_attention ring shares nothing without --cp 2"),
+    (("--cp=2", RING, "--model=gpt2_tiny"), "--cp 2 --cp_attention ring: --model gpt2_tiny drops "
+     "attention's weights with probability 0.1, which the ring cannot; use --cp_attention ulysses"),
+    (("--cp=2", RING, "--model=llama_tiny", "--seq_len=18"), "--cp 2 --cp_attention ring: "
+     "--seq_len 18 is no multiple of 4"),
+    (("--cp=2", RING, "--engine=jax"), "--cp 2 --cp_attention ring: engine jax compiles no ring; "
+     "use --cp_attention ulysses, or --engine ddp"),
     (("--tp=4", "--model=llama_tiny"), "--tp 4: model.layers.0.self_attn.k_proj has 2 heads; use "
      "--tp 1 or 2"),
     pytest.param(
@@ -252,7 +262,9 @@ def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
     assert states[0].optimizer["net.classes"]["momentum_buffer"].shape == (7, 512)
 
 
-@pytest.mark.parametrize("shared", [("--tp=2",), ("--cp=2",), ("--pp=2", "--accumulate=2")])
+@pytest.mark.parametrize(
+    "shared", [("--tp=2",), ("--cp=2",), ("--cp=2", RING), ("--pp=2", "--accumulate=2")]
+)
 def test_samples_that_workers_share_count_once(tmp_path, shared):
     records_of = {}
     (tmp_path / "text").write_text((ROOT / "docs" / "architecture.md").read_text()[:700])

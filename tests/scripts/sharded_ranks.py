@@ -78,6 +78,18 @@ CASES |= {
     "ignored labels cp": (SGD_CLIPPED, ("--cp=2", TWICE), "whole"),
     "ignored labels pp": (SGD_CLIPPED, ("--pp=2", TWICE), "whole"),
 }
+RING = "--cp_attention=ring"
+# Llama's two heads of keys are fewer than the ranks.
+CASES |= {
+    "cp 4 ring sgd": (SGD_CLIPPED, ("--cp=4", RING), "whole"),
+    "cp ring adamw": (ADAMW_TIED, ("--cp=2", RING, "--dp_shard=2"), "whole"),
+    "cp 4 ring ignored labels": (SGD_CLIPPED, ("--cp=4", RING), "whole"),
+    "cp 2 ring x tp 2": (
+        (UNTIED, *SGD, "--accumulate=2", "--checkpoint_modules=LlamaDecoderLayer"),
+        ("--cp=2", RING, "--tp=2"),
+        "whole",
+    ),
+}
 OFFLOADED = "--offload=optimizer"
 CASES |= {
     "offload optimizer": (SGD_CLIPPED, (OFFLOADED,), "whole"),
@@ -119,6 +131,8 @@ SOAKED: dict[str, Case] = {
     "pp 2 x tp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--tp=2"), "whole"),
     "pp 2 x cp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--cp=2"), "whole"),
     "inductor ignored labels": (SGD_CLIPPED, (INDUCTOR, TWICE), "whole"),
+    "pp 2 x cp 2 ring": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--cp=2", RING), "whole"),
+    "inductor cp 2 ring": (SGD_CLIPPED, (INDUCTOR, "--cp=2", RING, "--dp_shard=2"), "whole"),
     "pp skipped": ((*DEEP_CLIPPED, "--accumulate=2", "--on_nan=skip"), ("--pp=2",), "ddp"),
     "pp bert": (("--model=bert_tiny", *SGD), ("--pp=2", TWICE), "whole"),
     "pp vit": ((*VIT, "--accumulate=2"), ("--pp=2",), "whole"),

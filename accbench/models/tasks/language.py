@@ -8,14 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from accbench.distributed.collectives import RankGroup, all_to_all
+from accbench.distributed.collectives import RankGroup
 from accbench.errors import RequestError
+from accbench.models.tasks import context_parallel
 from accbench.models.tasks.classification import logits_of, sums_of_logits
 from accbench.models.tasks.spec import TOKENS, Spec, out_of_range
 
 _ATTENTION = "accbench_sdpa"
-_GROUP = "context_parallel_group"
-_HEADS = ("num_attention_heads", "num_key_value_heads")
 _LABEL_COUNTS = "label_counts"
 IGNORED_LABEL = -1
 """The label of tokens that the model does not predict, also of padding from `accbench.data`."""
@@ -31,19 +30,9 @@ def options_of_transformers() -> dict[str, Any]:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    def attend(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
-    ) -> Any:
-        """Attend with this rank's heads to all positions, where ranks have parts of sequences.
-
-        Arrays are (N, H, T, D), and what is returned is (N, T, H, D).
-        """
-        group = getattr(module.config, _GROUP, None)
-        if group is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        q, k, v = (all_to_all(x, group, cut=1, joined=2) for x in (query, key, value))
-        out, weights = sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
-        return all_to_all(out, group, cut=1, joined=2), weights
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        """Attend as transformers does, also where ranks have parts of sequences."""
+        return context_parallel.attend(sdpa_attention_forward, *args, **kwargs)
 
     AttentionInterface.register(_ATTENTION, attend)
     return {
@@ -128,55 +117,49 @@ class LanguageModel(Spec):
         """See the base class."""
         return {**batch, _LABEL_COUNTS: labels_N}
 
-    def share_sequences(self, net: nn.Module, group: RankGroup, tp: int) -> None:
+    def share_sequences(
+        self, net: nn.Module, group: RankGroup, tp: int,
+        algorithm: context_parallel.Algorithm = "ulysses",
+    ) -> None:  # fmt: skip
         """Have a network compute with a part of each sequence.
 
         Args:
             net: of this spec.
             group: the ranks that share each sequence.
             tp: ranks that share each of its heads' parts.
+            algorithm: how they attend to each other's parts.
 
         Raises:
             RequestError: it cannot; the message says why.
         """
-        asked = f"--cp {group.size}"
+        share = context_parallel.SequenceShare(group, algorithm)
         if not self.cuts_sequences:
             raise RequestError(
-                f"{asked}: --model {self.name} needs whole sequences; leave --cp out"
+                f"{share.flags}: --model {self.name} needs whole sequences; leave --cp out"
             )
-        if self.seq_len % group.size:
-            raise RequestError(f"{asked}: --seq_len {self.seq_len} is no multiple of it")
-        configs = {id(m.config): m.config for m in net.modules() if hasattr(m, "config")}
-        if len(configs) != 1:
+        if self.seq_len % share.num_chunks:
             raise RequestError(
-                f"{asked}: --model {self.name} has {len(configs)} configurations of transformers, "
-                "not one, so that its attention is not known; leave --cp out"
+                f"{share.flags}: --seq_len {self.seq_len} is no multiple of {share.num_chunks}"
             )
-        (config,) = configs.values()
-        heads = {key: getattr(config, key, None) for key in _HEADS}
-        for key, number in heads.items():
-            if number is not None and number // tp % group.size:
-                of_rank = f"{number} {key}{f', {number // tp} with --tp {tp}' if tp > 1 else ''}"
-                raise RequestError(
-                    f"{asked}: --model {self.name} has {of_rank}; use a divisor of them"
-                )
-        setattr(config, _GROUP, group)
+        context_parallel.set_share(net, share, tp, self.name)
 
-    def part_of_sequences(self, group: RankGroup, batch: Any) -> Any:
+    def part_of_sequences(
+        self, group: RankGroup, batch: Any, algorithm: context_parallel.Algorithm = "ulysses"
+    ) -> Any:
         """Return a rank's part of a batch's sequences, and what it has to know of the whole."""
+        share = context_parallel.SequenceShare(group, algorithm)
         labels_NT = batch["labels"]
-        length, rest = divmod(labels_NT.shape[1], group.size)
-        if rest:
+        num_samples, num_tokens = labels_NT.shape
+        if num_tokens % share.num_chunks:
             raise RequestError(
-                f"--cp {group.size}: a batch has sequences of {labels_NT.shape[1]} tokens, no "
-                "multiple of it"
+                f"{share.flags}: a batch has sequences of {num_tokens} tokens, no multiple of "
+                f"{share.num_chunks}"
             )
-        part = slice(group.rank * length, (group.rank + 1) * length)
-        positions_T = torch.arange(labels_NT.shape[1])[part]
+        positions_T = share.positions(num_tokens)
         cut = {
-            "input_ids": batch["input_ids"][:, part].contiguous(),
-            "labels": labels_NT[:, part].contiguous(),
-            "position_ids": positions_T.expand(len(labels_NT), -1).contiguous(),
+            "input_ids": batch["input_ids"][:, positions_T],
+            "labels": labels_NT[:, positions_T],
+            "position_ids": positions_T.expand(num_samples, -1).contiguous(),
         }
         labels_N = (labels_NT != IGNORED_LABEL).sum(1)
         return self.with_label_counts(cut, labels_N / group.size)
