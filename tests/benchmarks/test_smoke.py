@@ -18,6 +18,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 
 # Script -> (arguments beside --tiny, environment, what it prints). FOLDER is a new folder.
 CASES = {
+    "activation_bytes": ([], {}, ["| llama_tiny, 1 x 16 | 2 |"]),
     "checkpoint_cost": (["FOLDER"], {}, ["training stood still for", "killed after step"]),
     "digits_table": (["FOLDER"], {}, ["| 1 | float32 | ddp |"]),
     "engine_overhead": ([], {}, ["ratio", "1 processes of 1 turns of 2 steps"]),
@@ -46,6 +47,7 @@ CASES = {
     "verdict_trials": (["FOLDER", "--busy=1"], {}, ["same: ", "slowed: ", " repeated"]),
 }  # fmt: skip
 MARKS = {
+    "activation_bytes": [needs("transformers")],
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],
     "kill_soak": [soak],
