@@ -312,8 +312,8 @@ class CheckPass:
                 # A new engine, as this one may have compiled the shared dropout in. The mask is
                 # read from a gradient, which must not be clipped, and has no plans to be cut by.
                 unclipped = dataclasses.replace(
-                    self.task, clip_norm=None, accumulate=1, tp=1, cp=1, cp_attention="ulysses",
-                    pp=1, pp_schedule=None,
+                    self.task, clip_norm=None, accumulate=1, tp=1, sequence_parallel=False, cp=1,
+                    cp_attention="ulysses", pp=1, pp_schedule=None,
                 )  # fmt: skip
                 problem = engine_dropout.find_problem(
                     open_engine(unclipped, self.topology), self.topology, train_step,

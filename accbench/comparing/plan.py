@@ -243,6 +243,11 @@ def _check(flags: Any) -> None:
         raise RequestError(
             f"compare has --tp, --cp and --pp in its rows alone: --engines ddp,ddp:{asked}"
         )
+    if flags.sequence_parallel:
+        raise RequestError(
+            "compare has --sequence_parallel in its rows alone: --engines "
+            "ddp,ddp:tp=2:sequence_parallel=on"
+        )
     if flags.profile is not None:
         raise RequestError("a profile slows what compare measures; take --profile in a run")
     if flags.on_oom != "stop":

@@ -132,6 +132,12 @@ class MeshFlags:
         "batch, by the model's plan (docs/parallel.md).",
         minimum=1,
     )
+    sequence_parallel: bool = flag(
+        False,
+        "With --tp: norms, dropout and residuals between the cut layers compute a part of each "
+        "sequence on each worker, by the model's plan, and so keep fewer activations "
+        "(docs/parallel.md).",
+    )
     cp: int = flag(
         1,
         "Context parallelism: cut each sequence over this many workers, which share a batch.",

@@ -1,8 +1,9 @@
 """Collectives of a forward pass with their gradients, which engines compile with the model.
 
 They are torch's functional collectives, which all compilers here know, and are waited for at once.
-The first three are those of Megatron-LM's tensor parallelism (Shoeybi et al., 2019), `all_to_all`
-that of DeepSpeed-Ulysses (Jacobs et al., 2023), the others those of PartialFC (An et al., 2021).
+The first three are those of Megatron-LM's tensor parallelism (Shoeybi et al., 2019), those along an
+axis those of its sequence parallelism (Korthikanti et al., 2022), `all_to_all` that of
+DeepSpeed-Ulysses (Jacobs et al., 2023), the others those of PartialFC (An et al., 2021).
 """
 
 import dataclasses
@@ -40,16 +41,54 @@ def reduce_from_group(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return reduced
 
 
-def gather_from_group(x: torch.Tensor, rank: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return all ranks' parts of the last axis; each has the gradient of its part.
+def gather_from_group(
+    x: torch.Tensor, rank: torch.Tensor, group: RankGroup, axis: int = -1
+) -> torch.Tensor:
+    """Return all ranks' parts of an axis; each has the gradient of its part.
 
     Args:
         x: this rank's part.
         rank: this rank in the group, int64 (); a tensor, so that all ranks compile one graph.
         group: the ranks.
+        axis: the axis.
     """
-    gathered: torch.Tensor = _GatherFromGroup.apply(x, rank, group)
+    gathered: torch.Tensor = _GatherFromGroup.apply(x, rank, group, axis)
     return gathered
+
+
+def part_of_rank(x: torch.Tensor, rank: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+    """Return a rank's part of an axis; see `gather_from_group`."""
+    parts = x.unflatten(axis, (group.size, -1))
+    axis %= x.dim()
+    return parts.index_select(axis, rank[None]).squeeze(axis)
+
+
+def scatter_along(x: torch.Tensor, rank: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+    """Return this rank's part of what is the same on all ranks; gradients are gathered.
+
+    Args:
+        x: the whole.
+        rank: see `gather_from_group`.
+        group: the ranks.
+        axis: which is cut.
+    """
+    part: torch.Tensor = _ScatterAlong.apply(x, rank, group, axis)
+    return part
+
+
+def all_gather_along(x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+    """Return all ranks' parts of an axis; each has its part of the sum of the gradients.
+
+    That is the gradient where each rank computes something else with what is gathered.
+    """
+    gathered: torch.Tensor = _AllGatherAlong.apply(x, group, axis)
+    return gathered
+
+
+def reduce_scatter_along(x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+    """Return this rank's part of the sum over the ranks; gradients are gathered."""
+    scattered: torch.Tensor = _ReduceScatterAlong.apply(x, group, axis)
+    return scattered
 
 
 def all_to_all(x: torch.Tensor, group: RankGroup, cut: int, joined: int) -> torch.Tensor:
@@ -125,19 +164,52 @@ class _ReduceFromGroup(torch.autograd.Function):
 
 class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rank: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, x: torch.Tensor, rank: torch.Tensor, group: RankGroup, axis: int
+    ) -> torch.Tensor:
+        ctx.group, ctx.axis = group, axis
         ctx.save_for_backward(rank)
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-            x.movedim(-1, 0).contiguous(), group.size, group.name
-        )
-        return _waited(gathered).movedim(0, -1)
+        return _all_gather(x, group, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (rank,) = ctx.saved_tensors
+        return part_of_rank(gradients[0], rank, ctx.group, ctx.axis), None, None, None
+
+
+class _ScatterAlong(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, rank: torch.Tensor, group: RankGroup, axis: int
+    ) -> torch.Tensor:
+        ctx.group, ctx.axis = group, axis
+        return part_of_rank(x, rank, group, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_gather(gradients[0], ctx.group, ctx.axis), None, None, None
+
+
+class _AllGatherAlong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+        ctx.group, ctx.axis = group, axis
+        return _all_gather(x, group, axis).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (rank,) = ctx.saved_tensors
-        parts = gradients[0].unflatten(-1, (ctx.group.size, -1))
-        return parts.index_select(-2, rank[None]).squeeze(-2), None, None
+        return _reduce_scatter(gradients[0], ctx.group, ctx.axis), None, None
+
+
+class _ReduceScatterAlong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+        ctx.group, ctx.axis = group, axis
+        return _reduce_scatter(x, group, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _all_gather(gradients[0], ctx.group, ctx.axis).contiguous(), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -153,6 +225,20 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_reduce(x: torch.Tensor, group: RankGroup, how: str = "sum") -> torch.Tensor:
     return _waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group.name))
+
+
+def _all_gather(x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+        x.movedim(axis, 0).contiguous(), group.size, group.name
+    )
+    return _waited(gathered).movedim(0, axis)
+
+
+def _reduce_scatter(x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
+    scattered = torch.ops._c10d_functional.reduce_scatter_tensor(
+        x.movedim(axis, 0).contiguous(), "sum", group.size, group.name
+    )
+    return _waited(scattered).movedim(0, axis).contiguous()
 
 
 def _exchange(x: torch.Tensor, group: RankGroup, cut: int, joined: int) -> torch.Tensor:

@@ -117,6 +117,11 @@ def of_task(task: TaskConfig, world_size: int) -> MeshShape:
         raise RequestError(f"--pp_schedule {task.pp_schedule} orders nothing without --pp 2")
     if task.cp == 1 and task.cp_attention != "ulysses":
         raise RequestError(f"--cp_attention {task.cp_attention} shares nothing without --cp 2")
+    if task.sequence_parallel and task.tp == 1:
+        raise RequestError(
+            "--sequence_parallel cuts what lies between the layers that --tp cuts; add --tp 2, or "
+            "leave it out"
+        )
     num_data_ranks, after, taken = world_size, "", ""
     for flag, size in (("tp", task.tp), ("cp", task.cp), ("pp", task.pp)):
         _refuse_remainder(num_data_ranks, flag, size, "use one of", after)
@@ -196,6 +201,26 @@ def pipeline_problem(task: TaskConfig, shape: MeshShape) -> str | None:
             f"at a time; use a multiple of {shape.pp}"
         )
     return None
+
+
+def sequence_problem(task: TaskConfig, length: int | None) -> str | None:
+    """Return why `--sequence_parallel` cannot cut sequences evenly, or None if it can.
+
+    Args:
+        task: the task.
+        length: of a sequence that the model computes with; None if it is not known yet.
+    """
+    step = task.cp * task.tp
+    if not task.sequence_parallel or length is None or length % step == 0:
+        return None
+    cut = f"--tp {task.tp}" if task.cp == 1 else f"--cp {task.cp} times --tp {task.tp}"
+    leave_out = "leave --sequence_parallel out"
+    if length != task.seq_len:
+        return f"--sequence_parallel: sequences of {length} are no multiple of {cut}; {leave_out}"
+    return (
+        f"--sequence_parallel: --seq_len {length} is no multiple of {cut}; use --seq_len "
+        f"{max(step, length // step * step)}, or {leave_out}"
+    )
 
 
 def num_stages(task: TaskConfig) -> int:

@@ -255,6 +255,15 @@ def fill_from_rows(shards: Iterable[ParameterShard], group: dist.ProcessGroup) -
             shard.parameter.detach().copy_(whole)
 
 
+def sum_in_buckets(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over a group's ranks, in place, several in one collective; all call it."""
+    for bucket in buckets((tensor, tensor.nbytes, tensor.dtype) for tensor in tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
 def buckets(sized: Iterable[tuple[_T, int, torch.dtype]]) -> Iterator[list[_T]]:
     """Yield neighbours of one dtype together, up to `_BUCKET_BYTES` or one of them.
 

@@ -37,6 +37,9 @@ class EngineRequirements(abc.ABC):
         """
         shape = mesh.of_task(task, world_size)
         problem = cls.mesh_problem(task, shape) if mesh.is_sharded(task) else None
+        if problem is None and task.sequence_parallel:
+            length = getattr(models.of_task(task), "sequence_length", None)
+            problem = mesh.sequence_problem(task, length)
         if problem is None and models.shards_classes(task):
             problem = cls.class_shards_problem(task)
         if problem is not None:

@@ -30,6 +30,16 @@ TENSOR_PARALLEL_PLAN = {
     "bert.encoder.layer.*.intermediate.dense": "colwise",
     "cls.predictions.decoder": "colwise_gather_output",
 }
+SEQUENCE_PARALLEL_PLAN = {
+    "bert.embeddings.LayerNorm": "scatter_input",
+    "bert.embeddings.dropout": "sequence_parallel",
+    "bert.encoder.layer.*.attention.self": "gather_input",
+    "bert.encoder.layer.*.intermediate": "gather_input",
+    "bert.encoder.layer.*output.dropout": "sequence_parallel",
+    "bert.encoder.layer.*output.LayerNorm": "sequence_parallel",
+    "cls.predictions.transform.dense": "sequence_parallel",
+    "cls.predictions.transform.LayerNorm": "gather_output",
+}
 PIPELINE_PLAN = ["bert.embeddings", "bert.encoder.layer.*", "cls"]
 
 
@@ -101,6 +111,7 @@ def _build(name: str, num_tokens: int) -> nn.Module:
     )  # fmt: skip
     net = BertForMaskedLM(config)
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.sequence_parallel_plan = SEQUENCE_PARALLEL_PLAN  # type: ignore[assignment]
     net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
     return MaskedBert(net, num_tokens)
 

@@ -25,6 +25,15 @@ TENSOR_PARALLEL_PLAN = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+SEQUENCE_PARALLEL_PLAN = {
+    "transformer.drop": "scatter_input",
+    "transformer.h.*.ln_[12]": "sequence_parallel",
+    "transformer.h.*.attn": "gather_input",
+    "transformer.h.*.attn.resid_dropout": "sequence_parallel",
+    "transformer.h.*.mlp": "gather_input",
+    "transformer.h.*.mlp.dropout": "sequence_parallel",
+    "transformer.ln_f": "gather_output",
+}
 PIPELINE_PLAN = [
     "transformer.wte", "transformer.wpe", "transformer.h.*", "transformer.ln_f", "lm_head"
 ]  # fmt: skip
@@ -42,6 +51,7 @@ def _build(name: str, num_tokens: int) -> nn.Module:
         )
     )  # fmt: skip
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.sequence_parallel_plan = SEQUENCE_PARALLEL_PLAN  # type: ignore[assignment]
     net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
     return net
 

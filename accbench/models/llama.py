@@ -27,6 +27,13 @@ TENSOR_PARALLEL_PLAN = {
     "model.layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+SEQUENCE_PARALLEL_PLAN = {
+    "model.layers.0": "scatter_input",
+    "model.layers.*layernorm": "sequence_parallel",
+    "model.layers.*.self_attn": "gather_input",
+    "model.layers.*.mlp": "gather_input",
+    "model.norm": "gather_output",
+}
 PIPELINE_PLAN = ["model.embed_tokens", "model.layers.*", "model.norm", "lm_head"]
 
 
@@ -43,6 +50,7 @@ def _build(name: str, num_tokens: int) -> nn.Module:
         )
     )  # fmt: skip
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.sequence_parallel_plan = SEQUENCE_PARALLEL_PLAN  # type: ignore[assignment]
     net.pipeline_plan = PIPELINE_PLAN  # type: ignore[assignment]
     return net
 

@@ -19,6 +19,15 @@ TENSOR_PARALLEL_PLAN = {
     "encoder.layers.*.mlp.0": "colwise",
     "encoder.layers.*.mlp.3": "rowwise",
 }
+SEQUENCE_PARALLEL_PLAN = {
+    "encoder.dropout": "scatter_input",
+    "encoder.layers.*.ln_[12]": "sequence_parallel",
+    "encoder.layers.*.self_attention": "gather_input",
+    "encoder.layers.*.dropout": "sequence_parallel",
+    "encoder.layers.*.mlp": "gather_input",
+    "encoder.layers.*.mlp.4": "sequence_parallel",
+    "encoder.ln": "gather_output",
+}
 PIPELINE_PLAN = [
     "class_token", "conv_proj", "encoder.pos_embedding", "encoder.layers.*", "encoder.ln", "heads"
 ]  # fmt: skip
@@ -36,6 +45,11 @@ class _VisionTransformer(ImageClassification):
                 f"must be a multiple of {_PATCH}, not {self.image_size}"
             )
 
+    @property
+    def sequence_length(self) -> int:
+        """Patches of an image, and the class token."""
+        return (self.image_size // _PATCH) ** 2 + 1
+
     def build(self, num_classes: int) -> nn.Module:
         from torchvision.models.vision_transformer import VisionTransformer
 
@@ -45,6 +59,7 @@ class _VisionTransformer(ImageClassification):
             num_heads=num_heads, hidden_dim=width, mlp_dim=4 * width, num_classes=num_classes,
         )  # fmt: skip
         net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN
+        net.sequence_parallel_plan = SEQUENCE_PARALLEL_PLAN
         net.pipeline_plan = PIPELINE_PLAN
         return Classifier(net, num_classes)
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accbench import models
 from accbench.config import TaskConfig
 from accbench.distributed.collectives import RankGroup
+from accbench.distributed.mesh import sequence_problem
 from accbench.distributed.tensor_slices import TensorSlice
 from accbench.engines import optimizers
 from accbench.engines.common import tensor_parallel
@@ -60,6 +61,7 @@ class CandidateMesh:
         return dataclasses.replace(
             task, dp_shard="auto" if self.is_sharded else None, tp=self.tp, cp=self.cp,
             zero=task.zero if self.is_sharded else None, batch_size=self.batch_size,
+            sequence_parallel=task.sequence_parallel and self.tp > 1,
         )  # fmt: skip
 
     def is_of(self, task: TaskConfig) -> bool:
@@ -151,6 +153,10 @@ def _cut_model(
             spec.share_sequences(net, RankGroup("", 0, cp), tp)
         if tp == 1:
             return num_whole, net, {}
+        asked = dataclasses.replace(task, tp=tp, cp=cp)
+        problem = sequence_problem(asked, getattr(spec, "sequence_length", None))
+        if problem is not None:
+            raise RequestError(problem)
         group = RankGroup("", 0, tp)
         return num_whole, net, tensor_parallel.parallelize_by_own_plan(net, group, task.model)
 

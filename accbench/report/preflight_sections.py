@@ -65,6 +65,7 @@ def describe_setting(result: PreflightResult) -> str:
             for axis in ("dp_shard", "tp", "cp", "pp")
             if task.get(axis) not in (None, 1)
         ),
+        *(["sequence parallel"] if task.get("sequence_parallel") else []),
         f"{task['amp_level']} {preflight_page.dtype(result)}",
         f"batch {task['batch_size']:,} {_of_gpus(task)}",
     ]

@@ -18,6 +18,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 
 # Script -> (arguments beside --tiny, environment, what it prints). FOLDER is a new folder.
 CASES = {
+    "activation_bytes": ([], {}, ["| llama_tiny, 1 x 16 | 2 |"]),
     "checkpoint_cost": (["FOLDER"], {}, ["training stood still for", "killed after step"]),
     "context_parallel_bytes": ([], {}, ["| 2 | ulysses |", "| 2 | ring |", "| 4 | ring |"]),
     "digits_table": (["FOLDER"], {}, ["| 1 | float32 | ddp |"]),
@@ -47,6 +48,7 @@ CASES = {
     "verdict_trials": (["FOLDER", "--busy=1"], {}, ["same: ", "slowed: ", " repeated"]),
 }  # fmt: skip
 MARKS = {
+    "activation_bytes": [needs("transformers")],
     "context_parallel_bytes": [soak],
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],

@@ -32,7 +32,10 @@ SHARES = {
     "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26, "offload optimizer": 1,
     "offload all tp 2 x 2": 0.35, "partial fc sgd": 0.76, "partial fc uneven adamw": 0.76,
     "pp 4 sgd": 0.28, "pp 2 tied adamw": 0.54, "pp 2 interleaved": 0.5, "pp 4 batchnorm": 0.27,
-    "pp 2 x 2 zero 1": 0.27,
+    "pp 2 x 2 zero 1": 0.27, "sequence sgd": 0.52, "sequence adamw": 0.52,
+    "sequence tied adamw": 0.7, "sequence bert": 0.6, "sequence vit": 0.7,
+    "sequence 2 x 2 zero 3": 0.26, "sequence 2 x 2 zero 1": 0.35, "sequence cp 2 x tp 2": 0.52,
+    "sequence dropout": 1, "inductor sequence 2 x 2": 0.26,
 }  # fmt: skip
 
 
@@ -84,7 +87,37 @@ def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     assert sharded < whole * SHARES.get(case, 0.5 if "2 x 2" in case else 0.25) * 1.05
 
 
+@pytest.mark.parametrize(("layers", "sequence"), [
+    ("tp sgd", "sequence sgd"), ("tp adamw", "sequence tied adamw")
+])  # fmt: skip
+def test_sequence_parallelism_sums_in_parts_and_keeps_less(found, layers, sequence):
+    of_layers, of_sequence = found[layers]["passes"], found[sequence]["passes"]
+    assert "reduce_scatter_tensor" not in of_layers
+    # Of two layers, each with attention and an MLP, forward and backward. What is left is the
+    # embedding's, and that of the head's inputs.
+    assert of_sequence["reduce_scatter_tensor"] == 2 * 2 * 2
+    assert of_sequence["all_reduce"] == 2
+    # Likewise, with the logits', and before and behind all layers.
+    assert of_sequence["all_gather_into_tensor"] == 2 * 2 * 2 + 3
+    # At least one activation a layer less, of 4 samples, 16 tokens and width 64 in float32.
+    less = of_layers["saved_bytes"] - of_sequence["saved_bytes"]
+    assert less > 2 * 4 * 16 * 64 * 4
+
+
 @pytest.mark.parametrize(("flags", "line"), [
+    (("--sequence_parallel",), "--sequence_parallel cuts what lies between the layers that --tp "
+     "cuts; add --tp 2, or leave it out"),
+    (("--sequence_parallel", "--tp=2", "--model=llama_tiny", "--seq_len=31"), "--sequence_parallel:"
+     " --seq_len 31 is no multiple of --tp 2; use --seq_len 30, or leave --sequence_parallel out"),
+    (("--sequence_parallel", "--tp=2", "--cp=2", "--model=llama_tiny", "--seq_len=30"),
+     "--sequence_parallel: --seq_len 30 is no multiple of --cp 2 times --tp 2; use --seq_len 28, "
+     "or leave --sequence_parallel out"),
+    (("--sequence_parallel", "--tp=2", "--model=vit_s_16", "--image_size=224"),
+     "--sequence_parallel: sequences of 197 are no multiple of --tp 2; leave --sequence_parallel "
+     "out"),
+    (("--sequence_parallel", "--tp=2", "--model=tests.nets:small_vit"), "--model "
+     "tests.nets:small_vit has no plan for --sequence_parallel; leave it out, or give the network "
+     "a sequence_parallel_plan (docs/parallel.md)"),
     (("--dp_shard=3",), "4 workers are no multiple of --dp_shard 3; use auto or one of 1, 2, 4"),
     (("--dp_shard=half",), "--dp_shard must be auto or a number of workers, not 'half'"),
     (("--zero=2",), "--zero 2 shards nothing without --dp_shard auto"),
@@ -354,6 +387,20 @@ def test_rows_whose_workers_share_a_batch_have_the_same_global_batch(monkeypatch
     assert (floor.task["batch_size"], floor.task["tp"], floor.task["dp_shard"]) == (3, 1, None)
     with pytest.raises(RequestError, match="in its rows alone: --engines ddp,ddp:tp=2"):
         plan.parse([*flags, "--engines=ddp,jax", "--tp=2"], "accbench compare")
+    with pytest.raises(RequestError, match="in its rows alone: .*:sequence_parallel=on"):
+        plan.parse([*flags, "--engines=ddp,jax", "--sequence_parallel"], "accbench compare")
+
+
+def test_rows_share_sequences(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = [*TINY, "--data=synthetic", "--nproc_per_node=2", "--model=llama_tiny", "--seq_len=16"]
+    engines = "--engines=ddp,ddp:tp=2:sequence_parallel=on,ddp:sequence_parallel=true"
+    asked = plan.parse([*flags, engines], "accbench compare").plan
+    assert [row.task and row.task["sequence_parallel"] for row in asked.rows] == [False, True, None]
+    assert asked.rows[2].reason.endswith("add --tp 2, or leave it out")
+    numerics = [job for job in jobs.in_order(asked, tmp_path) if job.label.startswith("numerics")]
+    plain = [job for job in numerics if job.kind in ("reference", "floor")]
+    assert not any(job.task["sequence_parallel"] for job in plain)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -10,7 +10,7 @@ from torch import nn
 
 from accbench.distributed.collectives import RankGroup
 from accbench.distributed.tensor_slices import TensorSlice
-from accbench.engines.common import tensor_parallel
+from accbench.engines.common import activation_checkpointing, tensor_parallel
 from accbench.errors import RequestError
 from tests.conftest import python
 
@@ -117,6 +117,14 @@ def test_attention_is_cut_between_heads():
     net = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, add_zero_attn=True)})
     with pytest.raises(RequestError, match="has keys of another width or of its own"):
         tensor_parallel.parallelize(net, {"attention": "multihead_attention"}, GROUP)
+
+
+def test_a_checkpointed_layer_is_refused():
+    """It would compute with its part as if that were the whole."""
+    net = Net()
+    activation_checkpointing.apply(net.attention, ["Linear"])
+    with pytest.raises(RequestError, match="--tp changes how Linear computes; leave it out of "):
+        tensor_parallel.parallelize(net, PLAN, GROUP)
 
 
 def test_a_plan_is_found_in_a_part_of_the_network():

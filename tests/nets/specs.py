@@ -8,7 +8,7 @@ from torch import nn
 
 from accbench.models import Spec
 from accbench.models.gpt2 import PIPELINE_PLAN
-from accbench.models.llama import TENSOR_PARALLEL_PLAN
+from accbench.models.llama import SEQUENCE_PARALLEL_PLAN, TENSOR_PARALLEL_PLAN
 from accbench.models.tasks.language import LanguageModel, options_of_transformers
 from benchmarks.nets import tied as tied
 
@@ -87,6 +87,7 @@ def _build_many_heads(num_tokens: int) -> nn.Module:
         )
     )  # fmt: skip
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.sequence_parallel_plan = SEQUENCE_PARALLEL_PLAN  # type: ignore[assignment]
     return net
 
 
@@ -111,6 +112,7 @@ def _build_four_layers(num_tokens: int) -> nn.Module:
         )
     )  # fmt: skip
     net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.sequence_parallel_plan = SEQUENCE_PARALLEL_PLAN  # type: ignore[assignment]
     return net
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accbench.models.arcface import ArcFace, FaceClassifier, FaceNet
-from accbench.models.vit import PIPELINE_PLAN, TENSOR_PARALLEL_PLAN
+from accbench.models.vit import PIPELINE_PLAN, SEQUENCE_PARALLEL_PLAN, TENSOR_PARALLEL_PLAN
 from benchmarks.nets import tied as tied
 from benchmarks.nets import tiny
 
@@ -101,6 +101,17 @@ class _Staged(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden.mean((2, 3)))
+
+
+def even_vit(num_classes: int) -> nn.Module:
+    """`small_vit` for images of 24 pixels, which makes ten tokens."""
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    net = VisionTransformer(24, 8, 2, 4, 32, 64, dropout=0.1, num_classes=num_classes)
+    net.tensor_parallel_plan = TENSOR_PARALLEL_PLAN  # type: ignore[assignment]
+    net.sequence_parallel_plan = SEQUENCE_PARALLEL_PLAN  # type: ignore[assignment]
+    nn.init.normal_(net.heads.head.weight, std=0.02)  # which begins with zeros
+    return net
 
 
 def staged(num_classes: int) -> nn.Module:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accbench import config, models, resolving
 from accbench.config import plugins
@@ -90,6 +91,24 @@ CASES |= {
         "whole",
     ),
 }
+TP_PARTS = ("--tp=2", "--sequence_parallel")
+CASES |= {
+    "sequence sgd": (SGD_CLIPPED, TP_PARTS, "whole"),
+    "sequence adamw": ((UNTIED, *ADAMW, "--clip_norm=0.5"), TP_PARTS, "whole"),
+    "sequence tied adamw": (ADAMW_TIED, TP_PARTS, "whole"),
+    "sequence bert": (("--model=bert_tiny", *SGD), TP_PARTS, "whole"),
+    "sequence vit": (("--model=tests.nets:even_vit", *SGD, "--image_size=24"), TP_PARTS, "whole"),
+    "sequence 2 x 2 zero 3": (SGD_CLIPPED, (*TP_PARTS, "--dp_shard=auto"), "whole"),
+    "sequence 2 x 2 zero 1": (
+        (TIED, *SGD, "--accumulate=2"),
+        (*TP_PARTS, "--dp_shard=2", "--zero=1", "--checkpoint_modules=GPT2Block"),
+        "whole",
+    ),
+    "sequence cp 2 x tp 2": (
+        (HEADS, *SGD, "--accumulate=2"), (*TP_PARTS, "--cp=2"), "whole"
+    ),
+    "sequence dropout": ((TIED, *SGD), TP_PARTS, "--tp=2"),
+}  # fmt: skip
 OFFLOADED = "--offload=optimizer"
 CASES |= {
     "offload optimizer": (SGD_CLIPPED, (OFFLOADED,), "whole"),
@@ -124,10 +143,17 @@ CASES |= {
 }
 INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
 CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")
+CASES["inductor sequence 2 x 2"] = (
+    SGD_CLIPPED, (INDUCTOR, *TP_PARTS, "--dp_shard=2"), "whole"
+)  # fmt: skip
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
 # They compile for a minute each.
 SOAKED: dict[str, Case] = {
     "inductor tp": (ADAMW_TIED, (INDUCTOR, "--tp=2"), "whole"),
+    "inductor sequence dropout": ((TIED, *SGD), (INDUCTOR, *TP_PARTS), f"--tp=2 {INDUCTOR}"),
+    "pp 2 x tp 2 sequence": (
+        (*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", *TP_PARTS), "whole"
+    ),
     "pp 2 x tp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--tp=2"), "whole"),
     "pp 2 x cp 2": ((*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", "--cp=2"), "whole"),
     "inductor ignored labels": (SGD_CLIPPED, (INDUCTOR, TWICE), "whole"),
@@ -164,6 +190,7 @@ if find_spec("jax"):
     LATE = ("--engine=jax", "--dp_shard=auto", "--jax.gather=layers")
     CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*LATE, "--tp=2"), "whole")
     CASES["jax ignored labels"] = (SGD_CLIPPED, ("--engine=jax", TWICE), "whole")
+    CASES["jax sequence 2 x 2"] = (SGD_CLIPPED, (*LATE, *TP_PARTS), "whole")
     SOAKED |= {
         "jax tp": (SGD_CLIPPED, JAX, "whole"),
         "jax late": ((TIED, *SGD, "--accumulate=2"), LATE, "whole"),
@@ -177,6 +204,7 @@ if find_spec("jax"):
     }
 
 
+MEASURED = ("tp sgd", "sequence sgd", "tp adamw", "sequence tied adamw")
 KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred", "names")
 
 
@@ -242,6 +270,7 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     kept = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
     kept += [p for group in optimizer.param_groups for p in group["params"]]
     found["bytes"] = sum(t.numel() * t.element_size() for t in kept)
+    found["passes"] = measured_passes(model, spec, loader[-1]) if case in MEASURED else None
     return found
 
 
@@ -257,6 +286,38 @@ def ignore_some(labels_NT: torch.Tensor, step: int) -> None:
         labels_T[: 2 * row] = -1
     if step == 1:
         labels_NT[-BATCH // 4 :] = -1
+
+
+class Collectives(TorchDispatchMode):
+    """Counts torch's functional collectives by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and kind != "wait_tensor":
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def measured_passes(model: nn.Module, spec: Any, batch: Any) -> dict[str, Any]:
+    """Collectives of a forward and a backward pass, and bytes that are kept between them."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with Collectives() as collectives:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = spec.loss(model, batch)
+        loss.backward()
+    return {**collectives.counts, "saved_bytes": sum(kept.values())}
 
 
 def part(batch: Any, data: Topology) -> Any:
@@ -295,6 +356,7 @@ def distances(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         "buffers": wrong,
         "losses": max(abs(a - b) / abs(b) for a, b in pairs),
         "updates": (moved / wanted) ** 0.5,
+        "passes": found["passes"],
         **{key: [found[key], other[key]] for key in KEPT},
     }
 
@@ -310,7 +372,8 @@ def main(out: str, kind: str = "CASES", *chosen: str) -> None:
         key = (flags, beside, "overflow" in case, "ignored" in case, "uneven" in case)
         if key not in references:
             alone = Topology() if beside == "whole" else topology
-            references[key] = train(flags, alone, case)
+            unlike = beside.split() if beside.startswith("--") else []
+            references[key] = train((*flags, *unlike), alone, case)
         found[case] = distances(train((*flags, *sharded), topology, case), references[key])
     if topology.rank == 0:
         Path(out, "found.json").write_text(json.dumps(found))

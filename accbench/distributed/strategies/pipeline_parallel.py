@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench.distributed.mesh import MeshShape
-from accbench.distributed.parameter_shards import buckets
+from accbench.distributed.parameter_shards import sum_in_buckets
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import DataParallel
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
@@ -121,13 +121,10 @@ class PipelineParallel(ShardedOptimizer):
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
         data = self.data_parallel
-        for bucket in buckets((g, g.nbytes, g.dtype) for g in gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, group=data.group)
-            flat /= data.topology.world_size
-            sizes = [gradient.numel() for gradient in bucket]
-            for gradient, part in zip(bucket, flat.split(sizes), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        assert data.group is not None
+        sum_in_buckets(gradients, data.group)
+        for gradient in gradients:
+            gradient.div_(data.topology.world_size)
 
     @torch.no_grad()
     def broadcast_in_stage(self, tensor: torch.Tensor) -> None:

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench.distributed.mesh import MeshShape
-from accbench.distributed.parameter_shards import ParameterShard, ShardGroups, pinned_like
+from accbench.distributed.parameter_shards import (
+    ParameterShard,
+    ShardGroups,
+    pinned_like,
+    sum_in_buckets,
+)
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import Strategy
 from accbench.distributed.tensor_slices import TensorSlice
@@ -112,6 +117,8 @@ class ShardingStrategy(TorchStrategy):
         self.groups = ShardGroups(self.group, self.tp_group, is_first)
         self.tensor_slices: Mapping[str, TensorSlice] = {}
         """Parameter -> the part of it that this rank computes with; set before `wrap`."""
+        self.of_sequence_parts: frozenset[str] = frozenset()
+        """Parameters that a rank uses for a part of the sequence (`--sequence_parallel`)."""
         self.class_slices: Mapping[str, TensorSlice] = {}
         """Parameter -> this rank's part of its classes, where all ranks share them (PartialFC)."""
 
@@ -135,6 +142,9 @@ class ShardingStrategy(TorchStrategy):
 
         Where that is in host memory, the host waits for the device here.
         """
+        parts = [g for n, g in gradients.items() if g is not None and n in self.of_sequence_parts]
+        if self.tp_group is not None:
+            sum_in_buckets(parts, self.tp_group)
         for name, gradient in gradients.items():
             shard = self._shards[name]
             if gradient is not None and self.steps_on_host:

@@ -16,7 +16,7 @@ FSDP over the other ranks, compilers.
 """
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from accbench.distributed.collectives import (
     copy_to_group,
     gather_from_group,
     reduce_from_group,
+    reduce_scatter_along,
 )
 from accbench.distributed.tensor_slices import TensorSlice
 from accbench.engines.common import tied_parameters
@@ -37,9 +38,10 @@ from accbench.recording.terminal import log
 Plan = Mapping[str, str]
 PLAN_ATTRIBUTE = "tensor_parallel_plan"
 """The attribute of a network, or of a module in it, that holds its plan."""
+_TRANSFORMERS_ATTRIBUTE = "_tp_plan"
 
 
-class _ParallelModule(nn.Module):
+class ParallelModule(nn.Module):
     """A layer with this rank's part of its weights."""
 
     tensor_group: RankGroup
@@ -47,28 +49,53 @@ class _ParallelModule(nn.Module):
     """This rank in the group, int64 (): a buffer, so that all ranks compile one graph."""
 
 
-class _ColumnParallel(_ParallelModule):
+class OutputParallel(ParallelModule):
+    """A layer of which this rank computes some outputs, from all inputs."""
+
+    sums_gradients = True
+    """Whether it sums its inputs' gradients over the ranks; else, what gathers the inputs does."""
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        return copy_to_group(x, self.tensor_group) if self.sums_gradients else x
+
+
+class ColumnParallel(OutputParallel):
+    """A product of which this rank computes some columns."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = super().forward(copy_to_group(x, self.tensor_group))
+        """Return this rank's part of the outputs."""
+        product: torch.Tensor = super().forward(self._shared(x))
         return product
 
 
-class _GatheredColumnParallel(_ColumnParallel):
+class GatheredColumnParallel(ColumnParallel):
+    """Likewise, but each rank gets all outputs."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' outputs."""
         return gather_from_group(super().forward(x), self.group_rank, self.tensor_group)
 
 
-class _RowParallel(_ParallelModule):
+class RowParallel(ParallelModule):
+    """A layer of which this rank has some inputs."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None
+    sequence_axis: int | None = None
+    """Along which each rank keeps a part of the outputs; None: each has all of them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' products, plus the bias."""
         weight = self.weight.T if _is_transposed(self) else self.weight
-        summed = reduce_from_group(functional.linear(x, weight), self.tensor_group)
+        product = functional.linear(x, weight)
+        if self.sequence_axis is None:
+            summed = reduce_from_group(product, self.tensor_group)
+        else:
+            summed = reduce_scatter_along(product, self.tensor_group, self.sequence_axis)
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
-class _VocabularyParallelEmbedding(_ParallelModule):
+class _VocabularyParallelEmbedding(ParallelModule):
     weight: torch.Tensor
     padding_idx: int | None
 
@@ -82,7 +109,7 @@ class _VocabularyParallelEmbedding(_ParallelModule):
         return reduce_from_group(rows * is_here[..., None], self.tensor_group)
 
 
-class _HeadParallelAttention(_ParallelModule):
+class HeadParallelAttention(OutputParallel):
     """torch's MultiheadAttention of a sequence with itself, of this rank's heads."""
 
     head_dim: int
@@ -94,6 +121,7 @@ class _HeadParallelAttention(_ParallelModule):
         key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None,
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Return (the sequence's attention to itself, None)."""
         is_masked = key_padding_mask is not None or attn_mask is not None or is_causal
         if is_masked or need_weights or key is not query or value is not query:
             raise RequestError(
@@ -101,8 +129,7 @@ class _HeadParallelAttention(_ParallelModule):
                 "need_weights=False; leave --tp out"
             )
         sequence = query if self.batch_first else query.transpose(0, 1)
-        x = copy_to_group(sequence, self.tensor_group)
-        packed = functional.linear(x, self.in_proj_weight, self.in_proj_bias)  # type: ignore[arg-type]
+        packed = functional.linear(self._shared(sequence), self.in_proj_weight, self.in_proj_bias)  # type: ignore[arg-type]
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in packed.chunk(3, -1)
         )
@@ -113,9 +140,11 @@ class _HeadParallelAttention(_ParallelModule):
         return out if self.batch_first else out.transpose(0, 1), None
 
 
-def find_plan(model: nn.Module) -> Plan:
+def find_plan(
+    model: nn.Module, attributes: Sequence[str] = (PLAN_ATTRIBUTE, _TRANSFORMERS_ATTRIBUTE)
+) -> Plan:
     """Return the plan of a network, or of the first module in it that has one; {} if none has."""
-    for attribute in (PLAN_ATTRIBUTE, "_tp_plan"):  # the second is transformers'
+    for attribute in attributes:
         for name, module in model.named_modules():
             plan = getattr(module, attribute, None)
             if plan:
@@ -189,7 +218,7 @@ def parallelize(model: nn.Module, plan: Plan, group: RankGroup) -> dict[str, Ten
         for attribute in _CUT_SIZES.get(style, ()):
             if hasattr(module, attribute):
                 setattr(module, attribute, getattr(module, attribute) // group.size)
-        _become_parallel(module, _LAYERS[style], group)
+        become_parallel(module, _LAYERS[style], group)
     if unused:
         raise RequestError(
             f"--tp: the model has no module {sorted(unused)[0]}, which its plan names"
@@ -199,11 +228,11 @@ def parallelize(model: nn.Module, plan: Plan, group: RankGroup) -> dict[str, Ten
     return {name_of[key]: part for key, part in slices.items()}
 
 
-_LAYERS: dict[str, type[_ParallelModule]] = {
-    "colwise": _ColumnParallel, "packed_colwise": _ColumnParallel, "rowwise": _RowParallel,
-    "colwise_gather_output": _GatheredColumnParallel, "colwise_rep": _GatheredColumnParallel,
+_LAYERS: dict[str, type[ParallelModule]] = {
+    "colwise": ColumnParallel, "packed_colwise": ColumnParallel, "rowwise": RowParallel,
+    "colwise_gather_output": GatheredColumnParallel, "colwise_rep": GatheredColumnParallel,
     "embedding_rowwise": _VocabularyParallelEmbedding,
-    "multihead_attention": _HeadParallelAttention,
+    "multihead_attention": HeadParallelAttention,
 }  # fmt: skip
 # Sizes that torch's Linear and Embedding and transformers' Conv1D keep, which reads some of them.
 _CUT_SIZES = {
@@ -212,7 +241,7 @@ _CUT_SIZES = {
     "colwise_rep": ("out_features", "nf"), "embedding_rowwise": ("num_embeddings",),
 }  # fmt: skip
 _RANK_BUFFER = "group_rank"
-_KNOW_THEIR_RANK = (_GatheredColumnParallel, _VocabularyParallelEmbedding)
+_KNOW_THEIR_RANK = (GatheredColumnParallel, _VocabularyParallelEmbedding)
 # Vocabularies, whose size the data decides.
 _SKIPPED_IF_UNEVEN = ("colwise_gather_output", "colwise_rep", "embedding_rowwise")
 
@@ -304,20 +333,35 @@ def rank_buffers(net: nn.Module) -> set[str]:
     return {
         f"{path}.{_RANK_BUFFER}" if path else _RANK_BUFFER
         for path, module in net.named_modules()
-        if isinstance(module, _KNOW_THEIR_RANK)
+        if _RANK_BUFFER in module._buffers and isinstance(module.tensor_group, RankGroup)
     }
 
 
-def _become_parallel(module: nn.Module, layer: type[_ParallelModule], group: RankGroup) -> None:
-    """Give a module the parallel layer's forward pass before its own."""
+def become_parallel(module: nn.Module, layer: type[ParallelModule], group: RankGroup) -> None:
+    """Give a module the parallel layer's forward pass before its own.
+
+    Raises:
+        RequestError: it is checkpointed, and would compute by the pass that it had before.
+    """
     plain = type(module)
-    module.__class__ = type(f"{layer.__name__.lstrip('_')}{plain.__name__}", (layer, plain), {})
+    if "forward" in vars(module):
+        raise RequestError(
+            f"--tp changes how {plain.__name__} computes; leave it out of --checkpoint_modules, "
+            "or name the modules around it"
+        )
+    module.__class__ = type(f"{layer.__name__}{plain.__name__}", (layer, plain), {})
     module.tensor_group = group  # type: ignore[assignment]
-    if layer is _HeadParallelAttention:
+    if layer is HeadParallelAttention:
         # Or torch's encoder layers would compute with its weights by themselves, to evaluate.
         module._qkv_same_embed_dim = False  # type: ignore[assignment]
     if layer in _KNOW_THEIR_RANK:
-        module.register_buffer(_RANK_BUFFER, torch.tensor(group.rank), persistent=False)
+        keep_rank(module, group)
+
+
+def keep_rank(module: nn.Module, group: RankGroup) -> None:
+    """Have a module keep its group, and its rank there as a buffer."""
+    module.tensor_group = group  # type: ignore[assignment]
+    module.register_buffer(_RANK_BUFFER, torch.tensor(group.rank), persistent=False)
 
 
 def _replace_parameters(model: nn.Module, slices: Mapping[int, TensorSlice]) -> None:

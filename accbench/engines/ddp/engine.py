@@ -198,9 +198,16 @@ class Engine(LoopEngine):
             return
         from accbench.engines.common import tensor_parallel
 
+        group = RankGroup.of(strategy.tp_group)
         strategy.tensor_slices = tensor_parallel.parallelize_by_own_plan(
-            model, RankGroup.of(strategy.tp_group), self.task.model
+            model, group, self.task.model
         )
+        if self.task.sequence_parallel:
+            from accbench.engines.common import sequence_parallel
+
+            strategy.of_sequence_parts = sequence_parallel.parallelize_by_own_plan(
+                model, group, self.task.model, strategy.tensor_slices
+            )
 
     def _shard_classes(self, model: nn.Module, strategy: ShardedOptimizer) -> None:
         """Have each rank keep a part of the classes of the model's head (PartialFC)."""

@@ -13,6 +13,7 @@ import importlib.util
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -196,7 +197,10 @@ class Engine(ddp.Engine):
         # In place: the module keeps its class and its parameters' names.
         dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
         nn.Module.compile(model, backend=backend, dynamic=dynamic)
-        if trace_rules.check(model.forward):
+        forward: Any = model.forward
+        while isinstance(forward, partial):  # what has replaced it for this module alone
+            forward = forward.func
+        if trace_rules.check(forward):
             # A class of torch's own, nn.Sequential for one: dynamo passes over its frames, and
             # would compile nothing. torch.compile(model) adds a frame there, too.
             call = wrap_inline(model._call_impl)

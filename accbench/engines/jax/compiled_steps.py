@@ -78,6 +78,8 @@ class CompiledSteps:
         self.stats = CompileStats()
         self.tp_axes: list[Axis] = []
         """Of each parameter, the axis along which ranks have parts; [] where none has."""
+        self.of_sequence_parts: frozenset[str] = frozenset()
+        """Parameters that a rank uses for a part of the sequence (`--sequence_parallel`)."""
         self.scratch_bytes = 0
         """What a step takes at most beside the arrays that are there before it."""
 
@@ -241,6 +243,7 @@ class CompiledSteps:
             and self.task.device != "cpu"
             and not scaler,
             tp_axes=self.tp_axes or [None for _ in model.parameters()],
+            of_sequence_parts=[n in self.of_sequence_parts for n, _ in model.named_parameters()],
             shard_axes=[self._mesh.shard_axis(parameter.shape) for parameter in model.parameters()],
             rules=self._rules,
         )

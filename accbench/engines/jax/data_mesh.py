@@ -286,6 +286,22 @@ class DataMesh:
             for array, axis in zip(arrays, axes, strict=True)
         ]  # fmt: skip
 
+    def sum_over_tp(self, arrays: list[Any], is_part: Sequence[bool]) -> list[Any]:
+        """Add up those arrays of which ranks with the same data have parts; inside of `jit` only.
+
+        Args:
+            arrays: of this rank.
+            is_part: of each, whether the whole is the sum over these ranks; else all have it.
+        """
+        parts = [array for array, is_one in zip(arrays, is_part, strict=True) if is_one]
+        if self._mesh is None or not parts:
+            return arrays
+        flat, unravel = ravel_pytree(parts)
+        sums = iter(unravel(lax.psum(flat, TP_AXIS)))
+        return [
+            next(sums) if is_one else array for array, is_one in zip(arrays, is_part, strict=True)
+        ]
+
     def sum_over_shards(
         self, local_sums: Any, axes: Sequence[Axis], tp_axes: Sequence[Axis]
     ) -> Any:

@@ -174,9 +174,16 @@ class Engine(engines.Engine):
         if self.mesh.tp > 1:
             from accbench.engines.common import tensor_parallel
 
+            group = self._tensor_group()
             self._tensor_slices = tensor_parallel.parallelize_by_own_plan(
-                model, self._tensor_group(), self.task.model
+                model, group, self.task.model
             )
+            if self.task.sequence_parallel:
+                from accbench.engines.common import sequence_parallel
+
+                self._steps.of_sequence_parts = sequence_parallel.parallelize_by_own_plan(
+                    model, group, self.task.model, self._tensor_slices
+                )
             parts = {name: part.axis for name, part in self._tensor_slices.items()}
             self._steps.tp_axes = [parts.get(name) for name, _ in model.named_parameters()]
         model.register_state_dict_pre_hook(lambda *_: self._sync_to_torch())

@@ -42,6 +42,9 @@ class StepPlan:
     """Index of a parameter in the model -> the axis along which it is sharded."""
     tp_axes: list[Axis]
     """Index of a parameter in the model -> the axis along which ranks have parts (`--tp`)."""
+    of_sequence_parts: list[bool]
+    """Index of a parameter in the model -> whether each rank of `--tp` uses it for a part of the
+    sequence alone (`--sequence_parallel`)."""
     gathers_late: bool
     """Gather sharded weights where they are used, twice a step, rather than all at its start."""
     barrier_before_update: bool
@@ -64,6 +67,7 @@ def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callab
         captured, late = late_gathers.rewrite(captured, plan.shard_axes, mesh.num_token_ranks)
     axes = [plan.shard_axes[index] for index in captured.trained]
     tp_axes = [plan.tp_axes[index] for index in captured.trained]
+    of_parts = [plan.of_sequence_parts[index] for index in captured.trained]
 
     def sum_over_shards(local_sums: Any) -> Any:
         return mesh.sum_over_shards(local_sums, axes, tp_axes)
@@ -79,6 +83,7 @@ def build_step(captured: CapturedStep, plan: StepPlan, mesh: DataMesh) -> Callab
             captured, plan, parameters, local_state, inputs, scale
         )
         gradients = _reduced(captured, mesh, [_as_real(g) for g in gradients], axes, late)
+        gradients = mesh.sum_over_tp(gradients, of_parts)
         if plan.barrier_before_update:
             gradients = gradient_ops.gradient_barrier(gradients)
         overflow = jnp.bool_(False)

@@ -77,6 +77,11 @@ class LanguageModel(Spec):
         """Number of tokens in a sample."""
         return self.seq_len
 
+    @property
+    def sequence_length(self) -> int:
+        """Positions of a sample that the network computes with."""
+        return self.seq_len
+
     def build(self, num_classes: int) -> nn.Module:
         """Build the model on the host, with weights drawn from torch's global generator."""
         return self.build_net(num_classes)

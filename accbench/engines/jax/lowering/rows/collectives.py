@@ -28,6 +28,13 @@ def _all_gather_into_tensor(input: Any, group_size: int, group_name: str) -> Any
     return lax.all_gather(input, TP_AXIS, axis=0, tiled=True)
 
 
+@lowering("_c10d_functional.reduce_scatter_tensor.default")
+def _reduce_scatter_tensor(input: Any, reduce_op: str, group_size: int, group_name: str) -> Any:
+    if reduce_op != "sum":
+        raise NotImplementedError(f"reduce_scatter_tensor by {reduce_op}")
+    return lax.psum_scatter(input, TP_AXIS, scatter_dimension=0, tiled=True)
+
+
 @lowering("_c10d_functional.all_to_all_single.default")
 def _all_to_all_single(
     input: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: str
