@@ -220,7 +220,7 @@ LEGS = (
     ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=2"),
     ("--nproc_per_node=2", "--batch_size=4"),
     ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto"),
-    ("--nproc_per_node=2", "--batch_size=8", "--tp=2"),
+    ("--nproc_per_node=2", "--batch_size=8", "--tp=2", "--sequence_parallel"),
     ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto", "--engine=jax"),
     ("--nproc_per_node=4", "--batch_size=4", "--cp=2", "--dp_shard=auto"),
     ("--nproc_per_node=1", "--batch_size=8", "--offload=optimizer"),
@@ -295,9 +295,10 @@ def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
     assert states[0].optimizer["net.classes"]["momentum_buffer"].shape == (7, 512)
 
 
-@pytest.mark.parametrize(
-    "shared", [("--tp=2",), ("--cp=2",), ("--cp=2", RING), ("--pp=2", "--accumulate=2")]
-)
+@pytest.mark.parametrize("shared", [
+    ("--tp=2",), ("--tp=2", "--sequence_parallel"), ("--cp=2",), ("--cp=2", RING),
+    ("--pp=2", "--accumulate=2"),
+])  # fmt: skip
 def test_samples_that_workers_share_count_once(tmp_path, shared):
     records_of = {}
     (tmp_path / "text").write_text((ROOT / "docs" / "architecture.md").read_text()[:700])

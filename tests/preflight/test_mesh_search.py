@@ -66,6 +66,18 @@ def test_few_samples_need_ranks_that_share_them():
     assert any("4 samples a step are no multiple of 8 GPUs" in why for why in refused)
 
 
+def test_sequences_are_shared_where_layers_are():
+    pytest.importorskip("transformers")
+    asked = {"sequence_parallel": True, "tp": 2}
+    meshes, _ = found(**asked)
+    assert meshes["--tp 2"].task(task(**asked)).sequence_parallel
+    assert not meshes["replicas"].task(task(**asked)).sequence_parallel
+    meshes, refused = found(**asked, seq_len=31)
+    assert "replicas" in meshes
+    assert "--tp 2" not in meshes
+    assert any("--seq_len 31 is no multiple of --tp 2" in why for why in refused)
+
+
 def mesh(is_sharded: bool, tp: int, state_gib: float, link_s: float) -> Any:
     return mesh_search.CandidateMesh(
         is_sharded, tp, 1, tp, int(state_gib * GIB), int(8 / tp * GIB), link_s
