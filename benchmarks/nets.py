@@ -8,8 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accbench.models.gpt2 import Family
-from accbench.models.tasks.language import IGNORED_LABEL, LanguageModel
+from accbench.models import bert, gpt2
+from accbench.models.tasks.language import (
+    IGNORED_LABEL,
+    LanguageModel,
+    options_of_transformers,
+)
 
 
 def tiny(num_classes: int) -> nn.Module:
@@ -82,16 +86,42 @@ def tied(num_classes: int) -> nn.Module:
     return _Tied(num_classes)
 
 
-def _gpt2_still(num_tokens: int) -> nn.Module:
-    net = Family.spec("gpt2_tiny").build(num_tokens)
+def _without_dropout(net: nn.Module) -> nn.Module:
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return net
 
 
-# GPT-2 of two layers without dropout, whose masks are each worker's own.
+def _gpt2_still(num_tokens: int) -> nn.Module:
+    return _without_dropout(gpt2.Family.spec("gpt2_tiny").build(num_tokens))
+
+
+def _bert_still(num_tokens: int) -> nn.Module:
+    return _without_dropout(bert.Family.spec("bert_base").build(num_tokens))
+
+
+def _titan_debug(num_tokens: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=num_tokens, max_position_embeddings=2048, hidden_size=256,
+            intermediate_size=768, num_hidden_layers=6, num_attention_heads=16,
+            num_key_value_heads=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            **options_of_transformers(),
+        )
+    )  # fmt: skip
+
+
+# Models without dropout, whose masks are each worker's own: GPT-2 of two layers, BERT, and the
+# shape of torchtitan's Llama debugmodel (torchtitan/models/llama3).
 gpt2_still = LanguageModel("gpt2_still", _gpt2_still, 512, 1024, cuts_sequences=True)
+bert_still = dataclasses.replace(
+    bert.Family.spec("bert_base"), name="bert_still", build_net=_bert_still
+)
+titan_debug = LanguageModel("titan_debug", _titan_debug, 2048, 2048)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ CASES = {
     "digits_table": (["FOLDER"], {}, ["| 1 | float32 | ddp |"]),
     "engine_overhead": ([], {}, ["ratio", "1 processes of 1 turns of 2 steps"]),
     "engine_speed": (["FOLDER"], {}, ["| model, type, workers | inductor |", "resnet50, float32"]),
+    "fsdp_losses": (["FOLDER"], {}, ["| tiny | 2 |"]),
     "gpu_day": (
         ["FOLDER", "--state", "FOLDER", "--device=cpu", "--items=bare-rn50-e,rn50-bfloat16-ddp"],
         {}, ["| bare-rn50-eager |", "| rn50-bfloat16-ddp |", "2 of 2 items done, failed: none"],
@@ -52,6 +53,7 @@ MARKS = {
     "context_parallel_bytes": [soak],
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],
+    "fsdp_losses": [soak, needs("transformers")],
     "kill_soak": [soak],
     "mesh_losses": [soak, needs("transformers")],
     "partial_fc_memory": [soak],
