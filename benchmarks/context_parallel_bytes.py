@@ -24,7 +24,7 @@ from benchmarks.sharding_memory import MALLOC, watched_peak  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
 
 # Tokens, heads of queries, heads of keys and values, width of a head.
-SHAPES = [(8192, 16, 16, 64), (8192, 16, 4, 64), (8192, 16, 2, 64)]
+SHAPES = [(4096, 8, 8, 64), (4096, 8, 2, 64)]
 TINY_SHAPES = [(64, 4, 2, 8)]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-_MAX_SCORES = 1 << 24
-"""Scores that are in memory at a time: 64 MiB in float32."""
+_MAX_SCORES = 1 << 22
+"""Scores that are in memory at a time: 16 MiB in float32."""
 
 
 def attend(
@@ -39,7 +39,7 @@ def attend(
     for rows, num_keys in _tiles(q, k, is_causal):
         scores = _scores(q[:, :, rows], k[:, :, :num_keys], rows.start, is_causal, scale)
         log_sums[:, :, rows] = scores.logsumexp(-1)
-        weights = (scores - log_sums[:, :, rows, None]).exp()
+        weights = scores.sub_(log_sums[:, :, rows, None]).exp_()
         out[:, :, rows] = _ungrouped(_grouped(weights, v) @ v[:, :, :num_keys], rows)
     return out, log_sums
 
@@ -69,11 +69,11 @@ def gradients(
         seen_k, seen_v = k[:, :, :num_keys], v[:, :, :num_keys]
         q_rows, grad_rows = _wide(q[:, :, rows]), _wide(grad_out[:, :, rows])
         scores = _scores(q_rows, seen_k, rows.start, is_causal, scale)
-        weights = (scores - log_sums[:, :, rows, None]).exp()
+        weights = scores.sub_(log_sums[:, :, rows, None]).exp_()
         grad_weights = _ungrouped(_grouped(grad_rows, v) @ seen_v.transpose(2, 3), rows)
         # What the softmax takes from all weights' gradients alike: of all keys, as is `out`.
         mean = (grad_rows * _wide(out[:, :, rows])).sum(-1, keepdim=True)
-        grad_scores = _grouped(weights * (grad_weights - mean), k) * scale
+        grad_scores = _grouped(grad_weights.sub_(mean).mul_(weights).mul_(scale), k)
         grad_q[:, :, rows] = _ungrouped(grad_scores @ seen_k, rows)
         grad_k[:, :, :num_keys] += grad_scores.transpose(2, 3) @ _grouped(q_rows, k)
         grad_v[:, :, :num_keys] += _grouped(weights, v).transpose(2, 3) @ _grouped(grad_rows, v)
@@ -130,10 +130,11 @@ def _scores(
     q: torch.Tensor, k: torch.Tensor, first: int, is_causal: bool, scale: float
 ) -> torch.Tensor:
     """Return the scores (N, H, T, S) of queries, of which the first is number `first`."""
-    products = _ungrouped(_grouped(_wide(q), k) @ k.transpose(2, 3), slice(0, q.shape[2])) * scale
+    products = _ungrouped(_grouped(_wide(q), k) @ k.transpose(2, 3), slice(0, q.shape[2]))
+    products *= scale
     if is_causal:
         allowed = torch.ones(products.shape[2:], dtype=torch.bool, device=q.device).tril(first)
-        products = products.masked_fill(~allowed, -math.inf)
+        products.masked_fill_(~allowed, -math.inf)
     return products
 
 
