@@ -47,17 +47,18 @@ class StepProfile:
     def _start(self, step_s: float) -> None:
         self._left = self.num_steps
         self.engine.wait()
+        # First the engine's: CUPTI, of which both profilers are made, has one subscriber, and torch's
+        # subscribes where there is a GPU, also for the CPU's activities alone.
+        try:
+            self._end_of_engines = self.engine.start_profile(self.folder, self.num_steps * step_s)
+        except OSError as error:
+            log.warning(f"the compiler's profile could not be written to {self.folder}: {error}")
         activities = [ProfilerActivity.CPU]
-        # CUPTI, of which both profilers are made, has one subscriber.
         by_torch = self.engine.task.device == "cuda" and not self.engine.traces_device
         if by_torch and torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
-        try:
-            self._end_of_engines = self.engine.start_profile(self.folder, self.num_steps * step_s)
-        except OSError as error:
-            log.warning(f"the compiler's profile could not be written to {self.folder}: {error}")
 
     def _stop(self) -> None:
         assert self._left is not None
