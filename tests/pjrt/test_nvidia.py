@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accbench.pjrt import nvidia, xla_flags
-from accbench.preflight import command, compiling
+from accbench.preflight import compiling, whole_step
 
 from .fake_cuda import make_driver
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ASK = """
 import dataclasses, json
 from accbench.pjrt import nvidia, xla_flags
-from accbench.preflight import command, compiling
+from accbench.preflight import compiling, whole_step
 print(json.dumps({**dataclasses.asdict(nvidia.driver()), "present": nvidia.has_gpu()}))
 """
 
@@ -157,7 +157,7 @@ def test_flags_that_a_plugin_lacks_are_left_out(
     given = compiling.environment(tmp_path, "")["XLA_FLAGS"]
     assert "--xla_gpu_autotune_level=0" in given
     assert "split_k" not in given
-    assert "xla_gpu_enable_split_k_autotuning" in command._notes()[1]
+    assert "xla_gpu_enable_split_k_autotuning" in whole_step._notes()[1]
 
 
 def test_workers_of_a_machine_share_its_cores_for_compiling(
