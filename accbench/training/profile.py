@@ -47,8 +47,8 @@ class StepProfile:
     def _start(self, step_s: float) -> None:
         self._left = self.num_steps
         self.engine.wait()
-        # First the engine's: CUPTI, of which both profilers are made, has one subscriber, and torch's
-        # subscribes where there is a GPU, also for the CPU's activities alone.
+        # First the engine's: CUPTI, of which both profilers are made, has one subscriber, and
+        # torch's subscribes where there is a GPU, also for the CPU's activities alone.
         try:
             self._end_of_engines = self.engine.start_profile(self.folder, self.num_steps * step_s)
         except OSError as error:
