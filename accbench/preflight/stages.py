@@ -33,14 +33,14 @@ KIND = "preflight of stages"
 
 @dataclasses.dataclass(frozen=True)
 class _CountedStage:
-    """What one stage keeps, and what a micro-batch of it takes."""
+    """Counts of one stage: the memory it keeps, and the memory and time of a micro-batch."""
 
     parameter_bytes: int
     optimizer_bytes: int
     saved_bytes: int
     """Bytes that autograd saves of a micro-batch, without parameters."""
     sent: torch.Tensor
-    """What the next stage receives, fake; of the last stage the loss."""
+    """The fake tensor that the next stage receives; of the last stage the loss."""
     microbatch_s: float
     """Least time of a micro-batch, forward and backward."""
     update_s: float
@@ -221,10 +221,10 @@ def _row(
 ) -> dict[str, Any]:
     """Return what a GPU with the stages of a pipeline's rank needs, computes and sends."""
     numbers = [*range(rank, len(stages), task.pp)]
-    own = [stages[number] for number in numbers]
-    parameter_bytes = sum(stage.parameter_bytes for stage in own)
-    optimizer_bytes = sum(stage.optimizer_bytes for stage in own) // shape.shard
-    saved_bytes = sum(stage.saved_bytes for stage in own) // len(own)
+    of_rank = [stages[number] for number in numbers]
+    parameter_bytes = sum(stage.parameter_bytes for stage in of_rank)
+    optimizer_bytes = sum(stage.optimizer_bytes for stage in of_rank) // shape.shard
+    saved_bytes = sum(stage.saved_bytes for stage in of_rank) // len(of_rank)
     held = in_flight(task.pp_schedule or "1f1b", rank, task.pp, task.accumulate)
     peak_bytes = 2 * parameter_bytes + optimizer_bytes + held * saved_bytes
     passed = _passed(task, shape, links, stages, numbers)
@@ -240,8 +240,8 @@ def _row(
         "in_flight": held,
         "peak_bytes": peak_bytes,
         "fits": peak_bytes <= gpu.memory_bytes,
-        "microbatch_s": sum(stage.microbatch_s for stage in own),
-        "update_s": sum(stage.update_s for stage in own) / shape.shard,
+        "microbatch_s": sum(stage.microbatch_s for stage in of_rank),
+        "update_s": sum(stage.update_s for stage in of_rank) / shape.shard,
         "passed_in_node_bytes": passed[IN_NODE],
         "passed_network_bytes": passed[NETWORK],
         "reduced_in_node_bytes": round(reduced[IN_NODE]),

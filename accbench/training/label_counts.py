@@ -47,7 +47,7 @@ def _shares(batch: Batch, num_labels: float) -> torch.Tensor:
 class _CountedBatch(NamedTuple):
     batch: Batch
     num_labels: int
-    """On the host, whatever device the batch is on."""
+    """A number on the host, whatever device the batch is on."""
 
 
 class _CountingLoader:

@@ -21,12 +21,12 @@ _NOT_BY_RING = ("position_bias", "softcap", "sliding_window", "s_aux")
 
 @dataclasses.dataclass(frozen=True)
 class SequenceShare:
-    """How ranks share sequences."""
+    """A way for ranks to share sequences."""
 
     group: RankGroup
     """The ranks that share each sequence."""
     algorithm: Algorithm = "ulysses"
-    """How they attend to each other's parts (`--cp_attention`)."""
+    """The way in which they attend to each other's parts (`--cp_attention`)."""
 
     @property
     def flags(self) -> str:
