@@ -18,9 +18,9 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "batch_size": (4, 128),
     "amp_level": ("O0", "O1"),
     "lr": (1e-4, 1e-3),
-    "max_steps": (120, 220),
-    "warmup_steps": (20, 20),
-    "log_interval": (10, 20),
+    "max_steps": (60, 220),
+    "warmup_steps": (10, 20),
+    "log_interval": (5, 20),
     "workers": (0, None),
     "epochs": (sys.maxsize, sys.maxsize),
 }

@@ -55,8 +55,9 @@ def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
             seeded = {**task, "seed": task["seed"] + number - 1}
             total = plan.repeats if number <= plan.repeats else plan.most_rounds
             yield Job(f"round {number}/{total}  {row.name}", row, at, seeded, number)
-    for row, task in rows if plan.input_round else []:
-        if has_input_round(plan):
+    with_input_round = rows_with_input_round(plan)
+    for row, task in rows:
+        if row.name in with_input_round:
             at = comparison.synthetic_folder(folder, row)
             yield Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))
     if plan.numerics_steps:
@@ -170,7 +171,9 @@ def cache_folder(folder: Path, row: RowPlan) -> Path:
     return folder / "caches" / row.folder
 
 
-def has_input_round(plan: ComparisonPlan) -> bool:
-    """Return whether rows also train without input, on synthetic data."""
+def rows_with_input_round(plan: ComparisonPlan) -> set[str]:
+    """Return the names of the rows that also train without input, on synthetic data."""
     data = next(row.task.get("data", "") for row in plan.rows if row.task is not None)
-    return plan.input_round and config.data_name(data)[0] != "synthetic"
+    if not plan.input_round or config.data_name(data)[0] == "synthetic":
+        return set()
+    return {plan.baseline} if plan.input_round_of_baseline else {row.name for row in plan.rows}

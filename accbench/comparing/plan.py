@@ -81,7 +81,8 @@ class CompareFlags(TaskConfig):
     )
     input_round: bool = flag(
         True,
-        "One more round on synthetic data, which shows the cost of loading data.",
+        "One more round on synthetic data, which shows the cost of loading data; on a CPU of the "
+        "baseline alone.",
     )
     price_per_hour: float | None = flag(
         None,
@@ -205,6 +206,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps,
         input_round=flags.input_round and not flags.script and not flags.quick,
+        input_round_of_baseline=base.task["device"] == "cpu",
         reuses_reference=flags.numerics_cache,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
         max_repeats=flags.max_repeats, max_minutes=flags.max_minutes, quick=flags.quick,

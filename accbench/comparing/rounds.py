@@ -166,7 +166,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     for row in plan.rows:
         if row.task is None:
             console.print(f"{row.name}: {row.reason}", markup=False)
-    left_s = estimate_s(plan, folder, jobs.has_input_round(plan))
+    left_s = estimate_s(plan, folder, jobs.rows_with_input_round(plan))
     console.print(
         "how long it takes is told after the first round"
         if left_s is None
@@ -183,7 +183,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
                     failed.add(job.row.name)
                 elif job.number is not None:
                     _refuse_without_speed(finished)
-                left_s = estimate_s(plan, folder, jobs.has_input_round(plan))
+                left_s = estimate_s(plan, folder, jobs.rows_with_input_round(plan))
                 if left_s is not None:
                     progress.update(bar, ends_at=time.monotonic() + left_s)
                 lines = [] if job.number is None else _news(plan, folder, job.number, left_s)

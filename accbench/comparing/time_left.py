@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.progress import ProgressColumn, Task
@@ -16,7 +17,9 @@ from accbench.report.run import RecordedRun
 _STEPS_PER_CHECKED_STEP = 6
 
 
-def estimate_s(plan: ComparisonPlan, folder: Path, has_input_round: bool) -> float | None:
+def estimate_s(
+    plan: ComparisonPlan, folder: Path, with_input_round: Collection[str]
+) -> float | None:
     """Return the seconds that the comparison goes on; None until each row has a run.
 
     A round takes as long as the median of a row's rounds, without the first where there are others.
@@ -25,7 +28,7 @@ def estimate_s(plan: ComparisonPlan, folder: Path, has_input_round: bool) -> flo
     Args:
         plan: the plan.
         folder: the comparison's folder.
-        has_input_round: whether the rows run once on synthetic data.
+        with_input_round: names of the rows that run once on synthetic data.
     """
     rows = comparison.read_rows(plan, folder)
     alive = [
@@ -39,9 +42,11 @@ def estimate_s(plan: ComparisonPlan, folder: Path, has_input_round: bool) -> flo
     if plan.max_minutes is not None:
         spent_s = sum(run.duration_s for row in rows for run in row.rounds)
         rounds_s = max(0.0, min(rounds_s, 60 * plan.max_minutes - spent_s))
-    after_s = 0.0
-    if has_input_round:
-        after_s += sum(_round_s(row) for row in alive if row.synthetic.status == "not run")
+    after_s = sum(
+        _round_s(row)
+        for row in alive
+        if row.name in with_input_round and row.synthetic.status == "not run"
+    )
     return rounds_s + after_s + (_numerics_s(plan, folder, alive) if plan.numerics_steps else 0.0)
 
 

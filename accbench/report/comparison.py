@@ -49,6 +49,7 @@ class ComparisonPlan:
     min_effect: float
     numerics_steps: int
     input_round: bool
+    """One more run a row on synthetic data."""
     price_per_hour: float | None = None
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings that `compare` chose because nobody gave them."""
@@ -70,6 +71,8 @@ class ComparisonPlan:
     """Begin no round that would end later, beyond the second; None: no limit."""
     quick: bool = False
     """A first verdict, of few steps in little time."""
+    input_round_of_baseline: bool = False
+    """The baseline alone has a run on synthetic data."""
     reuses_reference: bool = False
     """Take float64's and plain ddp's passes from an earlier comparison, and keep them for later."""
     schema_version: int = SCHEMA_VERSION

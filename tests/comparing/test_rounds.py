@@ -347,9 +347,9 @@ def test_settings_that_are_chosen_fit_those_that_are_given():
         task = parse(argv, "accbench compare").plan.rows[0].task
         return task["max_steps"], task["warmup_steps"], task["log_interval"]
 
-    assert tasks() == (120, 20, 10)
-    assert tasks("--max_steps=40") == (40, 13, 5)
-    assert tasks("--log_interval=50") == (270, 20, 50)
+    assert tasks() == (60, 10, 5)
+    assert tasks("--max_steps=40") == (40, 10, 5)
+    assert tasks("--log_interval=50") == (260, 10, 50)
     assert tasks("--warmup_steps=200") == (220, 200, 4)
     assert tasks("--quick") == (36, 6, 5)
     assert tasks("--quick", "--max_steps=20") == (20, 6, 2)

@@ -46,6 +46,33 @@ def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
     assert losses[0] == losses[1]
 
 
+def test_the_workers_of_one_machine_compile_the_model_whole(tmp_path, cache):
+    """Cut where DDP's buckets end it would be traced at every start."""
+    result = run(
+        *TINY, "--model=tests.nets:of_two_buckets", "--engine=inductor", "--data=synthetic",
+        "--nproc_per_node=2", f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert end_of(tmp_path).num_graphs == 1
+    assert "DDPOptimizer" not in result.stdout
+
+
+def test_vector_instructions_are_tried_once_a_cache(tmp_path, monkeypatch):
+    """Torch 2.15 does so itself."""
+    script = (
+        "import subprocess, sys; from accbench.engines.inductor import vector_instructions as v; "
+        "check = subprocess.check_call; tried = []; "
+        "subprocess.check_call = lambda *a, **k: (tried.append(a), check(*a, **k)); "
+        "v.pick(); from torch._inductor import cpu_vec_isa; "
+        "print(len(tried), cpu_vec_isa.pick_vec_isa())"
+    )
+    first, second = (
+        python("-c", script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stdout.split() for _ in range(2)
+    )
+    assert second[0] == "0"
+    assert second[1:] == first[1:] != []
+
+
 def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):
     result = run(
         *TINY, "--model=tests.nets:not_compiled", "--engine=inductor", "--data=synthetic",

@@ -14,6 +14,14 @@ from benchmarks.nets import tied as tied
 from benchmarks.nets import tiny
 
 
+def of_two_buckets(num_classes: int) -> nn.Module:
+    """Have gradients of more than DDP's first bucket of 1 MiB, in two layers."""
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(16), nn.Flatten(), nn.Linear(768, 512), nn.ReLU(),
+        nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, num_classes),
+    )  # fmt: skip
+
+
 class _Versioned(nn.Sequential):
     """Wants to know of which version what it loads is."""
 

@@ -4,7 +4,8 @@
 break the graph at every bucket and then compile nothing, without saying so.
 Because that can happen for other reasons too, graphs are counted as they run. Inside
 DDP's forward pass dynamo cuts the model where DDP's gradient buckets end, so that
-averaging overlaps the backward pass: several graphs a step with several workers.
+averaging overlaps the backward pass: several graphs a step with several workers, except
+on the CPU of one machine.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.double_backward import DifferentiableGraph
 from accbench.engines.ddp import engine as ddp
-from accbench.engines.inductor import patches
+from accbench.engines.inductor import patches, vector_instructions
 from accbench.errors import RequestError
 from accbench.system import cache_folders, extras
 
@@ -193,6 +194,7 @@ class Engine(ddp.Engine):
         from torch._dynamo import trace_rules
         from torch._dynamo.external_utils import wrap_inline
 
+        self._set_overlap()
         backend = self._backend()
         # In place: the module keeps its class and its parameters' names.
         dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
@@ -208,11 +210,20 @@ class Engine(ddp.Engine):
         _recompile_when_trained_parameters_change(model)
         return model
 
+    def _set_overlap(self) -> None:
+        """Compile the model whole where averaging uses the processors that compute.
+
+        There is nothing to overlap then, and torch's cache refuses graphs that were cut: each start
+        would trace the model's gradients anew.
+        """
+        is_one_machine = self.topology.local_world_size == self.topology.world_size
+        if self.device.type == "cpu" and is_one_machine:
+            torch._dynamo.config.optimize_ddp = False
+
     def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
         """Return the function that compiles dynamo's graphs; it counts graphs and their runs."""
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch._inductor.decomposition import select_decomp_table
 
         rules = _Decompositions({**select_decomp_table(), **decompositions.corrected()})
@@ -224,7 +235,7 @@ class Engine(ddp.Engine):
             contextlib.nullcontext
         )
         if self.device.type == "cpu":
-            pick_vec_isa()  # starts Python twice to try; not while the others wait their turn
+            vector_instructions.pick()  # may take seconds; not while the others wait their turn
             if patches.needed():
                 apply_patches = patches.applied
         config_patches: dict[str, Any] = (
