@@ -224,3 +224,8 @@ def preload_compiler(plugin: Path) -> None:
             if (folder / library).exists():
                 ctypes.CDLL(str(folder / library))
                 return
+
+
+def has_cudnn_attention(compute_capability: str) -> bool:
+    """Return whether cuDNN has attention in one kernel for such GPUs: from "8.0" (Ampere) on."""
+    return float(compute_capability) >= 8.0

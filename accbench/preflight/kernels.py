@@ -7,6 +7,7 @@ XLA's own cost analysis counts cuDNN's convolutions as nothing.
 
 import dataclasses
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from accbench.preflight.hlo import Instruction, Program, Shape
 
 CONVOLUTION, PRODUCT, TRITON = "convolution", "matrix product", "Triton"
 LOOP, REDUCTION, COPY, TRANSPOSE = "loop fusion", "reduction fusion", "copy", "transpose"
+ATTENTION = "attention"
 COLLECTIVE, LIBRARY, OTHER, DONE = "all-reduce", "library call", "other", "done"
 GATHER = "all-gather"
 BETWEEN_GPUS = (COLLECTIVE, GATHER)
@@ -199,6 +201,12 @@ def _library_call(instruction: Instruction, operands: list[Instruction], moved: 
     if "cublas" in target:
         factors, flops = _gemm(instruction, operands)
         return Kernel(instruction.name, PRODUCT, moved, flops, factors)
+    if "cudnn$fmha" in target:
+        workspace = sum(s.num_bytes for s in instruction.shapes if s.element_type == "u8")
+        return Kernel(
+            instruction.name, ATTENTION, moved - workspace,
+            _attention_flops(instruction, operands, target), operands[0].shapes[0].element_type,
+        )  # fmt: skip
     if target == "__triton_kernel_call":
         return Kernel(instruction.name, TRITON, moved)
     return Kernel(instruction.name, LIBRARY, moved)
@@ -220,6 +228,20 @@ def _convolution(
     for label, size in zip(labels, kernel.dimensions, strict=True):
         flops *= 1 if label == "o" else size  # `i` counts only the channels of a single group
     return flops, target.endswith("BackwardFilter")
+
+
+def _attention_flops(instruction: Instruction, operands: list[Instruction], target: str) -> int:
+    """Return the operations of attention's products: two forward, and five backward.
+
+    The backward pass computes the scores again. A causal one skips what no query sees, half of it.
+    """
+    config = re.search(
+        r'"intermediate_tensor_shape":\{.*?"dimensions":(\[.*?\])', instruction.attributes
+    )
+    scores = [int(size) for size in json.loads(config[1])] if config else []
+    num_products = 5 if target.endswith("Backward") else 2
+    flops = 2 * num_products * math.prod(scores) * operands[0].shapes[0].dimensions[-1]
+    return flops // 2 if '"mask_type":"CAUSAL"' in instruction.attributes else flops
 
 
 def _dot(instruction: Instruction, operands: list[Instruction]) -> tuple[str, int]:

@@ -1,5 +1,7 @@
 """XLA's optimised programs as lists of kernels: bytes, operations and order, counted by hand."""
 
+import json
+
 import pytest
 
 from accbench.preflight import hlo, kernels
@@ -46,3 +48,28 @@ def test_products_copies_loops_and_reductions(kernels_by_name):
     assert kernels_by_name["copy.1"].num_bytes == 2 * 4 * 64 * 4
     assert kernels_by_name["transpose.1"].kind == kernels.TRANSPOSE
     assert kernels_by_name["all-reduce-start"].num_bytes == 4 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("target", "mask_type", "flops"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 2 * 2 * (2 * 3 * 10 * 12) * 8),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 2 * 2 * (2 * 3 * 10 * 12) * 8 // 2),
+        ("__cudnn$fmhaSoftmaxBackward", "PADDING", 5 * 2 * (2 * 3 * 10 * 12) * 8),
+    ],
+)
+def test_attention_by_cudnn(target, mask_type, flops):
+    config = {"dimensions": ["2", "3", "10", "12"], "layout": {"minor_to_major": ["3"]}}
+    config = {"intermediate_tensor_shape": config, "mask_type": mask_type}
+    text = json.dumps({"cudnn_fmha_backend_config": config}, separators=(",", ":"))
+    program = f"""HloModule step
+ENTRY %main (query: f16[2,10,3,8], key: f16[2,12,3,8]) -> f16[2,3,10,8] {{
+  %query = f16[2,10,3,8]{{3,2,1,0}} parameter(0)
+  %key = f16[2,12,3,8]{{3,2,1,0}} parameter(1)
+  ROOT %attention.1 = (f16[2,3,10,8]{{3,1,2,0}}, u8[4096]{{0}}) custom-call(%query, %key), \
+custom_call_target="{target}", backend_config={text}
+}}
+"""
+    (kernel,) = kernels.list_kernels(hlo.parse(program))
+    assert (kernel.kind, kernel.factors, kernel.flops) == (kernels.ATTENTION, "f16", flops)
+    assert kernel.num_bytes == 2 * 2 * (10 * 3 * 8) * 2 + 2 * (12 * 3 * 8) * 2  # no workspace

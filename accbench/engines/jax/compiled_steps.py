@@ -33,6 +33,7 @@ from accbench.engines.jax.data_mesh import Axis, DataMesh
 from accbench.engines.jax.options import JaxOptions
 from accbench.engines.jax.precision import JaxPrecision
 from accbench.engines.jax.step import StepPlan, build_step
+from accbench.recording.terminal import log
 
 # One compiled step a signature of batches; more are forgotten, the oldest first.
 _MAX_STEPS = 64
@@ -154,7 +155,9 @@ class CompiledSteps:
                 model, spec.loss, microbatch, self._precision.capture_autocast
             )
         saved.keep_plain()
-        run = function.lower(*arguments).compile()
+        run = self._compiled_by_xla(function, arguments)
+        if run is None:
+            return self._compiled(model, spec, optimizer, batch, arguments)
         self.scratch_bytes = max(self.scratch_bytes, runtime.scratch_bytes(run))
         self.stats += CompileStats(1, time.perf_counter() - begun)
         step = CompiledStep(run, [number * self.task.accumulate for number in reads], ranges)
@@ -162,6 +165,18 @@ class CompiledSteps:
             newest = [*self._by_cache_key.items()][1 - _MAX_STEPS :]
             self._by_cache_key = {**dict(newest), key: step}
         return step
+
+    def _compiled_by_xla(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """Compile a step; None if it must be built again, without cuDNN's attention."""
+        try:
+            return function.lower(*arguments).compile()
+        except Exception as error:
+            if not self._precision.keeps_attention:
+                raise
+            reason = " ".join(str(error).split())[:200]
+        log.warning(f"without cuDNN's attention, as the step does not compile with it: {reason}")
+        self._precision.keeps_attention = False
+        return None
 
     def _microbatch(self, batch: Batch) -> Batch:
         """Return the first microbatch: what the model sees in a step."""

@@ -128,8 +128,13 @@ class Engine(engines.Engine):
         self.strategy = data_parallel.MeshDataParallel(
             topology, self._mesh, self.mesh.shard > 1, self._greetings_to_log
         )
-        self.precision: JaxPrecision = JaxPrecision(task, options.lean, self._read_loss_scale)
-        self._rules = runtime.lowering_rules(task.device, options, task.tf32 == "on")
+        capability = getattr(self._mesh.device, "compute_capability", None)
+        self._rules = runtime.lowering_rules(
+            task.device, options, task.tf32 == "on", compute_capability=capability
+        )
+        self.precision: JaxPrecision = JaxPrecision(
+            task, options.lean, self._read_loss_scale, self._rules.attention_by is not None
+        )
         cache_dir = None if self._cache.startswith("off") else Path(self._cache) / "steps"
         self._steps = compiled_steps.CompiledSteps(
             task, topology, self._mesh, self.precision, self._rules, cache_dir

@@ -1,10 +1,12 @@
 """Operations in 16 bits as a GPU fuses them: `xla_common.half_ops` in the place of torch's."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from accbench.engines.common.cuda_autocast import OpOverrides
+from accbench.engines.jax import fused_attention
 from accbench.engines.xla_common import half_attention, half_ops
 
 _aten = torch.ops.aten
@@ -42,21 +44,36 @@ def _max_pool2d(
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
-    enable_gqa: bool = False,
+    enable_gqa: bool = False, kept: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    is_plain = mask is None and dropout_p < 1 and not enable_gqa
-    if is_plain and half_ops.supports(query) and key.dtype is value.dtype is query.dtype:
+    is_plain = mask is None and dropout_p < 1 and key.dtype is value.dtype is query.dtype
+    if is_plain and half_ops.supports(query):
+        if enable_gqa:
+            key, value = (_one_for_each_head(heads, query) for heads in (key, value))
         factor = query.shape[-1] ** -0.5 if scale is None else scale
+        if kept and not dropout_p and fused_attention.supports(query, key, value, is_causal):
+            return fused_attention.attention(query, key, value, is_causal, factor)
         return half_attention.attention(query, key, value, factor, dropout_p, is_causal)
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-FUSED_OPS: OpOverrides = {
-    _aten.batch_norm.default: _batch_norm,
-    _aten.relu.default: _relu,
-    _aten.relu_.default: _relu_in_place,
-    _aten.max_pool2d.default: _max_pool2d,
-    _aten.scaled_dot_product_attention.default: _attention,
-}
+def _one_for_each_head(grouped: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Repeat keys or values (..., groups, S, E) -> (..., heads, S, E) of grouped queries."""
+    return grouped.repeat_interleave(query.shape[-3] // grouped.shape[-3], -3)
+
+
+def overrides(keeps_attention: bool) -> OpOverrides:
+    """Return what takes the place of torch's operations in a capture.
+
+    Args:
+        keeps_attention: leave attention without dropout to `lowering.rows.fused_attention`.
+    """
+    return {
+        _aten.batch_norm.default: _batch_norm,
+        _aten.relu.default: _relu,
+        _aten.relu_.default: _relu_in_place,
+        _aten.max_pool2d.default: _max_pool2d,
+        _aten.scaled_dot_product_attention.default: partial(_attention, kept=keeps_attention),
+    }

@@ -55,6 +55,17 @@ class JaxOptions(engines.Engine.Options):
         "In 16 bits, compute BatchNorm with its ReLU, and attention, by accbench's own "
         "functions that move fewer bytes, with CUDA's casts. auto: on CUDA.",
     )
+    attention: Literal["auto", "cudnn", "xla"] = flag(
+        "auto",
+        "What computes attention in 16 bits without mask and dropout on CUDA: cuDNN, which writes "
+        "no scores to memory, or XLA. auto: cudnn on a GPU of compute capability 8.0 (Ampere) or "
+        "more.",
+    )
+    aligned_products: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "In 16 bits, compute large matrix products with zeros at their edges, until their sizes "
+        "are multiples of 8, for example that of GPT-2's vocabulary. auto: on CUDA.",
+    )
     evaluation: Literal["auto", "compiled", "eager"] = flag(
         "auto",
         "Evaluate by compiled functions on the device, or by torch on the host. auto: "

@@ -18,6 +18,7 @@ class JaxPrecision(Precision):
         task: the run's.
         fused: compute by accbench's fused functions, with CUDA's casts (`--jax.lean`).
         read_loss_scale: returns the scale from the step's state; None before there is a state.
+        keeps_attention: capture attention as one operation, where cuDNN has it.
     """
 
     def __init__(
@@ -25,9 +26,11 @@ class JaxPrecision(Precision):
         task: TaskConfig,
         fused: Literal["auto", "on", "off"],
         read_loss_scale: Callable[[], float | None],
+        keeps_attention: bool = False,
     ) -> None:
         super().__init__(task)
         self._read_loss_scale = read_loss_scale
+        self.keeps_attention = keeps_attention
         on_cuda = task.device == "cuda"
         self._uses_fused_ops = fused == "on" or (fused == "auto" and on_cuda)
         if self.needs_loss_scale:
@@ -52,6 +55,6 @@ class JaxPrecision(Precision):
             # torch's rules for CUDA are not those for a CPU.
             from accbench.engines.jax import fused_ops
 
-            ops = fused_ops.FUSED_OPS if self._uses_fused_ops else None
+            ops = fused_ops.overrides(self.keeps_attention) if self._uses_fused_ops else None
             return cuda_autocast.autocast(self.autocast_dtype, ops)
         return self.host_autocast()

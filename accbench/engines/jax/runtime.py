@@ -149,12 +149,23 @@ def _let_all_ranks_write_cache() -> None:
     compiler._cache_write = write
 
 
-def lowering_rules(device: str, options: Any, tf32: bool = False) -> Any:
+def _attention_by(device: str, options: Any, compute_capability: str | None) -> str | None:
+    """Return which of JAX's implementations computes attention; None for our own form of it."""
+    if options.attention == "auto":
+        is_old = compute_capability and not nvidia.has_cudnn_attention(compute_capability)
+        return "cudnn" if device == "cuda" and not is_old else None
+    return "cudnn" if options.attention == "cudnn" else None
+
+
+def lowering_rules(
+    device: str, options: Any, tf32: bool = False, compute_capability: str | None = None
+) -> Any:
     """Return how graphs are lowered; `auto` is on where it pays.
 
     Args:
         device: "cpu", "cuda" or "tpu".
         options: the engine's.
+        compute_capability: of the GPU, such as "9.0"; None for one that is not here.
         tf32: let float32 products round to TF32 on CUDA.
     """
     from accbench.engines.jax import lowering
@@ -182,6 +193,9 @@ def lowering_rules(device: str, options: Any, tf32: bool = False) -> Any:
         torch_updates=use_torch,
         pools_by_place=options.pools_by_place == "on",
         exact_float32=device == "cuda" and not tf32,
+        aligned_products=options.aligned_products == "on"
+        or (options.aligned_products == "auto" and device == "cuda"),
+        attention_by=_attention_by(device, options, compute_capability),
     )
 
 

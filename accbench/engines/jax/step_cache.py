@@ -21,8 +21,10 @@ import accbench
 from accbench.engines.jax.lowering import table, torch_calls
 
 _CHECKSUM_BYTES = 32
-# JAX allows only custom calls that it knows; this one is registered in every process.
-_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call(torch_calls.TARGET),)
+# JAX allows only custom calls that it knows. Ours is registered in every process, and a new version
+# of JAX, which may have others of cuDNN's, has a cache of its own.
+_CUSTOM_CALLS = (torch_calls.TARGET, "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+_DISABLED_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
 # Steps in the folder, about a megabyte each; the least recently used are deleted.
 _MAX_FILES = 100
 

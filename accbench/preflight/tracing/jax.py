@@ -5,9 +5,10 @@ captures and lowers it for CUDA, without compiling it; `tracing/process.py` desc
 writes. JAX's own devices are CPU devices, as many as the run has GPUs.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,25 @@ class JaxTracingEngine(engine.Engine):
         self._state_sync.sync_from_torch()
         arguments = self.step_arguments(optimizer, batch)
         function, _ = self._steps.build(model, spec, optimizer, batch, arguments[0])
-        return function.trace(*arguments).lower(lowering_platforms=("cuda",))
+        with _cudnn_assumed():
+            return function.trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+@contextlib.contextmanager
+def _cudnn_assumed() -> Iterator[None]:
+    """Have JAX trace cuDNN's attention where there is no cuDNN, in the block."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    check = attention.check_cudnn_version
+    attention.check_cudnn_version = lambda: _CUDNN_VERSION
+    try:
+        yield
+    finally:
+        attention.check_cudnn_version = check
+
+
+# As `cudnnGetVersion` gives it; JAX asks for 8.9 at least.
+_CUDNN_VERSION = 91000
 
 
 def environment(folder: Path, world_size: int) -> dict[str, str]:

@@ -4,12 +4,14 @@ Prints one line of JSON for the tests: name of a case -> its results.
 """
 
 import json
+import logging
 import sys
 from typing import Any
 
 import torch
 
 from accbench import models
+from accbench.recording.terminal import log
 from accbench.training.train_loop import evaluate, train_step
 from tests.engines.beside_torch import open_engine, resolved_task
 
@@ -155,6 +157,16 @@ def written_from_outside() -> dict:
     return {**result, "scores": scores}
 
 
+def without_cudnn() -> dict:
+    """Ask for cuDNN's attention where there is none."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    flags = ("--amp_dtype=bfloat16", "--jax.lean=on", "--jax.attention=cudnn", "--lr=1e-3")
+    return {**compare_with_eager("vit_ti_16", *flags), "told": told}
+
+
 TRIED = {
     "resnet": lambda: compare_with_float64(
         "resnet10", "--image_size=32", "--weight_decay=0", "--momentum=0.9", "--lr=1e-2"
@@ -174,6 +186,7 @@ TRIED = {
     "shapes": lambda: compare_with_eager("tests.nets:Ragged", "--amp_level=O0"),
     "resumed": resumed,
     "written": written_from_outside,
+    "without cudnn": without_cudnn,
 }  # fmt: skip
 
 

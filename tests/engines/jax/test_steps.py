@@ -51,6 +51,14 @@ def test_autocast_is_in_the_graph(found):
     assert of["weights"] < 0.2
 
 
+def test_attention_that_cudnn_does_not_compile_is_xlas(found):
+    of = found["without cudnn"]
+    (told,) = of["told"]
+    assert told.startswith("without cuDNN's attention, as the step does not compile with it: ")
+    assert of["losses"][0] == pytest.approx(of["losses"][1], rel=2e-2)
+    assert of["applied"] == [6, 6]
+
+
 def test_a_step_that_overflows_is_left_out_and_halves_the_scale(found):
     of = found["overflow"]
     assert of["scaler"][0] == of["scaler"][1] == {"scale": 1024.0, "growth_tracker": 0.0}

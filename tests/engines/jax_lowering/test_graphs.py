@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from accbench.errors import RequestError
 
@@ -284,3 +286,47 @@ def test_pools_by_place_give_each_gradient_to_the_first_largest(
 
     rules = lowering.Rules(pools_by_place=True, channels_last=channels_last)
     assert not against_torch.check(function, (x, one), {}, rules=rules)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (3, 5, 7)])
+def test_neighbours_that_share_a_random_block_are_dropped_independently(shape: Any) -> None:
+    from accbench.engines.jax.lowering.rows import random
+
+    masks = jax.numpy.stack(
+        [random._keep_mask(jax.random.key(n), 0.75, shape) for n in range(200)]
+    ).reshape(200, -1)
+    num_draws = masks.shape[0] * (masks.shape[1] // 4)
+    places = masks[:, : masks.shape[1] // 4 * 4].reshape(-1, 4).astype(float)
+    deviation = (0.75 * 0.25 / num_draws) ** 0.5
+    assert abs(places.mean(0) - 0.75).max() < 5 * deviation
+    # Independent ones are correlated by chance alone: a deviation is 1 / sqrt(number of draws).
+    correlations = jax.numpy.corrcoef(places.T) - jax.numpy.eye(4)
+    assert abs(correlations).max() < 5 / num_draws**0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "is_padded"),
+    [
+        (torch.mm, ((24, 16), (16, 21)), True),
+        (torch.mm, ((21, 13), (13, 24)), True),
+        (torch.bmm, ((2, 9, 16), (2, 16, 9)), True),
+        (torch.addmm, ((21,), (24, 16), (16, 21)), True),
+        (torch.baddbmm, ((2, 8, 9), (2, 8, 16), (2, 16, 9)), True),
+        (torch.mm, ((24, 16), (16, 32)), False),
+    ],
+)
+def test_large_products_of_odd_sizes_are_computed_with_zeros_at_their_edges(
+    monkeypatch: pytest.MonkeyPatch, function: Any, shapes: Any, is_padded: bool
+) -> None:
+    from accbench.engines.jax.lowering.rows import products
+
+    monkeypatch.setattr(products, "_MIN_ALIGNED_FLOPS", 1)
+    torch.manual_seed(0)
+    args = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    rules = lowering.Rules(aligned_products=True)
+    assert not against_torch.check(function, args, {}, rules=rules)
+    with mock.patch.dict(os.environ):  # torch's tracing leaves a folder's name there
+        graph = make_fx(function, tracing_mode="fake")(*args)
+    arrays = [jax.numpy.ones(shape, "bfloat16") for shape in shapes]
+    run = jax.jit(lambda *a: lowering.run_graph(graph, a, rules=rules))
+    assert ("stablehlo.pad" in run.lower(*arrays).as_text()) is is_padded

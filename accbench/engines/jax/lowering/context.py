@@ -26,6 +26,12 @@ class Rules:
     """Compute the gradient of max-pooling as a sum over the positions in a window."""
     exact_float32: bool = False
     """Have XLA compute products of float32 in float32 on an NVIDIA GPU, not in TF32."""
+    aligned_products: bool = False
+    """Add zeros to the matrices of large products in 16 bits until their sizes are multiples of 8,
+    as an NVIDIA GPU's matrix units like them."""
+    attention_by: str | None = None
+    """Have `jax.nn.dot_product_attention` compute attention without dropout in 16 bits, by this
+    implementation of its: "cudnn" on an NVIDIA GPU, or "xla". None: attention is decomposed."""
     torch_convolutions: tuple[str, ...] = ()
     """Have torch compute the convolutions of these dtypes (`float32`, ...), called from XLA's
     program. On a CPU only. Needs channels_last."""

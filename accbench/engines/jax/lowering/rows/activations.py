@@ -93,6 +93,8 @@ def gelu_backward(grad_output: Any, self: Any, approximate: str = "none") -> Any
         return g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner)
 
     function = by_tanh if approximate == "tanh" else exact
+    if self.dtype.itemsize == 2:  # or XLA keeps it in 32 bits from the forward pass on
+        self = jax.lax.optimization_barrier(self)
     return in_opmath(function, result_type(grad_output, self), grad_output, self)
 
 

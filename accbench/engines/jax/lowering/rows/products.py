@@ -1,8 +1,10 @@
 """Matrix products. XLA sums products of 16-bit floats in float32."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from accbench.engines.jax.lowering.context import Context
@@ -16,11 +18,38 @@ def product(self: Any, other: Any) -> Any:
     return jnp.matmul(self, other)
 
 
+# On a GPU rows of 16-bit numbers should begin at 16 bytes, for its matrix units to load them.
+_ALIGNMENT = 8
+# Smaller products take as long either way.
+_MIN_ALIGNED_FLOPS = 10**9
+
+
+def _multiply(context: Context, self: Any, mat2: Any) -> Any:
+    """Multiply matrices (..., m, k) and (..., k, n), with zeros at their edges where that pays.
+
+    GPT-2's vocabulary of 50,257 makes rows that no matrix unit loads at full speed.
+    """
+    m, n = self.shape[-2], mat2.shape[-1]
+    flops = 2 * math.prod(self.shape) * n
+    if not context.rules.aligned_products or self.dtype.itemsize != 2 or flops < _MIN_ALIGNED_FLOPS:
+        return jnp.matmul(self, mat2)
+    product = jnp.matmul(_aligned(self), _aligned(mat2))
+    if n % _ALIGNMENT:
+        product = jax.lax.optimization_barrier(product)  # or XLA takes the zeros away again
+    return product[..., :m, :n]
+
+
+def _aligned(matrix: Any) -> Any:
+    """Add zeros until rows and columns are multiples of the alignment."""
+    edges = [(0, 0)] * (matrix.ndim - 2) + [(0, -size % _ALIGNMENT) for size in matrix.shape[-2:]]
+    return jnp.pad(matrix, edges) if any(map(any, edges)) else matrix
+
+
 @lowering("aten.mm.default", "aten.bmm.default", context=True)
 def product_of_matrices(context: Context, self: Any, mat2: Any) -> Any:
     if torch_kernels.should_multiply(context, self, mat2):
         return torch_kernels.product(context, self, mat2)
-    return jnp.matmul(self, mat2)
+    return _multiply(context, self, mat2)
 
 
 def _add_scaled(self: Any, matrix: Any, alpha: Any, beta: Any) -> Any:
@@ -39,12 +68,14 @@ def _add_scaled(self: Any, matrix: Any, alpha: Any, beta: Any) -> Any:
 def addmm(context: Context, self: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
     if torch_kernels.should_multiply(context, mat1, mat2) and self.ndim == 1 and alpha == beta == 1:
         return torch_kernels.product(context, mat1, mat2, bias=self)
-    return _add_scaled(self, jnp.matmul(mat1, mat2), alpha, beta)
+    return _add_scaled(self, _multiply(context, mat1, mat2), alpha, beta)
 
 
-@lowering("aten.baddbmm.default")
-def baddbmm(self: Any, batch1: Any, batch2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _add_scaled(self, jnp.matmul(batch1, batch2), alpha, beta)
+@lowering("aten.baddbmm.default", context=True)
+def baddbmm(
+    context: Context, self: Any, batch1: Any, batch2: Any, beta: Any = 1, alpha: Any = 1
+) -> Any:
+    return _add_scaled(self, _multiply(context, batch1, batch2), alpha, beta)
 
 
 @lowering("aten.addmv.default")

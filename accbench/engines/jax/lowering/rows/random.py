@@ -1,10 +1,13 @@
 """Random numbers from the run's key: repeatable, but not torch's own numbers."""
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
 
 from accbench.engines.jax.lowering.context import Context
 from accbench.engines.jax.lowering.dtypes import int64_dtype, opmath
@@ -19,6 +22,45 @@ def _normal(context: Context, shape: Sequence[int], dtype: Any) -> Any:
     return jax.random.normal(context.next_key(), shape, opmath(dtype)).astype(dtype)
 
 
+# Draws of one evaluation of threefry, 16 of its 64 bits each.
+_DRAWS_PER_BLOCK = 4
+
+
+def _keep_mask(key: Any, keep_probability: float, shape: Sequence[int]) -> Any:
+    """Draw booleans that are True with a probability, which is rounded to 1 / 65,536.
+
+    `jax.random.bernoulli` evaluates threefry for each of them, which takes a GPU longer than it
+    takes to write the masks of attention's weights. Here four neighbours share one evaluation.
+    """
+    num_blocks = -(-math.prod(shape) // _DRAWS_PER_BLOCK)
+    words = jax.random.key_data(key)
+    if words.shape != (2,) or num_blocks > 2**32:  # another generator, or too many to count
+        return jax.random.bernoulli(key, keep_probability, shape)
+    draws = jax.lax.platform_dependent(
+        words, cuda=partial(_draws_side_by_side, num_blocks), default=partial(_draws, num_blocks)
+    )
+    mask = draws < round(keep_probability * 2**16)
+    return mask[: math.prod(shape)].reshape(shape)
+
+
+def _draws(num_blocks: int, words: Any) -> Any:
+    """Return the draws of so many blocks, each below 65,536, block after block."""
+    low, high = _blocks(words, jax.lax.iota(jnp.uint32, num_blocks))
+    return (jnp.stack([low, low >> 16, high, high >> 16], -1) & 0xFFFF).reshape(-1)
+
+
+def _draws_side_by_side(num_blocks: int, words: Any) -> Any:
+    """Return the same in a form that a GPU fuses with what reads them, and writes nowhere."""
+    index = jax.lax.iota(jnp.uint32, num_blocks * _DRAWS_PER_BLOCK)
+    block, place = index // _DRAWS_PER_BLOCK, index % _DRAWS_PER_BLOCK
+    low, high = _blocks(words, block)
+    return (jnp.where(place < 2, low, high) >> (16 * (place % 2))) & 0xFFFF
+
+
+def _blocks(words: Any, numbers: Any) -> Any:
+    return threefry2x32_p.bind(words[0], words[1], jnp.zeros_like(numbers), numbers)
+
+
 @lowering("aten.native_dropout.default", context=True)
 def dropout(context: Context, input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
     """Return the input with dropout, scaled, and the mask of what was kept."""
@@ -26,7 +68,7 @@ def dropout(context: Context, input: Any, p: float, train: bool | None) -> tuple
         return input, jnp.ones(input.shape, jnp.bool_)
     if p == 1:
         return jnp.zeros_like(input), jnp.zeros(input.shape, jnp.bool_)
-    mask = jax.random.bernoulli(context.next_key(), 1 - p, input.shape)
+    mask = _keep_mask(context.next_key(), 1 - p, input.shape)
     scaled = input.astype(opmath(input.dtype)) * (1 / (1 - p))
     return jnp.where(mask, scaled, 0).astype(input.dtype), mask
 
