@@ -43,8 +43,11 @@ def samples_per_s(rows: list[dict[str, Any]], gpu_name: str, row: dict[str, Any]
     Args:
         rows: from `read`.
         gpu_name: as the driver names it.
-        row: with model, dtype, batch_size and engine; all but jax are held against eager's bound.
+        row: with model, dtype, batch_size and engine; all but jax are held against eager's bound,
+            and `jax-...`, with something switched off, has none.
     """
+    if row["engine"].startswith("jax-"):
+        return None
     for bound in rows:
         keys = ("model", "dtype", "batch_size")
         if bound["gpu_name"] == gpu_name and all(bound[key] == row.get(key) for key in keys):

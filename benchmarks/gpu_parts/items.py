@@ -17,6 +17,10 @@ from benchmarks.gpu_parts.models import MODELS, TINY_MODELS, Model
 
 _PROFILED = 5
 _SAID = 30
+# What engine jax does on a GPU beyond XLA's own ways; each alone switched off.
+_SWITCHED_OFF = {
+    "attention-by-xla": "--jax.attention=xla", "unaligned": "--jax.aligned_products=off",
+}  # fmt: skip
 # To find the kernel of each operation in a trace: a CUDA graph hides which one it belongs to.
 _WITHOUT_GRAPHS = "--jax.flags=xla_gpu_enable_command_buffer="
 
@@ -76,6 +80,14 @@ def all_items(day: Day) -> list[Item]:
             for model in models[1:]
             for engine, limit in (("ddp", 90), ("jax", 200), ("inductor", 180))
         ),
+        *(
+            _train(day, model, "bfloat16", "jax", 200, switched)
+            for model, switched in (("vit", "attention-by-xla"), ("gpt2", "unaligned"))
+        ),
+        *(
+            _train(day, "llama", "bfloat16", engine, limit)
+            for engine, limit in (("ddp", 90), ("jax", 200), ("inductor", 180))
+        ),
         _train(day, "rn50", "float16", "ddp", 90),
         _train(day, "rn50", "float16", "jax", 200),
         _compare(day, 240),
@@ -125,12 +137,16 @@ def _facts(model: Model, dtype: str, engine: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _train(day: Day, key: str, dtype: str, engine: str, limit_s: float) -> Item:
-    name, model = f"{key}-{dtype}-{engine}", day.models[key]
+def _train(
+    day: Day, key: str, dtype: str, engine: str, limit_s: float, switched: str | None = None
+) -> Item:
+    variant = "" if switched is None else f"-{switched}"
+    name, model = f"{key}-{dtype}-{engine}{variant}", day.models[key]
     flags = train_flags(day, model, dtype, engine, day.state / name / "run", day.steps)
+    flags += [] if switched is None else [_SWITCHED_OFF[switched]]
     # A worker alone, without a launcher's process and its imports before it.
     command = [sys.executable, "main.py", *flags]
-    return Item(name, limit_s, command, of_run, _facts(model, dtype, engine))
+    return Item(name, limit_s, command, of_run, _facts(model, dtype, f"{engine}{variant}"))
 
 
 def _bare(day: Day, key: str, how: str, limit_s: float) -> Item:

@@ -135,8 +135,8 @@ def test_wrong_settings_behind_engines_are_named_with_their_row(spec, expected):
 @pytest.mark.parametrize(("flags", "expected"), [
     (["--max_steps=12"], (12, 4, 1)),
     (["--warmup_steps=200"], (220, 200, 4)),
-    (["--max_steps=60", "--log_interval=3"], (60, 20, 3)),
-    ([], (120, 20, 10)),
+    (["--max_steps=60", "--log_interval=3"], (60, 10, 3)),
+    ([], (60, 10, 5)),
 ])  # fmt: skip
 def test_what_compare_chooses_fits_what_is_given(flags, expected):
     flags = ["--engines=ddp,ddp", "--device=cpu", "--data=synthetic", *flags]
