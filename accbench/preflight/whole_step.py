@@ -50,13 +50,12 @@ def compile_step(
     tracer_module = importlib.import_module(tracer)
     values = {name: value for name, value in config.as_mapping(task).items() if value is not None}
     values.pop("output_dir", None)
-    if task.engine == "jax" and not nvidia.has_cudnn_attention(target.compute_capability):
-        values["jax"] = {**values.get("jax", {}), "attention": "xla"}
     num_devices = num_gpus(task)
     what = f"{task.model} for {num_devices} x {target.name}, batch {task.batch_size}"
     tracing = children.run(
         tracer, [str(folder), *config.as_flags(values)],
-        tracer_module.environment(folder, num_devices), folder / "trace.log",
+        tracer_module.environment(folder, num_devices, target.compute_capability),
+        folder / "trace.log",
         lambda seconds: report_progress(f"tracing {what}: {seconds:.0f} s"),
     )  # fmt: skip
     trace_facts = _read_facts(folder / programs.FACTS_FILE, tracing, "tracing the step")

@@ -53,7 +53,7 @@ class OutputParallel(ParallelModule):
     """A layer of which this rank computes some outputs, from all inputs."""
 
     sums_gradients = True
-    """Whether the layer sums its inputs' gradients over the ranks; else what gathers them does."""
+    """The layer sums its inputs' gradients over the ranks; where False, what gathers them does."""
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
         return copy_to_group(x, self.tensor_group) if self.sums_gradients else x

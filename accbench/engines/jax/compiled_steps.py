@@ -168,10 +168,15 @@ class CompiledSteps:
 
     def _compiled_by_xla(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """Compile a step; None if it must be built again, without cuDNN's attention."""
+        lowered = None
         try:
-            return function.lower(*arguments).compile()
-        except Exception as error:
-            if not self._precision.keeps_attention:
+            lowered = function.lower(*arguments)
+            return lowered.compile()
+        except (
+            Exception
+        ) as error:  # whatever JAX or XLA raise; without attention they raise it again
+            has_attention = lowered is None or "cudnn$fmha" in lowered.as_text()
+            if not self._precision.keeps_attention or not has_attention:
                 raise
             reason = " ".join(str(error).split())[:200]
         log.warning(f"without cuDNN's attention, as the step does not compile with it: {reason}")

@@ -128,9 +128,8 @@ class Engine(engines.Engine):
         self.strategy = data_parallel.MeshDataParallel(
             topology, self._mesh, self.mesh.shard > 1, self._greetings_to_log
         )
-        capability = getattr(self._mesh.device, "compute_capability", None)
         self._rules = runtime.lowering_rules(
-            task.device, options, task.tf32 == "on", compute_capability=capability
+            task.device, options, task.tf32 == "on", self._compute_capability()
         )
         self.precision: JaxPrecision = JaxPrecision(
             task, options.lean, self._read_loss_scale, self._rules.attention_by is not None
@@ -158,6 +157,10 @@ class Engine(engines.Engine):
             tp=self.mesh.tp,
             cp=self.mesh.cp,
         )
+
+    def _compute_capability(self) -> str | None:
+        """Return that of the GPU, such as "9.0"; None for other devices."""
+        return getattr(self._mesh.device, "compute_capability", None)
 
     def _start_cache(self) -> str:
         return runtime.enable_compile_cache(self.task.device, self.options)

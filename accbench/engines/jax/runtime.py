@@ -165,8 +165,8 @@ def lowering_rules(
     Args:
         device: "cpu", "cuda" or "tpu".
         options: the engine's.
-        compute_capability: of the GPU, such as "9.0"; None for one that is not here.
         tf32: let float32 products round to TF32 on CUDA.
+        compute_capability: of the GPU, such as "9.0"; None for one that is not known.
     """
     from accbench.engines.jax import lowering
     from accbench.engines.jax.lowering import torch_calls

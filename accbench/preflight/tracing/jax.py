@@ -6,6 +6,7 @@ writes. JAX's own devices are CPU devices, as many as the run has GPUs.
 """
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,9 @@ from accbench.preflight.tracing import process
 
 NEEDS = ("jax", "jax")
 """A required module, and the extra that installs it."""
+
+# Environment variable of the tracing process: the compute capability of the GPU in question.
+_CAPABILITY = "ACCBENCH_PREFLIGHT_CAPABILITY"
 
 
 class JaxTracingEngine(engine.Engine):
@@ -32,6 +36,9 @@ class JaxTracingEngine(engine.Engine):
         return data_mesh.AbstractDataMesh(
             self.topology, self.mesh.shard > 1, self.mesh.tp, self.mesh.cp
         )
+
+    def _compute_capability(self) -> str | None:
+        return os.environ.get(_CAPABILITY)
 
     def _tensor_group(self) -> Any:
         from accbench.distributed.collectives import RankGroup
@@ -64,10 +71,11 @@ def _cudnn_assumed() -> Iterator[None]:
 _CUDNN_VERSION = 91000
 
 
-def environment(folder: Path, world_size: int) -> dict[str, str]:
+def environment(folder: Path, world_size: int, compute_capability: str) -> dict[str, str]:
     """Return the environment variables that the tracing process must start with."""
     num_devices = f"--xla_force_host_platform_device_count={world_size}"
-    return {**process.environment(num_devices), "JAX_PLATFORMS": "cpu"}
+    variables = {"JAX_PLATFORMS": "cpu", _CAPABILITY: compute_capability}
+    return {**process.environment(num_devices), **variables}
 
 
 # Old enough for the plug-in of accbench.preflight (jaxlib 0.6.2 had 1.10), and new enough for

@@ -74,8 +74,9 @@ class XlaTracingEngine(engine.Engine):
         return replay
 
 
-def environment(folder: Path, world_size: int) -> dict[str, str]:
+def environment(folder: Path, world_size: int, compute_capability: str) -> dict[str, str]:
     """Return the environment variables that the tracing process must start with."""
+    del compute_capability  # the step is the same for every GPU
     dump = f"--xla_dump_to={_dump(folder)} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=.*"
     variables = {
         **process.environment(dump),

@@ -34,7 +34,7 @@ def _keep_mask(key: Any, keep_probability: float, shape: Sequence[int]) -> Any:
     """
     num_blocks = -(-math.prod(shape) // _DRAWS_PER_BLOCK)
     words = jax.random.key_data(key)
-    if words.shape != (2,) or num_blocks > 2**32:  # another generator, or too many to count
+    if words.shape != (2,) or math.prod(shape) > 2**32:  # another generator, or too many to count
         return jax.random.bernoulli(key, keep_probability, shape)
     draws = jax.lax.platform_dependent(
         words, cuda=partial(_draws_side_by_side, num_blocks), default=partial(_draws, num_blocks)
