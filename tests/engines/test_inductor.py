@@ -1,13 +1,16 @@
 """torch.compile in whole runs: graphs that ran are counted, and what was not compiled."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from accbench.recording import records
 from accbench.report import run as runs
-from tests.conftest import TINY, end_of, of_kind, python, run
+from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, python, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
@@ -58,17 +61,36 @@ def test_the_workers_of_one_machine_compile_the_model_whole(tmp_path, cache):
 
 
 def test_vector_instructions_are_tried_once_a_cache(tmp_path, monkeypatch):
-    """Torch 2.15 does so itself."""
-    script = (
-        "import subprocess, sys; from accbench.engines.inductor import vector_instructions as v; "
-        "check = subprocess.check_call; tried = []; "
-        "subprocess.check_call = lambda *a, **k: (tried.append(a), check(*a, **k)); "
-        "v.pick(); from torch._inductor import cpu_vec_isa; "
-        "print(len(tried), cpu_vec_isa.pick_vec_isa())"
-    )
+    """In Pythons of their own; torch 2.15 remembers by itself, and 2.8 by our file."""
+    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK", raising=False)  # our tests' own
+    script = """
+import subprocess, sys
+tried = []
+def counted(function):
+    def call(command, *args, **kwargs):
+        tried.extend([1] * (command[0] == sys.executable))
+        return function(command, *args, **kwargs)
+    return call
+subprocess.check_call, subprocess.run = map(counted, (subprocess.check_call, subprocess.run))
+from accbench.engines.inductor import vector_instructions
+vector_instructions.pick()
+from torch._inductor import cpu_vec_isa
+print(len(tried), cpu_vec_isa.pick_vec_isa())
+"""
+    # Not forked from a process that has tried already.
     first, second = (
-        python("-c", script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stdout.split() for _ in range(2)
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            timeout=HANG_S,
+        ).stdout.split()
+        for _ in range(2)
     )
+    assert int(first[0]) > 0
     assert second[0] == "0"
     assert second[1:] == first[1:] != []
 
