@@ -4,6 +4,7 @@ Inductor tries each kind in two fresh Pythons, and older versions do so in every
 seconds of each start, with two workers on two cores.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def pick() -> None:
             return True
         works = bool(check(self, code))
         if works:
-            marker.touch()
+            with contextlib.suppress(OSError):  # a full disk: the next start tries again
+                marker.touch()
         return works
 
     isa.check_build = check_once
