@@ -38,7 +38,7 @@ def test_all_ranks_have_one_program(tmp_path) -> None:
             [sys.executable, "-c",
              "import sys; from accbench.preflight.tracing import xla; "
              f"sys.exit(xla.main(sys.argv[1:], rank={rank}))", str(folder), *flags],
-            cwd=ROOT, env={**os.environ, **xla.environment(folder, 2)}, text=True,
+            cwd=ROOT, env={**os.environ, **xla.environment(folder, 2, "9.0")}, text=True,
             capture_output=True, timeout=HANG_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
