@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,13 @@ def _last_lines(folder: Path) -> list[str]:
     return lines[-_KEPT_LINES:]
 
 
-def write(out: Path, state: Path, rows: list[dict[str, Any]]) -> None:
+Render = Callable[[list[dict[str, Any]]], str]
+
+
+def write(out: Path, state: Path, rows: list[dict[str, Any]], render: Render) -> None:
     """Write all that is known."""
     (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (out / "results.md").write_text(page.render(rows))
+    (out / "results.md").write_text(render(rows))
     with (out / "log.txt").open("w") as log:
         for row in rows:
             for kind in ("out", "err"):
@@ -110,7 +114,12 @@ def write(out: Path, state: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def run_all(
-    items: list[parts.Item], state: Path, out: Path, limit_s: float, redo: bool = False
+    items: list[parts.Item],
+    state: Path,
+    out: Path,
+    limit_s: float,
+    redo: bool = False,
+    render: Render = page.render,
 ) -> list[dict[str, Any]]:
     """Run the items in order until the time is over; what an earlier call has done is kept."""
     out.mkdir(parents=True, exist_ok=True)
@@ -130,9 +139,14 @@ def run_all(
         rows.append(row)
         speed = f", {row['samples_per_s']:,.1f} samples/s" if row.get("samples_per_s") else ""
         print(f"{item.name}: {row.get('error', 'ok')}, {row['wall_s']:.0f} s{speed}", flush=True)
-        write(out, state, rows)
-    write(out, state, rows)
+        write(out, state, rows, render)
+    write(out, state, rows, render)
     return rows
+
+
+def end_item_on_sigterm() -> None:
+    """Have SIGTERM end this process by an exception, so that the item under way ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def main() -> None:
@@ -148,7 +162,7 @@ def main() -> None:
     parser.add_argument("--redo", action="store_true", help="do again what is done")
     add_tiny(parser)
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the item
+    end_item_on_sigterm()
     day = parts.Day(asked.state.absolute(), asked.device, asked.tiny)
     chosen = parts.choose(parts.all_items(day), asked.items)
     if asked.device == "cpu":  # the limits are a GPU's machine's

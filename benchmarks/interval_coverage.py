@@ -18,6 +18,9 @@ compare does: it looks after each round from the third on, ends where a row is d
 from eight rounds up to sixteen where the interval is too wide for a verdict; the column of rounds
 has the mean number for equal rows and for those 10 % faster.
 
+"usual scatter" is what `--quick` does on a CPU: the same interval, with the scatter of quiet
+machines averaged in.
+
 The second table has runs of ten windows of a second, as the default for a CPU has, on a machine on
 which something else begins at random moments, once in ten seconds or in thirty. It takes a third of
 the processors for three seconds, and the run gets two thirds of its speed meanwhile. Windows
@@ -36,6 +39,7 @@ from scipy import special
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from accbench.comparing import defaults  # noqa: E402
 from accbench.report import sequential, statistics, verdict  # noqa: E402
 from accbench.report.disturbance import RepeatRule  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
@@ -91,12 +95,31 @@ def of_bootstrap(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.median(logs, axis=1), low[:, 0], high[:, 0]
 
 
-def of_t(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (mean, low, high), as `accbench.report.statistics` has it, for all trials at once."""
+def of_t(
+    logs: np.ndarray, usual_scatter: float | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (mean, low, high) for all trials at once.
+
+    It is `accbench.report.statistics`; the first trials are held against it.
+    """
     rounds = logs.shape[1]
     middle = logs.mean(axis=1)
-    half = special.stdtrit(rounds - 1, 0.975) * logs.std(axis=1, ddof=1) / np.sqrt(rounds)
+    variance, degrees = logs.var(axis=1, ddof=1), rounds - 1
+    if usual_scatter is not None:
+        squares = degrees * variance + statistics.USUAL_DEGREES * usual_scatter**2
+        degrees += statistics.USUAL_DEGREES
+        variance = squares / degrees
+    half = special.stdtrit(degrees, 0.975) * np.sqrt(variance / rounds)
+    for ratios, *interval in zip(np.exp(logs[:20]), middle - half, middle + half, strict=False):
+        _, expected = statistics.mean_with_interval(ratios.tolist(), usual_scatter=usual_scatter)
+        if not np.allclose(np.exp(interval), expected, rtol=1e-4):
+            raise AssertionError(f"{ratios}: {np.exp(interval)} beside {expected}")
     return middle, middle - half, middle + half
+
+
+def of_usual_scatter(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (mean, low, high) as `--quick` has it on a CPU."""
+    return of_t(logs, defaults.USUAL_SCATTER_ON_CPU)
 
 
 def share_of(words: tuple[str, ...], found: tuple[np.ndarray, ...]) -> float:
@@ -253,13 +276,16 @@ def main() -> None:
     trials = TINY_TRIALS if parser.parse_args().tiny else TRIALS
     print("| noise | order | rounds | interval | covers | A/A called | width % | found |")
     print("| --- | --- | ---: | --- | ---: | ---: | ---: | ---: |")
-    cases = itertools.product(NOISES, (True, False), (2, 3, 5, 10))
+    cases = itertools.product((*NOISES, "wide"), (True, False), (2, 3, 4, 5, 10))
     for noise, round_orders, rounds in cases:
         if not round_orders and noise != "drift":
             continue
         random = np.random.default_rng(1)
         logs = ratios(trial_logs(noise, trials, rounds, random), round_orders, random)
-        for name, interval in (("bootstrap", of_bootstrap), ("t", of_t)):
+        intervals = [("bootstrap", of_bootstrap), ("t", of_t)]
+        if rounds <= 4:
+            intervals.append(("usual scatter", of_usual_scatter))
+        for name, interval in intervals:
             middle, low, high = interval(logs)
             covers = np.mean((low <= 0) & (high >= 0))
             called = share_of((verdict.FASTER, verdict.SLOWER), (middle, low, high))

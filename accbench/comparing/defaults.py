@@ -26,10 +26,14 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 }
 # In their place with --quick.
 QUICK_DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "max_steps": (36, 60),
+    "max_steps": (26, 60),
     "warmup_steps": (6, 20),
-    "log_interval": (5, 8),
+    "log_interval": (4, 8),
 }
+# Standard deviation of the logarithm of a round's ratio on a CPU of which nothing else takes much:
+# 2.8 to 3.6 % in comparisons of such machines (docs/compare.md). Accelerators scatter far less, and
+# two rounds of one are enough.
+USUAL_SCATTER_ON_CPU = 0.05
 # Flag -> (value, value with --quick).
 _ROUNDS: dict[str, tuple[Any, Any]] = {
     "repeats": (8, 4),
@@ -106,6 +110,11 @@ def repeat_rule(flags: Any, num_rows: int) -> RepeatRule | None:
     if flags.quick:
         return RepeatRule(max_repeats=0)
     return RepeatRule(max_repeats=max(2, num_rows * flags.repeats // 2))
+
+
+def usual_scatter(flags: Any, device: str) -> float | None:
+    """Return the scatter of ratios that intervals take as known, of few rounds on a CPU."""
+    return USUAL_SCATTER_ON_CPU if flags.quick and device == "cpu" else None
 
 
 def fill(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:

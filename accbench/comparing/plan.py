@@ -39,8 +39,9 @@ class CompareFlags(TaskConfig):
     )
     quick: bool = flag(
         False,
-        "A first look in two to three minutes: at most 4 rounds of few steps, no pass that "
-        "compares training, none on synthetic data. The page says what was not tested.",
+        "A first look in two minutes, or three where compiling is slow: at most 4 rounds of few "
+        "steps, no pass that compares training, none on synthetic data. The page says what was not "
+        "tested.",
     )
     repeats: int | None = flag(
         None,
@@ -133,16 +134,16 @@ class CompareFlags(TaskConfig):
     )
     max_steps: int | None = flag(
         None,
-        "Steps of a run, warm-up included. Unset: 120 on a CPU, else 220; with --quick 36 and 60.",
+        "Steps of a run, warm-up included. Unset: 60 on a CPU, else 220; with --quick 26 and 60.",
     )
     warmup_steps: int | None = flag(  # type: ignore[assignment]
         None,
-        "Steps of the first window. Unset: 20, or 6 with --quick on a CPU; at most a third of "
-        "--max_steps.",
+        "Steps of the first window. Unset: 10 on a CPU, else 20; with --quick 6 and 20; at most a "
+        "third of --max_steps.",
     )
     log_interval: int | None = flag(  # type: ignore[assignment]
         None,
-        "Steps of every other window. Unset: 10 on a CPU, else 20; with --quick 5 and 8; few "
+        "Steps of every other window. Unset: 5 on a CPU, else 20; with --quick 4 and 8; few "
         "enough for five windows.",
     )
     save_interval: int = flag(0, "Epochs between checkpoints; 0 makes none.")
@@ -212,6 +213,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         max_repeats=flags.max_repeats, max_minutes=flags.max_minutes, quick=flags.quick,
         stops_when_decided=not flags.quick and flags.repeats > FIRST_LOOK, takes_medians=True,
         repeat_rule=defaults.repeat_rule(flags, len(rows)),
+        usual_scatter=defaults.usual_scatter(flags, base.task["device"]),
     )  # fmt: skip
     folder = config.expand_home("--output_dir", flags.output_dir)
     return CompareRequest(

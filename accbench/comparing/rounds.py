@@ -132,7 +132,7 @@ def _draw_order(plan: ComparisonPlan) -> ComparisonPlan:
 def introduction(plan: ComparisonPlan, folder: Path) -> str:
     """Describe what the comparison will do, and which settings were chosen for the device."""
     task = next(row.task for row in plan.rows if row.task)
-    what = f"{task.get('model')}, {task.get('image_size')} px"
+    what = task.get("model")
     batch = f"batch {jobs.plain_task(task).get('batch_size')} a worker, "
     if "script" in task:
         what, batch = task["script"], ""

@@ -1,6 +1,7 @@
 """A comparison's numbers and verdicts: what every report shows, in one plain form."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from accbench.report import comparison as comparisons
@@ -86,6 +87,9 @@ class ComparisonResult:
     rows: tuple[RowResult, ...]
     quick: bool = False
     """Whether it is a first verdict, of few steps in little time."""
+    usual_scatter: float | None = None
+    """Standard deviation of the logarithm of a round's ratio that intervals of undisturbed rounds
+    lean on; None: they follow from the rounds alone."""
     takes_medians: bool = False
     """Whether a run is judged by the median of its windows, or by its mean."""
     counted: tuple[str, int] = ("samples", 1)
@@ -107,7 +111,7 @@ def judge(comparison: Comparison) -> ComparisonResult:
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
         max_repeats=plan.most_rounds, max_minutes=plan.max_minutes,
         price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
-        quick=plan.quick, takes_medians=plan.takes_medians,
+        quick=plan.quick, usual_scatter=plan.usual_scatter, takes_medians=plan.takes_medians,
         mixed=comparison.mixed, rows=rows, counted=comparisons.counted(comparison),
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))
@@ -133,13 +137,13 @@ def _row_result(
 ) -> RowResult:
     baseline = comparison.baseline
     plan = comparison.plan
-    speed_ratios = _ratios(plan, row, baseline)
-    speedup, interval = _speedup(speed_ratios, comparison.plan)
-    ratios_to_best = _ratios(plan, row, best) if best is not None and best is not row else []
-    best_speedup, best_interval = _speedup(ratios_to_best, comparison.plan)
+    speedup, interval = _speedup(plan, row, baseline)
+    best_speedup, best_interval = (
+        _speedup(plan, row, best) if best is not None and best is not row else (None, None)
+    )
     checked = numerics.judge(comparison, row)
     end = comparisons.find_end(plan, row, baseline)
-    verdict_word, reasons = _verdict(comparison, row, speed_ratios, checked)
+    verdict_word, reasons = _verdict(comparison, row, checked)
     header = next((run.header for run in row.rounds if run.header), None)
     speed, synthetic = row.median("samples_per_s"), row.synthetic.samples_per_s
     ends = [run.end for run in row.good if run.end]
@@ -165,7 +169,7 @@ def _row_result(
         speedup_of_means=_speedup_of_means(plan, row, baseline),
         decided_after=end.num_rounds if end.is_decided else None,
         repeated_rounds=_disturbed(plan, {aside.number: aside.run for aside in row.set_aside}),
-        disturbed_rounds=_disturbed(plan, dict(enumerate(row.rounds, start=1))),
+        disturbed_rounds=_disturbed(plan, _numbered(row.rounds)),
     )  # fmt: skip
 
 
@@ -176,37 +180,33 @@ def _disturbed(plan: ComparisonPlan, runs: dict[int, RecordedRun]) -> tuple[Dist
     return tuple(DisturbedRound(number, why) for number, why in reasons.items() if why)
 
 
+def _numbered(runs: Sequence[RecordedRun]) -> dict[int, RecordedRun]:
+    return dict(enumerate(runs, start=1))
+
+
 def _speedup_of_means(
     plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow
 ) -> float | None:
     of_means = dataclasses.replace(plan, takes_medians=False)
-    return _speedup(_ratios(of_means, row, baseline), plan)[0] if plan.takes_medians else None
-
-
-def _ratios(plan: ComparisonPlan, row: ComparisonRow, other: ComparisonRow) -> list[float]:
-    found = comparisons.round_ratios(plan, row, other)
-    return [ratio for ratio in found if ratio is not None]
+    return _speedup(of_means, row, baseline)[0] if plan.takes_medians else None
 
 
 def _speedup(
-    ratios: list[float], plan: ComparisonPlan
+    plan: ComparisonPlan, row: ComparisonRow, other: ComparisonRow
 ) -> tuple[float | None, tuple[float, float] | None]:
-    if not ratios:
-        return None, None
-    speedup, interval = _mean_with_interval(ratios, plan)
-    return speedup, interval if len(ratios) > 1 else None
-
-
-def _mean_with_interval(
-    ratios: list[float], plan: ComparisonPlan
-) -> tuple[float, tuple[float, float]]:
+    """Return a row's speed over another's with its interval, as far as there are rounds of both."""
+    ratios = [r for r in comparisons.round_ratios(plan, row, other) if r is not None]
+    if len(ratios) < 2:
+        return (ratios[0] if ratios else None), None
     if plan.stops_when_decided:
         return sequential.mean_with_interval(ratios, plan.repeats, plan.most_rounds)
-    return statistics.mean_with_interval(ratios)
+    is_usual = not any(_disturbed(plan, _numbered(each.rounds)) for each in (row, other))
+    usual_scatter = plan.usual_scatter if is_usual else None
+    return statistics.mean_with_interval(ratios, usual_scatter=usual_scatter)
 
 
 def _verdict(
-    comparison: Comparison, row: ComparisonRow, speed_ratios: list[float], checked: Numerics
+    comparison: Comparison, row: ComparisonRow, checked: Numerics
 ) -> tuple[str, list[str]]:
     if row.failure is not None:
         nan = any(run.status == "nan" for run in row.rounds)
@@ -214,10 +214,10 @@ def _verdict(
     reasons = verdict.reasons_against(comparison, row, checked)
     if row is comparison.baseline:
         return (verdict.NOT_VALID if reasons else verdict.BASELINE), reasons
-    if len(speed_ratios) < 2:
+    speedup, interval = _speedup(comparison.plan, row, comparison.baseline)
+    if speedup is None or interval is None:
         reasons.append("fewer than two rounds in which it and the baseline ended well")
         return verdict.NOT_VALID, reasons
-    speedup, interval = _mean_with_interval(speed_ratios, comparison.plan)
     wide = verdict.too_wide(speedup, interval, comparison.plan.min_effect)
     if wide:
         reasons.append(wide)

@@ -71,6 +71,9 @@ class ComparisonPlan:
     """Begin no round that would end later, beyond the second; None: no limit."""
     quick: bool = False
     """A first verdict, of few steps in little time."""
+    usual_scatter: float | None = None
+    """Standard deviation of the logarithm of a round's ratio as it usually is, which intervals of
+    undisturbed rounds lean on; None: they follow from these rounds alone."""
     input_round_of_baseline: bool = False
     """The baseline alone has a run on synthetic data."""
     reuses_reference: bool = False

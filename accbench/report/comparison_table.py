@@ -102,6 +102,12 @@ def notes(result: ComparisonResult) -> list[str]:
     )
     if result.quick:
         lines.append(_quick_note(result))
+    if result.usual_scatter is not None:
+        lines.append(
+            f"intervals take the ratios of rounds to scatter by {result.usual_scatter:.0%}, more "
+            "than on a quiet machine, and by more where they did; next to a disturbed round they "
+            "follow from the rounds alone"
+        )
     if result.takes_medians:
         lines.append(
             "speedups compare the median window of each run, which a stall of seconds does not "

@@ -9,20 +9,36 @@ from collections.abc import Iterable, Sequence
 MAX_INTERVAL_WIDTH = 0.25
 
 
+# The rounds, beyond the first, that a usual scatter counts as much as.
+USUAL_DEGREES = 4
+
+
 def mean_with_interval(
-    ratios: Sequence[float], confidence: float = 0.95
+    ratios: Sequence[float], confidence: float = 0.95, usual_scatter: float | None = None
 ) -> tuple[float, tuple[float, float]]:
     """Compute the geometric mean of ratios, and its confidence interval.
 
     The interval is Student's t of the ratios' logarithms. Two ratios hardly bound the mean and one
     does not at all. Unlike the bootstrap of the median, the interval covers what it says it covers
     with few rounds (benchmarks/interval_coverage.py).
+
+    Args:
+        ratios: of the rounds.
+        confidence: how often the interval is to hold the truth, 0..1.
+        usual_scatter: the logarithms' standard deviation as it usually is. It is averaged with
+            that of the ratios, as if measured in `USUAL_DEGREES` more rounds (the moderated t of
+            Smyth, Linear models and empirical Bayes methods, 2004).
     """
     logs = [math.log(ratio) for ratio in ratios]
     middle = statistics.fmean(logs)
     if len(logs) < 2:
         return math.exp(middle), (0.0, math.inf)
-    half = t_quantile(confidence, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    variance, degrees = statistics.variance(logs), len(logs) - 1
+    if usual_scatter is not None:
+        of_all = USUAL_DEGREES * usual_scatter**2 + degrees * variance
+        degrees += USUAL_DEGREES
+        variance = of_all / degrees
+    half = t_quantile(confidence, degrees) * math.sqrt(variance / len(logs))
     # Ratios far apart, twice measured: keep the ends within what a float and JSON can hold.
     half = min(half, 100.0)
     return math.exp(middle), (math.exp(middle - half), math.exp(middle + half))

@@ -29,6 +29,10 @@ CASES = {
         ["FOLDER", "--state", "FOLDER", "--device=cpu", "--items=bare-rn50-e,rn50-bfloat16-ddp"],
         {}, ["| bare-rn50-eager |", "| rn50-bfloat16-ddp |", "2 of 2 items done, failed: none"],
     ),
+    "gpu_meshes": (
+        ["FOLDER", "--state", "FOLDER", "--device=cpu", "--items=8b-zero3,1b-pp2"],
+        {}, ["| 8b-zero3-inductor | inductor | --dp_shard=auto |", "failed: none"],
+    ),
     "input_rates": (["FOLDER"], {}, ["| photographs: RecordIO |", "| faces: RecordIO |"]),
     "interval_coverage": ([], {}, ["| normal | turns | 2 | t |", "| drift | fixed | 10 | t |"]),
     "kill_soak": (["FOLDER"], {}, ["equal bit for bit; left over: nothing"]),
@@ -54,6 +58,7 @@ MARKS = {
     "digits_table": [needs("sklearn")],
     "engine_speed": [soak],
     "fsdp_losses": [soak, needs("transformers")],
+    "gpu_meshes": [soak, needs("transformers"), needs("jax")],
     "kill_soak": [soak],
     "mesh_losses": [soak, needs("transformers")],
     "partial_fc_memory": [soak],

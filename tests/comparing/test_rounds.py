@@ -351,7 +351,7 @@ def test_settings_that_are_chosen_fit_those_that_are_given():
     assert tasks("--max_steps=40") == (40, 10, 5)
     assert tasks("--log_interval=50") == (260, 10, 50)
     assert tasks("--warmup_steps=200") == (220, 200, 4)
-    assert tasks("--quick") == (36, 6, 5)
+    assert tasks("--quick") == (26, 6, 4)
     assert tasks("--quick", "--max_steps=20") == (20, 6, 2)
 
 
