@@ -2,12 +2,15 @@
 
 import dataclasses
 import importlib.util
+import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError
 from accbench.pjrt import devices
+from accbench.report.comparison import RowPlan
 from accbench.report.disturbance import RepeatRule
 from accbench.report.sequential import FIRST_LOOK
 
@@ -110,6 +113,25 @@ def repeat_rule(flags: Any, num_rows: int) -> RepeatRule | None:
     if flags.quick:
         return RepeatRule(max_repeats=0)
     return RepeatRule(max_repeats=max(2, num_rows * flags.repeats // 2))
+
+
+def alternates_windows(flags: Any, rows: Sequence[RowPlan]) -> bool:
+    """Return whether the rows' runs take turns: only where nothing of theirs goes on in between.
+
+    Accelerators hold on to their memory, and loading processes fetch batches ahead.
+    """
+    tasks = [row.task for row in rows if row.task is not None]
+    return (
+        flags.alternate_windows
+        and flags.script is None
+        and len(tasks) > 1
+        and hasattr(socket, "AF_UNIX")
+        and all(
+            (task["device"], task["launcher"], task["nnodes"], task["workers"])
+            == ("cpu", "local", "1", 0)
+            for task in tasks
+        )
+    )
 
 
 def usual_scatter(flags: Any, device: str) -> float | None:

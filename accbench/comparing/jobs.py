@@ -36,16 +36,32 @@ class Job:
     For a copy: the folder of the pass to copy."""
 
 
-def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
+def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[list[Job]]:
     """Yield all runs in order: the rounds, then those without input, then the numerics pass.
 
-    The flags of a later run can depend on the record of an earlier one.
+    The runs of a round come together, others one by one. The flags of a later run can depend on the
+    record of an earlier one.
     """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
+    yield from _rounds(plan, rows, folder)
+    with_input_round = rows_with_input_round(plan)
+    for row, task in rows:
+        if row.name in with_input_round:
+            at = comparison.synthetic_folder(folder, row)
+            yield [Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))]
+    if plan.numerics_steps:
+        for job in _numerics_jobs(plan, rows, folder):
+            yield [job]
+
+
+def _rounds(
+    plan: ComparisonPlan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
+) -> Iterator[list[Job]]:
     for number, turn in enumerate(round_orders(rows, plan.most_rounds, plan.order_seed), start=1):
         needed = comparison.rounds_needed(plan, comparison.read_rows(plan, folder))
         if number > max(needed.values()):
             break
+        round_jobs = []
         for row, task in turn:
             if number > needed[row.name]:
                 continue  # decided; the round's order stays that of the rows left
@@ -54,14 +70,10 @@ def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[Job]:
             # seeds is the measure for differences between engines.
             seeded = {**task, "seed": task["seed"] + number - 1}
             total = plan.repeats if number <= plan.repeats else plan.most_rounds
-            yield Job(f"round {number}/{total}  {row.name}", row, at, seeded, number)
-    with_input_round = rows_with_input_round(plan)
-    for row, task in rows:
-        if row.name in with_input_round:
-            at = comparison.synthetic_folder(folder, row)
-            yield Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))
-    if plan.numerics_steps:
-        yield from _numerics_jobs(plan, rows, folder)
+            label = f"round {number}/{total}  {row.name}"
+            round_jobs.append(Job(label, row, at, seeded, number))
+        if round_jobs:
+            yield round_jobs
 
 
 def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str, Any]:

@@ -64,6 +64,12 @@ class CompareFlags(TaskConfig):
         "Measure a round again in which other programs, the hypervisor, heat or swapping took much "
         "of the machine; once each, and at most every second.",
     )
+    alternate_windows: bool = flag(
+        True,
+        "On one machine's CPU, keep a round's runs of all rows alive and measure their windows in "
+        "turn, so that a machine whose speed changes within seconds slows all alike. Runs follow "
+        "each other where memory is short, with data loading processes, and with --script.",
+    )
     min_effect: float = flag(
         0.02,
         "Smallest difference in speed that matters, as a fraction: 0.02 is 2 %.",
@@ -213,6 +219,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         max_repeats=flags.max_repeats, max_minutes=flags.max_minutes, quick=flags.quick,
         stops_when_decided=not flags.quick and flags.repeats > FIRST_LOOK, takes_medians=True,
         repeat_rule=defaults.repeat_rule(flags, len(rows)),
+        alternates_windows=defaults.alternates_windows(flags, rows),
         usual_scatter=defaults.usual_scatter(flags, base.task["device"]),
     )  # fmt: skip
     folder = config.expand_home("--output_dir", flags.output_dir)

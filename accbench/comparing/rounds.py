@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import shutil
 import sys
@@ -15,8 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from accbench import config
 from accbench.comparing import jobs, passes
 from accbench.comparing.plan import CompareRequest, parse
-from accbench.comparing.run import run_to_its_end
+from accbench.comparing.run import JobProcess, ended_on_interrupt
 from accbench.comparing.time_left import TimeLeftColumn, estimate_s, in_words
+from accbench.comparing.turns import TurnGiver, take_turns
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
 from accbench.recording import records, terminal
@@ -160,7 +162,7 @@ def _rounds(plan: ComparisonPlan) -> str:
 
 def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     """Run the jobs that have not yet succeeded; a row that fails gets no further runs."""
-    num_jobs = sum(1 for _ in jobs.in_order(plan, folder))
+    num_jobs = sum(map(len, jobs.in_order(plan, folder)))
     failed: set[str] = {row.name for row in plan.rows if row.task is None}
     told: set[str] = set()
     for row in plan.rows:
@@ -175,44 +177,71 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     )
     with _progress(console) as progress:
         bar = progress.add_task("", total=num_jobs)
-        for job in jobs.in_order(plan, folder):
-            progress.update(bar, description=job.label)
-            if job.row.name not in failed and not _is_done(job, plan, folder):
-                finished = _run_undisturbed(plan, job, folder, progress.console)
-                if job.number is not None and finished.status != "ok":
-                    failed.add(job.row.name)
-                elif job.number is not None:
-                    _refuse_without_speed(finished)
+        for group in jobs.in_order(plan, folder):
+            due = [j for j in group if j.row.name not in failed and not _is_done(j, plan, folder)]
+            progress.advance(bar, len(group) - len(due))
+            number = group[0].number
+            takes_turns = plan.alternates_windows and number is not None and len(due) > 1
+            for together in [due] if takes_turns else [[job] for job in due]:
+                progress.update(bar, description=_label_of(together))
+                finished = _run_undisturbed(plan, together, folder, progress.console)
+                for job, run in zip(together, finished, strict=True) if number else ():
+                    if run.status != "ok":
+                        failed.add(job.row.name)
+                    else:
+                        _refuse_without_speed(run)
                 left_s = estimate_s(plan, folder, jobs.rows_with_input_round(plan))
                 if left_s is not None:
                     progress.update(bar, ends_at=time.monotonic() + left_s)
-                lines = [] if job.number is None else _news(plan, folder, job.number, left_s)
-                for line in lines:
+                for line in _news(plan, folder, number, left_s) if number else ():
                     if line not in told:
                         progress.console.print(line, markup=False)
                     told.add(line)
-            progress.advance(bar)
+                progress.advance(bar, len(together))
     for reference in comparison.numerics_folder(folder, "").glob(f"{REFERENCE}*"):
         tensors = reference / jobs.REFERENCE_TENSORS
         shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
 
 
+def _label_of(together: list[jobs.Job]) -> str:
+    if len(together) == 1:
+        return together[0].label
+    names = ", ".join(job.row.name for job in together)
+    return f"{together[0].label.split('  ')[0]}  {names} in turn"
+
+
 def _run_undisturbed(
-    plan: ComparisonPlan, job: jobs.Job, folder: Path, console: Console
-) -> runs.RecordedRun:
-    """Run a job and print how it went, and once more if the plan's rule asks for it."""
-    finished = _run_and_tell(job, folder, console)
-    why = _reason_to_repeat(plan, folder, job, finished)
-    if why is None:
+    plan: ComparisonPlan, together: list[jobs.Job], folder: Path, console: Console
+) -> list[runs.RecordedRun]:
+    """Run jobs and print how they went, and once more if the plan's rule asks for it.
+
+    Runs that have taken turns are repeated together.
+    """
+    finished = _run_and_tell(together, folder, console)
+    pairs = list(zip(together, finished, strict=True))
+    reasons = {job.label: _reason_to_repeat(plan, folder, job, run) for job, run in pairs}
+    if not any(reasons.values()):
         return finished
-    _set_aside(job, folder)
-    console.print(f"{job.label}: repeated, as {why}", markup=False)
-    return _run_and_tell(job, folder, console)
+    again = [job for job, run in pairs if run.status == "ok"]
+    for job in again:
+        _set_aside(job, folder)
+    for label, why in reasons.items():
+        if why is not None:
+            console.print(f"{label}: repeated, as {why}", markup=False)
+    repeated = dict(zip(map(id, again), _run_and_tell(again, folder, console), strict=True))
+    return [repeated.get(id(job), run) for job, run in pairs]
 
 
-def _run_and_tell(job: jobs.Job, folder: Path, console: Console) -> runs.RecordedRun:
-    finished = run(job, jobs.cache_folder(folder, job.row))
-    console.print(f"{job.label}: {_outcome(finished)}", markup=False)
+def _run_and_tell(
+    together: list[jobs.Job], folder: Path, console: Console
+) -> list[runs.RecordedRun]:
+    caches = [jobs.cache_folder(folder, job.row) for job in together]
+    if len(together) == 1:
+        finished = [run(together[0], caches[0])]
+    else:
+        finished = run_in_turns(together, caches)
+    for job, one in zip(together, finished, strict=True):
+        console.print(f"{job.label}: {_outcome(one)}", markup=False)
     return finished
 
 
@@ -292,7 +321,8 @@ def _is_done(job: jobs.Job, plan: ComparisonPlan, folder: Path) -> bool:
     if not is_ok or job.kind != "reference" or tensors.exists():
         return is_ok
     kinds = ("floor", "check", "free_draws")
-    checks = (other for other in jobs.in_order(plan, folder) if other.kind in kinds)
+    every = itertools.chain.from_iterable(jobs.in_order(plan, folder))
+    checks = (other for other in every if other.kind in kinds)
     return all(runs.read_if_there(check.folder).status == "ok" for check in checks)
 
 
@@ -326,6 +356,28 @@ def run(job: jobs.Job, cache: Path) -> runs.RecordedRun:
     if job.kind == "copy":
         passes.copy_without_draws(Path(job.argument), job.folder)
         return runs.read_if_there(job.folder)
+    process = _prepare(job, cache)
+    with ended_on_interrupt([process]) as stop:
+        process.start(stop)
+        return _record_of(job, process)
+
+
+def run_in_turns(together: Sequence[jobs.Job], caches: Sequence[Path]) -> list[runs.RecordedRun]:
+    """Run the jobs of a round, whose windows take turns, and return their records."""
+    with contextlib.ExitStack() as stack:
+        givers, processes = [], []
+        for job, cache in zip(together, caches, strict=True):
+            shutil.rmtree(job.folder, ignore_errors=True)
+            givers.append(TurnGiver(job.task["nproc_per_node"]))
+            stack.callback(givers[-1].close)
+            processes.append(_prepare(job, cache, givers[-1].path))
+        stop = stack.enter_context(ended_on_interrupt(processes))
+        take_turns(processes, givers, stop)
+        return [_record_of(job, one) for job, one in zip(together, processes, strict=True)]
+
+
+def _prepare(job: jobs.Job, cache: Path, turns: Path | None = None) -> JobProcess:
+    """Make a job's folder and log, empty its caches before round 1, and return its process."""
     if job.number == 1:
         shutil.rmtree(cache, ignore_errors=True)
     job.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -335,11 +387,16 @@ def run(job: jobs.Job, cache: Path) -> runs.RecordedRun:
     num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
     if plugins.load("launchers", job.task["launcher"]).elsewhere:
         num_devices = None  # the run is on other machines
-    exit_status = run_to_its_end(job.kind, job.argument, flags, job.folder, log, num_devices)
+    return JobProcess(job.kind, job.argument, flags, job.folder, log, num_devices, turns)
+
+
+def _record_of(job: jobs.Job, process: JobProcess) -> runs.RecordedRun:
+    """Wait for a job's end, and return its record, completed where its launcher was killed."""
+    exit_status = process.join()
     path = job.folder / config.RECORDS_FILE
     path.parent.mkdir(exist_ok=True)
     if runs.read_if_there(job.folder).end is None:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        why = lines[-1] if lines else f"exit status {exit_status}"
+        lines = _log_of(job.folder).read_text(encoding="utf-8", errors="replace").strip()
+        why = lines.splitlines()[-1] if lines else f"exit status {exit_status}"
         records.append(path, records.EndRecord("error", why))
     return runs.read(job.folder)

@@ -5,12 +5,13 @@ seconds and a comparison starts dozens of launchers. Workers are still fresh pro
 launcher starts as in any run.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from accbench import config
 from accbench.recording import records
 from accbench.recording.device_watch import DeviceWatch
 from accbench.system import standard_streams
+from accbench.system.turns import SOCKET_VARIABLE
 
 JobKind = Literal["run", "reference", "floor", "check", "free_draws", "copy"]
 # Seconds that a launcher has to end its workers when the comparison is stopped.
@@ -30,15 +32,42 @@ _SAFE_PATH, _SET_HERE = "PYTHONSAFEPATH", "for the fork server"
 _PRELOADED = ["accbench.comparing.fork_server_preload"]
 
 
-def run_to_its_end(
-    kind: JobKind,
-    argument: str,
-    flags: Sequence[str],
-    folder: Path,
-    log: Path,
-    num_devices: int | None,
-) -> int | None:
-    """Run one job and return the launcher's exit status; SIGTERM and Ctrl-C end the run first.
+class StopRequest:
+    """SIGTERM and Ctrl-C as KeyboardInterrupt, while its block runs and but for parts of it."""
+
+    def __init__(self) -> None:
+        self._is_asked = self._is_held_back = False
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_asked = True
+        if not self._is_held_back:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Raise what comes in the block at its end."""
+        self._is_held_back = True
+        try:
+            yield
+        except (EOFError, OSError):  # the signal may have reached others that the block needs
+            if not self._is_asked:
+                raise
+        finally:
+            self._is_held_back = False
+        if self._is_asked:
+            raise KeyboardInterrupt
+
+
+class JobProcess:
+    """A process with the launcher of one job.
 
     Args:
         kind: train, or a part of the numerics pass.
@@ -47,43 +76,66 @@ def run_to_its_end(
         folder: the run's folder; its records get the load of other programs and the devices' state.
         log: file for the launcher's output.
         num_devices: number of accelerators to watch besides this machine; None watches nothing.
+        turns: the socket at which the run's workers get turns; None: they do not wait for any.
     """
-    stopped = started = False
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        if started:
-            raise KeyboardInterrupt
+    def __init__(
+        self,
+        kind: JobKind,
+        argument: str,
+        flags: Sequence[str],
+        folder: Path,
+        log: Path,
+        num_devices: int | None,
+        turns: Path | None = None,
+    ) -> None:
+        _start_fork_server()
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_launch, args=(kind, argument, list(flags), folder, log, num_devices, turns)
+        )
 
-    _start_fork_server()
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(
-        target=_launch, args=(kind, argument, list(flags), folder, log, num_devices)
-    )
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        # Not interrupted: the fork server would print a traceback for an incomplete request.
+    def start(self, stop: StopRequest) -> None:
+        """Start it; a request to stop is not raised meanwhile.
+
+        The fork server would print a traceback for an incomplete request.
+        """
+        with stop.held_back():
+            self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The launcher's process id; None before it starts."""
+        return self._process.pid
+
+    @property
+    def sentinel(self) -> int:
+        """What `multiprocessing.connection.wait` takes, ready once the process has ended."""
+        return self._process.sentinel
+
+    def join(self) -> int | None:
+        """Wait for its end, and return the launcher's exit status."""
+        self._process.join()
+        return self._process.exitcode
+
+    def end(self) -> None:
+        """Have the launcher end its workers and itself, or kill it after a while."""
+        if self._process.pid is not None:
+            self._process.terminate()
+            self._process.join(_GRACE_S)
+            self._process.kill()
+            self._process.join()
+
+
+@contextlib.contextmanager
+def ended_on_interrupt(processes: Sequence[JobProcess]) -> Iterator[StopRequest]:
+    """End the processes that have started if a request to stop, or an error, ends the block."""
+    with StopRequest() as stop:
         try:
-            process.start()
-        except (EOFError, OSError):  # a SIGTERM to the whole group has ended the fork server
-            if not stopped:
-                raise
-        started = True
-        if stopped:
-            raise KeyboardInterrupt
-        process.join()
-    except KeyboardInterrupt:
-        if process.pid is not None:
-            process.terminate()
-            process.join(_GRACE_S)
-            process.kill()
-            process.join()
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return process.exitcode
+            yield stop
+        except BaseException:
+            for process in processes:
+                process.end()
+            raise
 
 
 def _start_fork_server() -> None:
@@ -106,14 +158,17 @@ def _start_fork_server() -> None:
 
 
 def _launch(
-    kind: JobKind, argument: str, flags: list[str], folder: Path, log: Path, num_devices: int | None
-) -> None:
+    kind: JobKind, argument: str, flags: list[str], folder: Path, log: Path,
+    num_devices: int | None, turns: Path | None,
+) -> None:  # fmt: skip
     # These import torch, which the comparison itself does not need.
     from accbench.comparing import numerics
     from accbench.launchers.common import run
 
     if os.environ.get(_SAFE_PATH) == _SET_HERE:
         del os.environ[_SAFE_PATH]  # workers find modules as they do in a run
+    if turns is not None:
+        os.environ[SOCKET_VARIABLE] = str(turns)
     threading.Thread(target=_die_with_comparison, daemon=True).start()
     with log.open("w") as file:
         for descriptor in (1, 2):

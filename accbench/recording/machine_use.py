@@ -85,6 +85,17 @@ class MachineWatch:
         self._is_due = since_s + window_s >= _SAMPLE_EVERY_S
         return machine_use([values[2:] for values in by_rank]) if was_due else MachineUse()
 
+    def pause(self) -> None:
+        """Leave out of the samples what happens until `resume`."""
+        self._paused = self._read()
+
+    def resume(self) -> None:
+        """Go on as if nothing had happened since `pause`."""
+        now = self._read()
+        grown = [after - before for before, after in zip(self._paused, now, strict=True)]
+        self._before = Counters(*(b + g for b, g in zip(self._before, grown, strict=True)))
+        self._last_close_s += now.at_s - self._paused.at_s
+
     def _read(self) -> Counters:
         busy_s, stolen_s = _busy_and_stolen_s(self._processors)
         throttled_s = _heat_s(self._heat_files) * len(self._processors)

@@ -169,6 +169,8 @@ class EndRecord:
     """Samples that could not be read and were replaced, over all ranks."""
     samples_per_epoch: int | None = None
     """Samples of all ranks in one pass over the data."""
+    waited_s: float | None = None
+    """Seconds between windows in which a comparison's other rows had their turns."""
 
 
 @dataclasses.dataclass(frozen=True)

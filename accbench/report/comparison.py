@@ -71,6 +71,10 @@ class ComparisonPlan:
     """Begin no round that would end later, beyond the second; None: no limit."""
     quick: bool = False
     """A first verdict, of few steps in little time."""
+    alternates_windows: bool = False
+    """The rows' runs of a round are alive at once and train their windows in turn, so that the
+    ratio of a round is that of windows next to each other in time. False in comparisons of before,
+    and where runs follow each other."""
     usual_scatter: float | None = None
     """Standard deviation of the logarithm of a round's ratio as it usually is, which intervals of
     undisturbed rounds lean on; None: they follow from these rounds alone."""
@@ -312,11 +316,23 @@ def round_ratios(
     plan: ComparisonPlan, row: ComparisonRow, other: ComparisonRow
 ) -> list[float | None]:
     """Return the ratios of two rows' speeds by round; None unless both runs ended well."""
+    if plan.alternates_windows and plan.takes_medians:
+        pairs = zip(row.rounds, other.rounds, strict=False)
+        return [_median_of_window_ratios(a, b) for a, b in pairs]
     speeds = [
         (plan.judged_speed(a), plan.judged_speed(b))
         for a, b in zip(row.rounds, other.rounds, strict=False)
     ]
     return [a / b if a and b else None for a, b in speeds]
+
+
+def _median_of_window_ratios(run: RecordedRun, other: RecordedRun) -> float | None:
+    """Return the median ratio of the speeds of windows that begin at the same step."""
+    if run.status != "ok" or other.status != "ok":
+        return None
+    speeds, other_speeds = run.speed_of_windows, other.speed_of_windows
+    ratios = [speed / other_speeds[step] for step, speed in speeds.items() if step in other_speeds]
+    return statistics.median(ratios) if ratios else None
 
 
 def _rounds_until_ended(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> int:

@@ -48,17 +48,22 @@ class RecordedRun:
 
     @property
     def median_samples_per_s(self) -> float | None:
-        """The median of the steady windows' speeds, so that a stall costs no more than it lasts.
+        """The median of the steady windows' speeds, so that a stall costs no more than it lasts."""
+        speeds = self.speed_of_windows.values()
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def speed_of_windows(self) -> dict[int, float]:
+        """The samples/s of the steady windows: first step -> speed.
 
         Windows of less than half the steps of the longest one are left out.
         """
         longest = max((window.num_steps for window in self.steady), default=0)
-        speeds = [
-            window.num_samples / window.wall_s
+        return {
+            window.first_step: window.num_samples / window.wall_s
             for window in self.steady
             if window.wall_s > 0 and 2 * window.num_steps >= longest
-        ]
-        return statistics.median(speeds) if speeds else None
+        }
 
     @property
     def counted(self) -> tuple[str, int]:
@@ -82,11 +87,29 @@ class RecordedRun:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the launcher's start to its end, or as much of it as is known."""
+        """Seconds from the launcher's start to its end, or as much of it as is known.
+
+        The turns of a comparison's other rows are left out.
+        """
         if self.device is not None:
-            return self.device.wall_s
+            waited_s = self.end.waited_s if self.end else None
+            return self.device.wall_s - (waited_s or 0.0)
         start_s = self.end.time_to_first_step_s if self.end else None
         return (start_s or 0.0) + sum(window.wall_s for window in self.windows)
+
+    @property
+    def other_cpu_share(self) -> float | None:
+        """Share of the processors' time that others took during the run, 0..1.
+
+        Of a run that waited for other rows' turns, which the launcher takes for others, during its
+        measured windows.
+        """
+        if self.end is None or not self.end.waited_s:
+            return self.device.other_cpu_share if self.device else None
+        shares = [(w.other_cpu_share, w.wall_s) for w in self.steady]
+        known = [(share, wall_s) for share, wall_s in shares if share is not None]
+        total_s = sum(wall_s for _, wall_s in known)
+        return sum(share * wall_s for share, wall_s in known) / total_s if total_s else None
 
     @property
     def peak_memory_bytes(self) -> int | None:

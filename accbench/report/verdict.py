@@ -129,7 +129,8 @@ def _device_reasons(row: ComparisonRow) -> list[str]:
         max(values_of("other_device_processes")),
     )
     # The median of the rounds: it is what one disturbed round does to the speed, too.
-    shared = statistics.median(values_of("other_cpu_share"))
+    shares = [run.other_cpu_share for run in row.good]
+    shared = statistics.median([share for share in shares if share is not None] or [0.0])
     if throttled > MAX_THROTTLED_SHARE:
         reasons.append(f"the device was throttled: {row.name}, {throttled:.0%} of the time")
     if shared > MAX_OTHER_CPU_SHARE:

@@ -140,4 +140,5 @@ def end_record(
         num_samples=timer.num_samples_of_all,
         num_bad_samples=num_bad_samples,
         samples_per_epoch=steps_per_epoch * samples_a_step,
+        waited_s=timer.waited_s or None,
     )

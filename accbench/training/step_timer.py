@@ -15,6 +15,7 @@ from accbench.engines import Batch, CompileStats, Engine
 from accbench.errors import NonFiniteLossError, RecompiledError, remedy_of_overflow
 from accbench.recording.machine_use import MachineWatch
 from accbench.recording.records import WindowRecord, finite_or_none
+from accbench.system.turns import Turns
 from accbench.training.shapes import ShapeWatch
 
 # A GradScaler below this has halved in about thirty steps in a row: gradients are infinite, not
@@ -62,6 +63,9 @@ class StepTimer:
         self._window_started = 0.0
         self._stats = CompileStats()
         self._machine = MachineWatch()
+        self._turns = Turns()
+        self.waited_s = 0.0
+        """Seconds between windows in which other runs had their turns."""
         self._in_warmup = True
 
     def start(self, epoch: int) -> None:
@@ -209,6 +213,18 @@ class StepTimer:
                 f"gradients overflow in step after step, the loss scale is down to {scale:.2g} at "
                 f"step {self.num_steps - 1}; {remedy}"
             )
+        if self._turns.are_given:
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        """Wait as long as other runs have their turns, which no window counts."""
+        paused = time.perf_counter()
+        self._machine.pause()
+        self._turns.wait()
+        self._machine.resume()
+        wait_s = time.perf_counter() - paused
+        self._window_started += wait_s
+        self.waited_s += wait_s
 
     def _refuse_recompiles(self) -> None:
         limit, number = self.engine.task.max_recompiles, self.steady.num_compiles

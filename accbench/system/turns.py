@@ -1,0 +1,40 @@
+"""Turns with other runs on this machine, which `accbench compare` gives between windows.
+
+A run that has a turn trains a window and then waits, without using the processors, until it is
+given the next one. Each worker has a connection of its own: on it goes one byte for each.
+"""
+
+import contextlib
+import os
+import socket
+
+SOCKET_VARIABLE = "ACCBENCH_TURNS"
+"""The path of the socket of the comparison that gives turns; unset where nothing does."""
+WINDOW_DONE, GO = b"w", b"g"
+
+
+class Turns:
+    """A worker's turns; without a comparison that gives them, `wait` returns at once."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        path = os.environ.get(SOCKET_VARIABLE)
+        if path:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.connect(path)
+
+    @property
+    def are_given(self) -> bool:
+        """Whether a comparison gives turns."""
+        return self._socket is not None
+
+    def wait(self) -> None:
+        """Say that a window is done, and wait for the next turn; returns if the other end is gone.
+
+        Nobody waits for this run then.
+        """
+        if self._socket is None:
+            return
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(WINDOW_DONE)
+            self._socket.recv(1)
