@@ -90,6 +90,8 @@ class ComparisonResult:
     usual_scatter: float | None = None
     """Standard deviation of the logarithm of a round's ratio that intervals of undisturbed rounds
     lean on; None: they follow from the rounds alone."""
+    alternates_windows: bool = False
+    """Whether the runs of a round trained their windows in turn, which are compared in pairs."""
     takes_medians: bool = False
     """Whether a run is judged by the median of its windows, or by its mean."""
     counted: tuple[str, int] = ("samples", 1)
@@ -111,7 +113,8 @@ def judge(comparison: Comparison) -> ComparisonResult:
         best=best.name if best else None, min_effect=plan.min_effect, repeats=plan.repeats,
         max_repeats=plan.most_rounds, max_minutes=plan.max_minutes,
         price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
-        quick=plan.quick, usual_scatter=plan.usual_scatter, takes_medians=plan.takes_medians,
+        quick=plan.quick, usual_scatter=plan.usual_scatter,
+        alternates_windows=plan.alternates_windows, takes_medians=plan.takes_medians,
         mixed=comparison.mixed, rows=rows, counted=comparisons.counted(comparison),
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))

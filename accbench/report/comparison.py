@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from accbench.report import sequential
 from accbench.report.disturbance import RepeatRule
 from accbench.report.run import RecordedRun
 from accbench.report.sequential import RowEnd
+from accbench.report.statistics import interquartile_mean
 
 PLAN_FILE = "comparison.json"
 SCHEMA_VERSION = 2
@@ -318,7 +320,7 @@ def round_ratios(
     """Return the ratios of two rows' speeds by round; None unless both runs ended well."""
     if plan.alternates_windows and plan.takes_medians:
         pairs = zip(row.rounds, other.rounds, strict=False)
-        return [_median_of_window_ratios(a, b) for a, b in pairs]
+        return [_ratio_of_windows(a, b) for a, b in pairs]
     speeds = [
         (plan.judged_speed(a), plan.judged_speed(b))
         for a, b in zip(row.rounds, other.rounds, strict=False)
@@ -326,13 +328,15 @@ def round_ratios(
     return [a / b if a and b else None for a, b in speeds]
 
 
-def _median_of_window_ratios(run: RecordedRun, other: RecordedRun) -> float | None:
-    """Return the median ratio of the speeds of windows that begin at the same step."""
+def _ratio_of_windows(run: RecordedRun, other: RecordedRun) -> float | None:
+    """Return the interquartile mean of the ratios of windows that begin at the same step."""
     if run.status != "ok" or other.status != "ok":
         return None
     speeds, other_speeds = run.speed_of_windows, other.speed_of_windows
-    ratios = [speed / other_speeds[step] for step, speed in speeds.items() if step in other_speeds]
-    return statistics.median(ratios) if ratios else None
+    both = [step for step in speeds if step in other_speeds]
+    if not both:
+        return None
+    return math.exp(interquartile_mean(math.log(speeds[n] / other_speeds[n]) for n in both))
 
 
 def _rounds_until_ended(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> int:

@@ -108,7 +108,13 @@ def notes(result: ComparisonResult) -> list[str]:
             "than on a quiet machine, and by more where they did; next to a disturbed round they "
             "follow from the rounds alone"
         )
-    if result.takes_medians:
+    if result.alternates_windows:
+        lines.append(
+            "the runs of a round trained their windows in turn, and a round's ratio is the "
+            "interquartile mean of those of windows next to each other; "
+            f"{result.counted[0]}/s are of all windows"
+        )
+    elif result.takes_medians:
         lines.append(
             "speedups compare the median window of each run, which a stall of seconds does not "
             f"move; {result.counted[0]}/s are of the whole time, stalls included"

@@ -74,3 +74,13 @@ def lower_quartile(values: Iterable[float]) -> float:
     """
     by_size = sorted(values, key=abs)
     return by_size[(len(by_size) - 1) // 4]
+
+
+def interquartile_mean(values: Iterable[float]) -> float:
+    """Return the mean without the lowest and the highest quarter, rounded down.
+
+    It bears as many values that something has disturbed, and scatters less than the median.
+    """
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])

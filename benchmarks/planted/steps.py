@@ -13,13 +13,12 @@ from benchmarks.planted.hooks import Planted
 class Slowed(Engine):
     """Sleep a tenth of the time that each step took."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._ended = time.perf_counter()
+    def compute_gradients(self, *args: Any) -> torch.Tensor:
+        self._began = time.perf_counter()
+        return super().compute_gradients(*args)
 
     def end_step(self) -> None:
-        time.sleep(0.1 * (time.perf_counter() - self._ended))
-        self._ended = time.perf_counter()
+        time.sleep(0.1 * (time.perf_counter() - self._began))
 
 
 class Crashes(Engine):
