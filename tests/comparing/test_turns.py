@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from accbench.comparing.run import StopRequest
 from accbench.recording import records
 from accbench.report import analysis, comparison, publish
 from accbench.system.turns import SOCKET_VARIABLE
-from tests.conftest import HANG_S, TINY, of_kind, start_python
+from tests.conftest import HANG_S, ROOT, TINY, command, of_kind
 from tests.report import fakes
 
 WORKER = """
@@ -49,7 +46,7 @@ class Run:
         self.env = {**os.environ, SOCKET_VARIABLE: str(giver.path), **env}
 
     def start(self, stop: StopRequest) -> None:
-        self.process = subprocess.Popen(self.command, env=self.env)
+        self.process = subprocess.Popen(self.command, env=self.env, cwd=ROOT)
         self.pid = self.process.pid
         self.sentinel = os.pidfd_open(self.pid)
 
@@ -120,36 +117,19 @@ def test_windows_leave_out_what_others_do_between_them(tmp_path):
     giver, wait_s = turns.TurnGiver(1), 0.4
     flags = (*TINY, "--data=synthetic", "--max_steps=8", "--warmup_steps=2", "--log_interval=2")
     folder = tmp_path / "run"
-    process = start_python("main.py", *flags, f"--output_dir={folder}",
-                           **{SOCKET_VARIABLE: str(giver.path)})  # fmt: skip
-    reader, writer = multiprocessing.Pipe(duplex=False)
-
-    class Handle:
-        sentinel = reader
-
-    def tell_the_end() -> None:
-        process.communicate()
-        writer.close()
-
-    thread = threading.Thread(target=tell_the_end)
-    thread.start()
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    trained = Run("", 0, tmp_path, giver)
+    trained.command = command(*flags, f"--output_dir={folder}", script="main.py")
+    trained.start(StopRequest())
+    num_turns = 0
     try:
-        num_turns = 0
-        busy.send_signal(signal.SIGSTOP)
-        while giver.wait(Handle()):
+        while giver.wait(trained):
             num_turns += 1
-            busy.send_signal(signal.SIGCONT)
             time.sleep(wait_s)
-            busy.send_signal(signal.SIGSTOP)
             giver.give()
+        assert trained.process.wait(timeout=HANG_S) == 0
     finally:
-        busy.kill()
-        busy.wait()
-        thread.join()
-        reader.close()
+        trained.close()
         giver.close()
-    assert process.returncode == 0
     assert num_turns == 4
     end = of_kind(folder, records.EndRecord)[0]
     assert wait_s * num_turns <= end.waited_s < wait_s * num_turns + 2
@@ -168,7 +148,6 @@ def test_rows_of_a_comparison_alternate_on_a_cpu_alone():
     assert alternates("--quick", "--nproc_per_node=2")
     assert not alternates("--no-alternate_windows")
     assert not alternates("--workers=1")
-    assert not alternates("--engines=ddp")
 
 
 def windows_of(speeds: list[float]) -> list[records.WindowRecord]:
