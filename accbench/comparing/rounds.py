@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from accbench import config
-from accbench.comparing import jobs, passes
+from accbench.comparing import jobs
+from accbench.comparing.job_runs import log_of, run, run_in_turns
 from accbench.comparing.plan import CompareRequest, parse
-from accbench.comparing.run import JobProcess, ended_on_interrupt
 from accbench.comparing.time_left import TimeLeftColumn, estimate_s, in_words
-from accbench.comparing.turns import TurnGiver, take_turns
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
-from accbench.recording import records, terminal
+from accbench.recording import terminal
 from accbench.report import analysis, comparison, conditions, publish
 from accbench.report import run as runs
 from accbench.report.comparison import REFERENCE, ComparisonPlan
@@ -140,7 +139,8 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
         what, batch = task["script"], ""
     nodes = "" if task["nnodes"] == "1" else f"{task['nnodes']} nodes of "
     lines = [
-        f"comparing {', '.join(row.name for row in plan.rows)} in {_rounds(plan)}: "
+        f"comparing {', '.join(row.name for row in plan.rows)} in {_rounds(plan)}"
+        f"{', their windows in turn' if plan.alternates_windows else ''}: "
         f"{what}, {nodes}{task['nproc_per_node']} x {task['device']}, {batch}"
         f"{task['amp_level']}, {task['max_steps']} steps"
     ]
@@ -185,11 +185,11 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
             for together in [due] if takes_turns else [[job] for job in due]:
                 progress.update(bar, description=_label_of(together))
                 finished = _run_undisturbed(plan, together, folder, progress.console)
-                for job, run in zip(together, finished, strict=True) if number else ():
-                    if run.status != "ok":
+                for job, one in zip(together, finished, strict=True) if number else ():
+                    if one.status != "ok":
                         failed.add(job.row.name)
                     else:
-                        _refuse_without_speed(run)
+                        _refuse_without_speed(one)
                 left_s = estimate_s(plan, folder, jobs.rows_with_input_round(plan))
                 if left_s is not None:
                     progress.update(bar, ends_at=time.monotonic() + left_s)
@@ -266,14 +266,9 @@ def _set_aside(job: jobs.Job, folder: Path) -> None:
     assert job.number is not None
     target = comparison.set_aside_folder(folder, job.number, job.row)
     target.parent.mkdir(parents=True, exist_ok=True)
-    log = _log_of(job.folder)
-    log.rename(_log_of(target))
+    log = log_of(job.folder)
+    log.rename(log_of(target))
     job.folder.rename(target)
-
-
-def _log_of(folder: Path) -> Path:
-    """Return the file for the output of the launcher of a run."""
-    return folder.parent / f"{folder.name}.log"
 
 
 def _news(plan: ComparisonPlan, folder: Path, number: int, left_s: float | None) -> Iterator[str]:
@@ -348,55 +343,3 @@ def _outcome(run: runs.RecordedRun) -> str:
         f"{run.samples_per_s * units_per_sample:,.1f} {unit}/s, first step after "
         f"{run.end.time_to_first_step_s or 0:.1f} s"
     )
-
-
-def run(job: jobs.Job, cache: Path) -> runs.RecordedRun:
-    """Run a job in a process of its own, and return its record, also when the job failed."""
-    shutil.rmtree(job.folder, ignore_errors=True)
-    if job.kind == "copy":
-        passes.copy_without_draws(Path(job.argument), job.folder)
-        return runs.read_if_there(job.folder)
-    process = _prepare(job, cache)
-    with ended_on_interrupt([process]) as stop:
-        process.start(stop)
-        return _record_of(job, process)
-
-
-def run_in_turns(together: Sequence[jobs.Job], caches: Sequence[Path]) -> list[runs.RecordedRun]:
-    """Run the jobs of a round, whose windows take turns, and return their records."""
-    with contextlib.ExitStack() as stack:
-        givers, processes = [], []
-        for job, cache in zip(together, caches, strict=True):
-            shutil.rmtree(job.folder, ignore_errors=True)
-            givers.append(TurnGiver(job.task["nproc_per_node"]))
-            stack.callback(givers[-1].close)
-            processes.append(_prepare(job, cache, givers[-1].path))
-        stop = stack.enter_context(ended_on_interrupt(processes))
-        take_turns(processes, givers, stop)
-        return [_record_of(job, one) for job, one in zip(together, processes, strict=True)]
-
-
-def _prepare(job: jobs.Job, cache: Path, turns: Path | None = None) -> JobProcess:
-    """Make a job's folder and log, empty its caches before round 1, and return its process."""
-    if job.number == 1:
-        shutil.rmtree(cache, ignore_errors=True)
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
-    log = _log_of(job.folder)
-    log.write_bytes(b"")  # a launcher that is killed at once leaves none
-    flags = config.as_flags(job.task)
-    num_devices = job.task["nproc_per_node"] if job.task["device"] == "cuda" else 0
-    if plugins.load("launchers", job.task["launcher"]).elsewhere:
-        num_devices = None  # the run is on other machines
-    return JobProcess(job.kind, job.argument, flags, job.folder, log, num_devices, turns)
-
-
-def _record_of(job: jobs.Job, process: JobProcess) -> runs.RecordedRun:
-    """Wait for a job's end, and return its record, completed where its launcher was killed."""
-    exit_status = process.join()
-    path = job.folder / config.RECORDS_FILE
-    path.parent.mkdir(exist_ok=True)
-    if runs.read_if_there(job.folder).end is None:
-        lines = _log_of(job.folder).read_text(encoding="utf-8", errors="replace").strip()
-        why = lines.splitlines()[-1] if lines else f"exit status {exit_status}"
-        records.append(path, records.EndRecord("error", why))
-    return runs.read(job.folder)
