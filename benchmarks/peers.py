@@ -15,9 +15,10 @@ samples, the same AdamW and equally many threads, by
 - accbench: its launcher and its own loop, `accbench run`, which draws its batches in advance;
 - accbench_accelerate: the bare loop with `accbench.accelerate`.
 
-Each is a process of its own. A round runs all of them once, those of one setting in drawn order,
-and speeds are compared within a round. A process that is done is not run again, so that the same
-command goes on. Rows are named MODEL/MODE/WORKERS/PEER.
+Each is a process of its own. A round runs all of them once. Those of one setting are alive at once
+and train windows of a few steps in turn, in drawn order forwards and backwards; a round's ratio is
+the interquartile mean of the ratios of windows next to each other. A setting whose processes are
+done is not run again, so that the same command goes on. Rows are named MODEL/MODE/WORKERS/PEER.
 """
 
 import argparse
@@ -25,21 +26,25 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from accbench.comparing.run import StopRequest
+from accbench.comparing.turns import TurnGiver, take_turns
 from accbench.recording import provenance
-from accbench.report.statistics import mean_with_interval
+from accbench.report.statistics import interquartile_mean, mean_with_interval
 from benchmarks import peers_lines
 from benchmarks.smoke import add_tiny
 
@@ -53,8 +58,9 @@ TIMM_SHA256 = "1fb02d26fe16536bc7de2c987980644353117c2b2b8046532261464093cd1ac6"
 
 MODELS = ("resnet18", "vit_ti", "gpt2_tiny")
 BATCH_SIZES = {"resnet18": 8, "vit_ti": 8, "gpt2_tiny": 8}
-STEPS = {"resnet18": 40, "vit_ti": 40, "gpt2_tiny": 100}
+STEPS = {"resnet18": 60, "vit_ti": 60, "gpt2_tiny": 100}
 WARMUP_SHARE = 0.25
+WINDOW = 5
 PEERS = {
     "bare": "a bare loop",
     "accelerate": "Accelerate",
@@ -112,13 +118,13 @@ def wanted_rows(patterns: list[str], peers: tuple[str, ...]) -> list[Row]:
     ]
 
 
-def in_turn(rows: list[Row], number: int) -> Iterator[Row]:
-    """Yield a round's rows: setting by setting, the peers of each in an order of the round."""
+def in_drawn_order(rows: list[Row], number: int) -> list[list[Row]]:
+    """Return a round's rows: setting by setting, the peers of each in an order of the round."""
     settings = dict.fromkeys(row.setting for row in rows)
-    for setting in settings:
-        of_setting = [row for row in rows if row.setting == setting]
+    of_settings = [[row for row in rows if row.setting == setting] for setting in settings]
+    for setting, of_setting in zip(settings, of_settings, strict=True):
         random.Random(f"{setting} {number}").shuffle(of_setting)
-        yield from of_setting
+    return of_settings
 
 
 def command(row: Row, case: dict, flags: argparse.Namespace) -> list[str]:
@@ -150,50 +156,90 @@ def _pixels(case: dict) -> int:
     return 32 if case["tiny"] else 96
 
 
-def measure(row: Row, number: int, flags: argparse.Namespace) -> dict:
-    """Run a row's process once, and return what its ranks measured, or its error."""
-    at = flags.folder / "processes" / f"{number:02}" / str(row).replace("/", "-")
-    shutil.rmtree(at, ignore_errors=True)
-    at.mkdir(parents=True)
-    steps = 4 if flags.tiny else flags.steps or STEPS[row.model]
-    case = {
-        "model": row.model, "compiled": row.mode == "compiled", "workers": row.workers,
-        "threads": max(1, len(os.sched_getaffinity(0)) // row.workers), "tiny": flags.tiny,
-        "batch_size": 2 if flags.tiny else BATCH_SIZES[row.model], "steps": steps,
-        "warmup": max(2, int(WARMUP_SHARE * steps)), "folder": str(at), "started": 0.0,
-    }  # fmt: skip
-    cache = flags.folder / "caches" / str(row).replace("/", "-")  # cold in a row's first round
-    env = {
-        **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}", "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(case["threads"]), "TORCHINDUCTOR_CACHE_DIR": str(cache),
-    }  # fmt: skip
-    with (at / "output.log").open("w") as log:
-        case["started"] = time.time()
-        env["PEER_CASE"] = json.dumps(case)
-        process = subprocess.Popen(
-            command(row, case, flags), cwd=at, env=env, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            status = process.wait(_TIMEOUT_S)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-            process.terminate()
-            process.wait()
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            status = 124
-    ranks = [json.loads(path.read_text()) for path in sorted(at.glob("rank*.json"))]
-    found: dict = {"row": str(row), "round": number}
-    if status or len(ranks) != row.workers:
-        return {**found, "error": f"status {status}: {_why(at / 'output.log')}"}
-    threads = {rank["threads"] for rank in ranks}
-    if threads != {case["threads"]} or {rank["ranks"] for rank in ranks} != {row.workers}:
-        return {**found, "error": f"threads {threads} where {case['threads']} were asked for"}
-    return {
-        **found,
-        "samples_per_s": ranks[0]["samples_per_s"],
-        "first_step_s": ranks[0]["first_step_s"],
-        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
-    }
+class PeerProcess:
+    """A row's process, which is killed where it takes too long.
+
+    Args:
+        row: the row.
+        number: the round.
+        giver: gives it its turns.
+        flags: of this program.
+    """
+
+    def __init__(self, row: Row, number: int, giver: TurnGiver, flags: argparse.Namespace) -> None:
+        self.row, self.number, self.flags = row, number, flags
+        self.at = flags.folder / "processes" / f"{number:02}" / str(row).replace("/", "-")
+        steps = 8 if flags.tiny else flags.steps or STEPS[row.model]
+        self.case = {
+            "model": row.model, "compiled": row.mode == "compiled", "workers": row.workers,
+            "threads": max(1, len(os.sched_getaffinity(0)) // row.workers), "tiny": flags.tiny,
+            "batch_size": 2 if flags.tiny else BATCH_SIZES[row.model], "steps": steps,
+            "warmup": max(2, int(WARMUP_SHARE * steps)), "folder": str(self.at),
+            "window": 2 if flags.tiny else WINDOW, "turns": str(giver.path), "started": 0.0,
+        }  # fmt: skip
+        self.pid = self.sentinel = -1
+
+    def start(self, stop: StopRequest) -> None:
+        """Start it."""
+        shutil.rmtree(self.at, ignore_errors=True)
+        self.at.mkdir(parents=True)
+        # Cold in a row's first round.
+        cache = self.flags.folder / "caches" / str(self.row).replace("/", "-")
+        env = {
+            **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}", "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(self.case["threads"]), "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        }  # fmt: skip
+        with stop.held_back(), (self.at / "output.log").open("w") as log:
+            self.case["started"] = time.time()
+            env["PEER_CASE"] = json.dumps(self.case)
+            self.process = subprocess.Popen(
+                command(self.row, self.case, self.flags), cwd=self.at, env=env, stdout=log,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            self.pid, self.sentinel = self.process.pid, os.pidfd_open(self.process.pid)
+            self.timer = threading.Timer(_TIMEOUT_S, self.process.kill)
+            self.timer.start()
+
+    def end(self) -> None:
+        """End it, if it is still there."""
+        if self.sentinel >= 0:
+            self.timer.cancel()
+            self.process.terminate()
+            self.process.wait()
+            os.close(self.sentinel)
+            self.sentinel = -1
+
+    def result(self) -> dict[str, Any]:
+        """Return what its ranks measured, or its error."""
+        status = self.process.wait()
+        ranks = [json.loads(path.read_text()) for path in sorted(self.at.glob("rank*.json"))]
+        found: dict[str, Any] = {"row": str(self.row), "round": self.number}
+        if status or len(ranks) != self.row.workers:
+            return {**found, "error": f"status {status}: {_why(self.at / 'output.log')}"}
+        threads = {rank["threads"] for rank in ranks}
+        if threads != {self.case["threads"]} or {r["ranks"] for r in ranks} != {self.row.workers}:
+            return {**found, "error": f"threads {threads}, not {self.case['threads']}"}
+        return {
+            **found,
+            **{name: ranks[0][name] for name in ("samples_per_s", "windows_s", "first_step_s")},
+            "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        }
+
+
+def measure(rows: list[Row], number: int, flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the processes of a setting's rows once, and return what each measured, or its error."""
+    givers = [TurnGiver(row.workers) for row in rows]
+    processes = [
+        PeerProcess(row, number, giver, flags) for row, giver in zip(rows, givers, strict=True)
+    ]
+    try:
+        with StopRequest() as stop:
+            take_turns(processes, givers, stop)
+            return [process.result() for process in processes]
+    finally:
+        for process, giver in zip(processes, givers, strict=True):
+            process.end()
+            giver.close()
 
 
 def _why(log: Path) -> str:
@@ -218,14 +264,14 @@ def run_rounds(rows: list[Row], flags: argparse.Namespace) -> None:
             print(f"{number - 1} of {flags.rounds} rounds: --minutes {flags.minutes} are over")
             return
         done = {(line["row"], line["round"]) for line in read(flags.folder) if "error" not in line}
-        for row in in_turn(rows, number):
-            if (str(row), number) in done:
+        for of_setting in in_drawn_order(rows, number):
+            if all((str(row), number) in done for row in of_setting):
                 continue
-            found = measure(row, number, flags)
-            with (flags.folder / "peers.jsonl").open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            told = found.get("error") or f"{found['samples_per_s']:.1f} samples/s"
-            print(f"round {number}/{flags.rounds}  {row}: {told}", file=sys.stderr, flush=True)
+            for row, found in zip(of_setting, measure(of_setting, number, flags), strict=True):
+                with (flags.folder / "peers.jsonl").open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                told = found.get("error") or f"{found['samples_per_s']:.1f} samples/s"
+                print(f"round {number}/{flags.rounds}  {row}: {told}", file=sys.stderr, flush=True)
         longest_s = max(longest_s, time.monotonic() - round_began)
 
 
@@ -263,7 +309,7 @@ def _escaped(text: str) -> str:
 
 def _beside(found: dict, good: dict, bare: Row) -> tuple[float | None, str]:
     ratios = [
-        line["samples_per_s"] / good[str(bare), number]["samples_per_s"]
+        _ratio(line["windows_s"], good[str(bare), number]["windows_s"])
         for number, line in found.items()
         if (str(bare), number) in good
     ]
@@ -274,6 +320,12 @@ def _beside(found: dict, good: dict, bare: Row) -> tuple[float | None, str]:
         return ratio, "1"
     interval = f" ({low:.2f} to {high:.2f})" if len(ratios) > 1 else " (one round)"
     return ratio, f"{ratio:.2f}{interval}"
+
+
+def _ratio(windows_s: list[float], bare_s: list[float]) -> float:
+    """Return the speed beside the bare loop's, of windows next to each other in time."""
+    pairs = zip(windows_s, bare_s, strict=True)
+    return math.exp(interquartile_mean(math.log(bare / own) for own, bare in pairs))
 
 
 def _line(row: Row, found: dict, ratio: str) -> str:
@@ -301,7 +353,8 @@ def result(flags: argparse.Namespace, text: str) -> str:
         f"- **Command:** `python benchmarks/peers.py FOLDER`.\n"
         f"- **Machine:** {len(os.sched_getaffinity(0))} cores of {provenance.cpu_name()}; "
         f"versions as benchmarks/peers/requirements.txt pins them.\n\n"
-        "Ratios are of samples/s within a round, their geometric mean with Student's t interval. "
+        "Processes train windows in turn. A round's ratio is the interquartile mean of those of "
+        "windows next to each other; the geometric mean of the rounds' has Student's t interval. "
         "Seconds to the first step count from the command.\n\n" + text
     )
 

@@ -14,14 +14,32 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from accbench.comparing.run import JobProcess, StopRequest
+from accbench.comparing.run import StopRequest
 from accbench.system import cgroups, turns
 
 # A run needs more memory than it has in its first window, and the others keep theirs.
 _MEMORY_MARGIN = 1.5
+# Paths of sockets have 103 characters at most, on macOS.
+_LONGEST_FOLDER = 70
+
+
+class Process(Protocol):
+    """A run's process, such as `accbench.comparing.run.JobProcess`."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None before it starts."""
+
+    @property
+    def sentinel(self) -> int:
+        """What `multiprocessing.connection.wait` takes, ready once the process has ended."""
+
+    def start(self, stop: StopRequest) -> None:
+        """Start it."""
 
 
 class TurnGiver:
@@ -33,8 +51,10 @@ class TurnGiver:
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        # A short path: those of sockets have about a hundred characters.
-        self._folder = tempfile.TemporaryDirectory(prefix="accbench-turns-")
+        is_long = len(tempfile.gettempdir()) > _LONGEST_FOLDER
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="accbench-turns-", dir="/tmp" if is_long else None
+        )
         self.path = Path(self._folder.name) / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.path))
@@ -51,7 +71,7 @@ class TurnGiver:
                 self._drop(connection)
         self._waiting = []
 
-    def wait(self, process: JobProcess) -> bool:
+    def wait(self, process: Process) -> bool:
         """Wait until all workers wait for a turn; returns False if the run has ended instead."""
         while len(self._waiting) < self.num_workers:
             running = [c for c in self._connections if c not in self._waiting]
@@ -59,6 +79,8 @@ class TurnGiver:
             for one in ready:
                 if one is self._listener:
                     self._connections.append(self._listener.accept()[0])
+                    if len(self._connections) == self.num_workers:
+                        self._folder.cleanup()  # of a comparison that is killed none is left
                 elif isinstance(one, socket.socket):
                     self._hear(one)
             if process.sentinel in ready:
@@ -87,7 +109,7 @@ class TurnGiver:
 
 
 def take_turns(
-    processes: Sequence[JobProcess], givers: Sequence[TurnGiver], stop: StopRequest
+    processes: Sequence[Process], givers: Sequence[TurnGiver], stop: StopRequest
 ) -> None:
     """Start runs and let them train their windows in turn until all have ended.
 
@@ -99,7 +121,7 @@ def take_turns(
         givers: of each run.
         stop: a request to stop, which is raised here.
     """
-    alive: list[tuple[JobProcess, TurnGiver]] = []
+    alive: list[tuple[Process, TurnGiver]] = []
     largest_bytes = 0
     for process, giver in zip(processes, givers, strict=True):
         if alive and _available_bytes() < _MEMORY_MARGIN * largest_bytes:
@@ -112,7 +134,7 @@ def take_turns(
     _alternate(alive)
 
 
-def _alternate(alive: list[tuple[JobProcess, TurnGiver]]) -> None:
+def _alternate(alive: list[tuple[Process, TurnGiver]]) -> None:
     """Give turns until all have ended, forwards and backwards: A B C, C B A, A B C."""
     for cycle in itertools.count():
         if not alive:

@@ -5,7 +5,6 @@ given the next one. Each worker has a connection of its own: on it goes one byte
 """
 
 import contextlib
-import os
 import socket
 
 SOCKET_VARIABLE = "ACCBENCH_TURNS"
@@ -14,14 +13,24 @@ WINDOW_DONE, GO = b"w", b"g"
 
 
 class Turns:
-    """A worker's turns; without a comparison that gives them, `wait` returns at once."""
+    """A worker's turns.
 
-    def __init__(self) -> None:
+    Args:
+        path: of the socket of who gives them. Without one, or where nobody listens any more,
+            `wait` returns at once.
+    """
+
+    def __init__(self, path: str | None) -> None:
         self._socket: socket.socket | None = None
-        path = os.environ.get(SOCKET_VARIABLE)
-        if path:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.connect(path)
+        if not path:
+            return
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+        else:
+            self._socket = connection
 
     @property
     def are_given(self) -> bool:

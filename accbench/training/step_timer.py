@@ -4,6 +4,7 @@ A window is a number of steps between two waits. Windows follow each other witho
 no second of training is left out; an evaluation interrupts them.
 """
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -15,7 +16,7 @@ from accbench.engines import Batch, CompileStats, Engine
 from accbench.errors import NonFiniteLossError, RecompiledError, remedy_of_overflow
 from accbench.recording.machine_use import MachineWatch
 from accbench.recording.records import WindowRecord, finite_or_none
-from accbench.system.turns import Turns
+from accbench.system.turns import SOCKET_VARIABLE, Turns
 from accbench.training.shapes import ShapeWatch
 
 # A GradScaler below this has halved in about thirty steps in a row: gradients are infinite, not
@@ -63,7 +64,7 @@ class StepTimer:
         self._window_started = 0.0
         self._stats = CompileStats()
         self._machine = MachineWatch()
-        self._turns = Turns()
+        self._turns = Turns(os.environ.get(SOCKET_VARIABLE))
         self.waited_s = 0.0
         """Seconds between windows in which other runs had their turns."""
         self._in_warmup = True

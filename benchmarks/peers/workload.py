@@ -2,7 +2,8 @@
 
 A script of a peer is started with the environment variable PEER_CASE, a `Case` as JSON. Each
 optimizer step of the process is stamped by a hook of torch's, the same for all peers. After the
-last one the process writes what it measured and goes on to its end.
+warm-up and after each window of steps the process waits for its turn, as other peers' processes
+have theirs. After the last window it writes what it measured and goes on to its end.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset
+
+from accbench.system.turns import Turns
 
 NUM_CLASSES, NUM_TOKENS = 10, 512
 # timm's name of an image model; the size of its images in pixels.
@@ -41,6 +44,10 @@ class Case:
     """Where the ranks write what they measured, and a peer its own files."""
     started: float
     """`time.time()` when the command was started."""
+    window: int
+    """Steps between two turns, after the warm-up."""
+    turns: str
+    """The socket on which turns are given."""
 
     @property
     def image_size(self) -> int:
@@ -52,21 +59,35 @@ def begin() -> Case:
     """Return the case to train, and stamp each optimizer step of this process from now on."""
     case = Case(**json.loads(os.environ["PEER_CASE"]))
     stamps: list[float] = []
+    windows_s: list[float] = []
+    own_turns: list[Turns] = []
+    began = 0.0
 
     def stamp(*_: object) -> None:
+        nonlocal began
         stamps.append(time.time())
+        timed = len(stamps) - case.warmup
+        if timed < 0 or (timed % case.window and len(stamps) != case.steps):
+            return
+        if timed:
+            windows_s.append(stamps[-1] - began)
         if len(stamps) == case.steps:
-            _write(case, stamps)
+            _write(case, stamps[0], windows_s)
+        if not own_turns:  # a launcher takes no steps
+            own_turns.append(Turns(case.turns))
+        own_turns[0].wait()
+        began = time.time()
 
     register_optimizer_step_post_hook(stamp)
     return case
 
 
-def _write(case: Case, stamps: list[float]) -> None:
+def _write(case: Case, first_step: float, windows_s: list[float]) -> None:
     timed = case.steps - case.warmup
     found = {
-        "samples_per_s": timed * case.batch_size * case.workers / (stamps[-1] - stamps[-1 - timed]),
-        "first_step_s": stamps[0] - case.started,
+        "samples_per_s": timed * case.batch_size * case.workers / sum(windows_s),
+        "windows_s": windows_s,
+        "first_step_s": first_step - case.started,
         "peak_bytes": _peak_bytes(),
         "threads": torch.get_num_threads(),
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),

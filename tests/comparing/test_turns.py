@@ -23,10 +23,10 @@ from tests.report import fakes
 
 WORKER = """
 import os, sys, time
-from accbench.system.turns import Turns
+from accbench.system.turns import SOCKET_VARIABLE, Turns
 
 name, windows, log = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-own = Turns()
+own = Turns(os.environ.get(SOCKET_VARIABLE))
 for number in range(windows):
     with open(log, "a") as file:
         file.write(f"{name} {number} {time.monotonic()} ")
@@ -108,9 +108,10 @@ def test_a_worker_without_a_comparison_goes_on(tmp_path):
         process = subprocess.Popen(command, env=env)
         listener.accept()[0].close()
     assert process.wait(timeout=HANG_S) == 0
-    env[SOCKET_VARIABLE] = ""
-    assert subprocess.run(command, env=env, timeout=HANG_S).returncode == 0
-    assert len((tmp_path / "log").read_text().splitlines()) == 6
+    for path in ("", str(tmp_path / "s"), str(tmp_path / "none")):
+        env[SOCKET_VARIABLE] = path
+        assert subprocess.run(command, env=env, timeout=HANG_S).returncode == 0
+    assert len((tmp_path / "log").read_text().splitlines()) == 12
 
 
 def test_windows_leave_out_what_others_do_between_them(tmp_path):
