@@ -17,7 +17,7 @@ from accbench.launchers import Failure
 from accbench.launchers.common import failures
 from accbench.launchers.dask import training, watch
 from accbench.launchers.dask.collecting import Collector, FileWriter
-from accbench.launchers.dask.rank_assignment import RankAssignment
+from accbench.launchers.dask.rank_assignment import RankAssignment, dask_workers
 from accbench.launchers.dask.results import DaskResultsHandler, error_of
 from accbench.launchers.dask.safe_folder import SafeFolder
 from accbench.system.stop_signals import StopSignals
@@ -166,7 +166,7 @@ class _RunMonitor:
     def _collect_last_messages(self) -> None:
         """Handle the ranks' last messages; ranks end some time after their tasks are cancelled."""
         deadline = time.monotonic() + _LAST_MESSAGES_S
-        present = set(self.client.scheduler_info(n_workers=-1)["workers"])
+        present = set(dask_workers(self.client))
         while time.monotonic() < deadline:
             cancelled = [
                 assignment for f, assignment in self.futures.items() if f.status == "cancelled"
@@ -179,7 +179,7 @@ class _RunMonitor:
 
     def failure(self) -> Failure | None:
         """Return the failure that caused the others; a lost Dask worker comes before errors."""
-        present = set(self.client.scheduler_info(n_workers=-1)["workers"])
+        present = set(dask_workers(self.client))
         for assignment in self.futures.values():
             if assignment.address not in present and assignment.rank not in self.receiver.outcomes:
                 why = "was it killed, is the machine out of memory?"

@@ -34,6 +34,24 @@ class RankAssignment:
         }
 
 
+def dask_workers(client: Any) -> dict[str, Any]:
+    """Return the cluster's Dask workers: address -> what the scheduler knows of each.
+
+    Dask's own `Client.scheduler_info` may have none of them: a request for none, which the client
+    makes every few seconds, writes its answer to the same place. Here it is taken only where the
+    scheduler does not answer, for what was known last.
+
+    Args:
+        client: a synchronous `distributed.Client`.
+    """
+    try:
+        info = client.sync(client.scheduler.identity)
+    except OSError:
+        info = client.scheduler_info(n_workers=-1)
+    workers: dict[str, Any] = info["workers"]
+    return workers
+
+
 def assign_ranks(client: Any, num_ranks: int | None = None) -> list[RankAssignment]:
     """Assign a rank to each Dask worker; the ranks of a host are consecutive.
 
@@ -44,7 +62,7 @@ def assign_ranks(client: Any, num_ranks: int | None = None) -> list[RankAssignme
     Raises:
         ValueError: there are fewer workers, or none.
     """
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = dask_workers(client)
     # Sorted by address, so that ranks follow the workers' port numbers.
     ordered = sorted(workers, key=lambda address: (workers[address]["host"], address))
     num_needed = len(ordered) if num_ranks is None else num_ranks

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from accbench.launchers.dask.rank_assignment import RankAssignment, metadata_key
+from accbench.launchers.dask.rank_assignment import RankAssignment, dask_workers, metadata_key
 
 _SUBSCRIBE_S = 60.0
 _LOCK = threading.Lock()
@@ -83,7 +83,7 @@ def watch(client: Any, call_id: str, ranks: dict[Any, RankAssignment]) -> None:
         await_subscription(client, last, _removal_handler(client, last))
     for future in ranks:
         future.add_done_callback(done)
-    present = client.scheduler_info(n_workers=-1)["workers"]
+    present = dask_workers(client)
     for address in {assignment.address for assignment in ranks.values()} - present.keys():
         client.sync(_cancel_affected, client, address, ())  # lost before the subscription
 

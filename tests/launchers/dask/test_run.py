@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from distributed import Client, LocalCluster
@@ -47,6 +48,24 @@ def test_the_same_call_twice_runs_twice(client):
     """Also at one time, where every worker could run both at once."""
     first, second = run(client, ranks.token), run(client, ranks.token)
     assert len({*client.gather(first), *client.gather(second)}) == 4
+
+
+def test_workers_are_known_while_the_client_asks_for_none(client):
+    """As it does every few seconds, by itself; its answer has no workers."""
+    stopped = threading.Event()
+
+    def ask_for_none() -> None:
+        while not stopped.is_set():
+            client.sync(client._update_scheduler_info, n_workers=0)
+
+    thread = threading.Thread(target=ask_for_none)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert [r["rank"] for r in client.gather(run(client, ranks.place))] == [0, 1]
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def test_nothing_listens_beyond_the_workers_own_address(client):
