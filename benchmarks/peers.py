@@ -26,7 +26,6 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
-import math
 import os
 import random
 import shutil
@@ -44,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from accbench.comparing.run import StopRequest
 from accbench.comparing.turns import TurnGiver, take_turns
 from accbench.recording import provenance
-from accbench.report.statistics import interquartile_mean, mean_with_interval
+from accbench.report.statistics import interquartile_mean_ratio, mean_with_interval
 from benchmarks import peers_lines
 from benchmarks.smoke import add_tiny
 
@@ -309,7 +308,12 @@ def _escaped(text: str) -> str:
 
 def _beside(found: dict, good: dict, bare: Row) -> tuple[float | None, str]:
     ratios = [
-        _ratio(line["windows_s"], good[str(bare), number]["windows_s"])
+        interquartile_mean_ratio(
+            bare_s / own_s
+            for own_s, bare_s in zip(
+                line["windows_s"], good[str(bare), number]["windows_s"], strict=True
+            )
+        )
         for number, line in found.items()
         if (str(bare), number) in good
     ]
@@ -320,12 +324,6 @@ def _beside(found: dict, good: dict, bare: Row) -> tuple[float | None, str]:
         return ratio, "1"
     interval = f" ({low:.2f} to {high:.2f})" if len(ratios) > 1 else " (one round)"
     return ratio, f"{ratio:.2f}{interval}"
-
-
-def _ratio(windows_s: list[float], bare_s: list[float]) -> float:
-    """Return the speed beside the bare loop's, of windows next to each other in time."""
-    pairs = zip(windows_s, bare_s, strict=True)
-    return math.exp(interquartile_mean(math.log(bare / own) for own, bare in pairs))
 
 
 def _line(row: Row, found: dict, ratio: str) -> str:

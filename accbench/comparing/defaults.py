@@ -33,9 +33,9 @@ QUICK_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "warmup_steps": (6, 20),
     "log_interval": (4, 8),
 }
-# Standard deviation of the logarithm of a round's ratio on a CPU of which nothing else takes much:
-# 2.8 to 3.6 % in comparisons of such machines (docs/compare.md). Accelerators scatter far less, and
-# two rounds of one are enough.
+# Standard deviation of the logarithm of a round's ratio on a CPU: above the 2 to 4 % that it is
+# where windows take turns (docs/compare.md). Accelerators scatter far less, and two rounds of one
+# are enough.
 USUAL_SCATTER_ON_CPU = 0.05
 # Flag -> (value, value with --quick).
 _ROUNDS: dict[str, tuple[Any, Any]] = {

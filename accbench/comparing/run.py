@@ -104,12 +104,12 @@ class JobProcess:
 
     @property
     def pid(self) -> int | None:
-        """The launcher's process id; None before it starts."""
+        """Return the launcher's process id; None before it starts."""
         return self._process.pid
 
     @property
     def sentinel(self) -> int:
-        """What `multiprocessing.connection.wait` takes, ready once the process has ended."""
+        """Return what `multiprocessing.connection.wait` takes, ready once the process has ended."""
         return self._process.sentinel
 
     def join(self) -> int | None:

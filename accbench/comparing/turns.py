@@ -32,11 +32,11 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None before it starts."""
+        """Return its process id; None before it starts."""
 
     @property
     def sentinel(self) -> int:
-        """What `multiprocessing.connection.wait` takes, ready once the process has ended."""
+        """Return what `multiprocessing.connection.wait` takes, ready once the process has ended."""
 
     def start(self, stop: StopRequest) -> None:
         """Start it."""
@@ -62,11 +62,11 @@ class TurnGiver:
         self._connections: list[socket.socket] = []
         self._waiting: list[socket.socket] = []
 
-    def give(self) -> None:
-        """Let the run go on."""
+    def give(self, is_alone: bool = False) -> None:
+        """Let the run go on, and tell it whether it is alone, with no other in between."""
         for connection in self._waiting:
             try:
-                connection.sendall(turns.GO)
+                connection.sendall(turns.GO_ON_ALONE if is_alone else turns.GO)
             except OSError:  # this worker is gone, and its launcher ends the others
                 self._drop(connection)
         self._waiting = []
@@ -136,12 +136,13 @@ def take_turns(
 
 def _alternate(alive: list[tuple[Process, TurnGiver]]) -> None:
     """Give turns until all have ended, forwards and backwards: A B C, C B A, A B C."""
+    is_alone = len(alive) == 1
     for cycle in itertools.count():
         if not alive:
             return
         for pair in alive if cycle % 2 == 0 else alive[::-1]:
             process, giver = pair
-            giver.give()
+            giver.give(is_alone)
             if not giver.wait(process):
                 alive = [other for other in alive if other is not pair]
 

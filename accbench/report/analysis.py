@@ -92,6 +92,8 @@ class ComparisonResult:
     lean on; None: they follow from the rounds alone."""
     alternates_windows: bool = False
     """Whether the runs of a round trained their windows in turn, which are compared in pairs."""
+    num_runs_alone: int = 0
+    """Runs among them that had no other in between: memory was short, or others had ended."""
     takes_medians: bool = False
     """Whether a run is judged by the median of its windows, or by its mean."""
     counted: tuple[str, int] = ("samples", 1)
@@ -114,10 +116,18 @@ def judge(comparison: Comparison) -> ComparisonResult:
         max_repeats=plan.most_rounds, max_minutes=plan.max_minutes,
         price_per_hour=plan.price_per_hour, order_seed=plan.order_seed,
         quick=plan.quick, usual_scatter=plan.usual_scatter,
-        alternates_windows=plan.alternates_windows, takes_medians=plan.takes_medians,
+        alternates_windows=plan.alternates_windows, num_runs_alone=_num_runs_alone(comparison),
+        takes_medians=plan.takes_medians,
         mixed=comparison.mixed, rows=rows, counted=comparisons.counted(comparison),
     )  # fmt: skip
     return dataclasses.replace(result, headline=headline(result))
+
+
+def _num_runs_alone(comparison: Comparison) -> int:
+    if not comparison.plan.alternates_windows:
+        return 0
+    ends = [run.end for row in comparison.rows for run in row.good if run.end]
+    return sum(not end.waited_s for end in ends)
 
 
 def _best(comparison: Comparison) -> ComparisonRow | None:

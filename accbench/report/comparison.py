@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from accbench.report import sequential
 from accbench.report.disturbance import RepeatRule
 from accbench.report.run import RecordedRun
 from accbench.report.sequential import RowEnd
-from accbench.report.statistics import interquartile_mean
+from accbench.report.statistics import interquartile_mean_ratio
 
 PLAN_FILE = "comparison.json"
 SCHEMA_VERSION = 2
@@ -336,7 +335,7 @@ def _ratio_of_windows(run: RecordedRun, other: RecordedRun) -> float | None:
     both = [step for step in speeds if step in other_speeds]
     if not both:
         return None
-    return math.exp(interquartile_mean(math.log(speeds[n] / other_speeds[n]) for n in both))
+    return interquartile_mean_ratio(speeds[step] / other_speeds[step] for step in both)
 
 
 def _rounds_until_ended(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> int:

@@ -114,6 +114,11 @@ def notes(result: ComparisonResult) -> list[str]:
             "interquartile mean of those of windows next to each other; "
             f"{result.counted[0]}/s are of all windows"
         )
+        if result.num_runs_alone:
+            lines.append(
+                f"{result.num_runs_alone} runs had no other in between: memory was short, or the "
+                "others had ended"
+            )
     elif result.takes_medians:
         lines.append(
             "speedups compare the median window of each run, which a stall of seconds does not "

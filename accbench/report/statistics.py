@@ -76,11 +76,11 @@ def lower_quartile(values: Iterable[float]) -> float:
     return by_size[(len(by_size) - 1) // 4]
 
 
-def interquartile_mean(values: Iterable[float]) -> float:
-    """Return the mean without the lowest and the highest quarter, rounded down.
+def interquartile_mean_ratio(ratios: Iterable[float]) -> float:
+    """Return the geometric mean of ratios without the lowest and highest quarter, rounded down.
 
-    It bears as many values that something has disturbed, and scatters less than the median.
+    It bears as many ratios that something has disturbed, and scatters less than the median.
     """
-    ordered = sorted(values)
-    quarter = len(ordered) // 4
-    return statistics.fmean(ordered[quarter : len(ordered) - quarter])
+    logs = sorted(map(math.log, ratios))
+    quarter = len(logs) // 4
+    return math.exp(statistics.fmean(logs[quarter : len(logs) - quarter]))

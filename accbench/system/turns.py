@@ -9,7 +9,7 @@ import socket
 
 SOCKET_VARIABLE = "ACCBENCH_TURNS"
 """The path of the socket of the comparison that gives turns; unset where nothing does."""
-WINDOW_DONE, GO = b"w", b"g"
+WINDOW_DONE, GO, GO_ON_ALONE = b"w", b"g", b"a"
 
 
 class Turns:
@@ -34,16 +34,17 @@ class Turns:
 
     @property
     def are_given(self) -> bool:
-        """Whether a comparison gives turns."""
+        """Say whether a comparison gives turns."""
         return self._socket is not None
 
-    def wait(self) -> None:
-        """Say that a window is done, and wait for the next turn; returns if the other end is gone.
+    def wait(self) -> bool:
+        """Say that a window is done, wait for the next turn, and return whether others had theirs.
 
-        Nobody waits for this run then.
+        It returns if the other end is gone: nobody waits for this run then.
         """
         if self._socket is None:
-            return
+            return False
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(WINDOW_DONE)
-            self._socket.recv(1)
+            return self._socket.recv(1) == GO
+        return False

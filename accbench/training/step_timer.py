@@ -221,11 +221,12 @@ class StepTimer:
         """Wait as long as other runs have their turns, which no window counts."""
         paused = time.perf_counter()
         self._machine.pause()
-        self._turns.wait()
+        was_shared = self._turns.wait()
         self._machine.resume()
         wait_s = time.perf_counter() - paused
         self._window_started += wait_s
-        self.waited_s += wait_s
+        if was_shared:
+            self.waited_s += wait_s
 
     def _refuse_recompiles(self) -> None:
         limit, number = self.engine.task.max_recompiles, self.steady.num_compiles

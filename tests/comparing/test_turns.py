@@ -34,7 +34,9 @@ for number in range(windows):
         file.write(f"{time.monotonic()}\\n")
     if os.environ.get("DIES_AFTER") == str(number):
         os.kill(os.getpid(), 9)
-    own.wait()
+    was_shared = own.wait()
+    with open(log + ".shared", "a") as file:
+        file.write(f"{was_shared}\\n")
 """
 
 
@@ -84,6 +86,7 @@ def test_one_window_at_a_time_forwards_and_backwards(tmp_path):
     order = in_turn(tmp_path / "log", {"a": 3, "b": 3, "c": 2})
     assert [name for name, _ in order] == [*"abc", *"abc", *"ba"]
     assert [number for name, number in order if name == "a"] == [0, 1, 2]
+    assert (tmp_path / "log.shared").read_text().split() == ["True"] * 8
 
 
 def test_a_run_that_dies_keeps_no_other_waiting(tmp_path):
@@ -96,6 +99,7 @@ def test_runs_that_memory_would_not_hold_at_once_follow_each_other(tmp_path, mon
     monkeypatch.setattr(turns, "_available_bytes", lambda: 1000)
     order = in_turn(tmp_path / "log", {"a": 2, "b": 2})
     assert order == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert (tmp_path / "log.shared").read_text().split() == ["False"] * 4
 
 
 def test_a_worker_without_a_comparison_goes_on(tmp_path):
@@ -126,7 +130,7 @@ def test_windows_leave_out_what_others_do_between_them(tmp_path):
         while giver.wait(trained):
             num_turns += 1
             time.sleep(wait_s)
-            giver.give()
+            giver.give(is_alone=False)
         assert trained.process.wait(timeout=HANG_S) == 0
     finally:
         trained.close()
@@ -176,6 +180,7 @@ def test_a_round_s_ratio_is_that_of_windows_next_to_each_other(tmp_path):
     assert comparison.round_ratios(plan, other, base) == [pytest.approx(1.2)] * 3
     page = publish.render([read], "md")
     assert "trained their windows in turn" in page
+    assert "runs had no other in between: memory was short" in page  # as none has waited
 
 
 def test_other_rows_are_not_others(tmp_path):
