@@ -135,11 +135,13 @@ def _float32(state: TrainingState) -> TrainingState:
 
 def gradients(run: Run) -> Tensors:
     """Return the gradients of the last step on the host, by the parameters' names."""
-    return {
-        name: parameter.grad.detach().resolve_conj().to("cpu", copy=True)
+    found = {
+        name: parameter.grad.detach().resolve_conj()
         for name, parameter in run.model.named_parameters()
         if parameter.grad is not None
     }
+    gradients: Tensors = run.to_host(found)
+    return gradients
 
 
 class Float64Engine(ddp.Engine):

@@ -14,11 +14,6 @@ from accbench.config import TaskConfig, amp_level
 from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 
-NOT_FOR_SCRIPTS = (
-    "--dp_shard, --tp, --cp, --pp and --offload are for accbench's own loop, not for those of "
-    "scripts; leave them out, or train with --model"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
@@ -156,6 +151,21 @@ def is_sharded(task: TaskConfig) -> bool:
 def workers_per_batch(task: TaskConfig) -> int:
     """Return how many workers a task has share each batch."""
     return task.tp * task.cp * task.pp
+
+
+def script_problem(task: TaskConfig) -> str | None:
+    """Return why a script cannot train sharded as asked, or None if it can."""
+    if max(task.tp, task.cp, task.pp) > 1 or task.offload != "none":
+        return (
+            "--tp, --cp, --pp and --offload are for accbench's own loop, not for those of scripts; "
+            "use --dp_shard auto, or train with --model"
+        )
+    if task.zero == 1:
+        return (
+            "--zero 1: a script's optimizer steps with the parameters that its model has, which "
+            "are whole there; use --zero 2 or 3"
+        )
+    return None
 
 
 def offload_problem(task: TaskConfig) -> str | None:

@@ -7,6 +7,7 @@ import importlib
 import os
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -156,21 +157,61 @@ def close() -> None:
 
 
 def leave_at_once(status: int) -> None:
-    """End this process after an error without the crash that an open process group would cause.
+    """End this process after an error, if it has an open process group, without a crash.
 
     The other ranks may be gone, so the group cannot be closed; and while it is open, Gloo's
     threads abort a process that ends normally, about once in twenty times on a busy machine.
     """
     if dist.is_initialized():
-        atexit._run_exitfuncs()  # among them multiprocessing's, which ends data loading processes
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        _end_process(status)
+
+
+def close_and_end(status: int) -> None:
+    """Leave the process group and end this process; returns where there is none.
+
+    The group's threads live on where something of a script's still holds it, such as a model in
+    DistributedDataParallel, and abort a process that ends normally.
+    """
+    if not dist.is_initialized():
+        return
+    for thread in threading.enumerate():
+        if not (thread.daemon or thread is threading.current_thread()):
+            thread.join()  # as Python does
+    close()
+    _end_process(status)
+
+
+def _end_process(status: int) -> None:
+    atexit._run_exitfuncs()  # among them multiprocessing's, which ends data loading processes
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def is_single_worker() -> bool:
     """Return whether this is the only worker."""
     return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def missing_ranks(occasion: str, timeout_s: float) -> list[int]:
+    """Wait until every rank has called this, and return those that have not in time.
+
+    Unlike a collective, it cannot be taken for another one by the ranks that did not come.
+
+    Args:
+        occasion: a name, of which each rank makes use once.
+        timeout_s: how long to wait, in seconds.
+    """
+    if not dist.is_initialized():
+        return []
+    store = dist.PrefixStore(occasion, dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), "")
+    missing, deadline = [*range(dist.get_world_size())], time.monotonic() + timeout_s
+    while True:
+        missing = [rank for rank in missing if not store.check([str(rank)])]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(0.02)
 
 
 def all_gather_values(values: list[float]) -> list[list[float]]:

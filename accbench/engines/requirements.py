@@ -56,7 +56,9 @@ class EngineRequirements(abc.ABC):
             (f"--{name} {size}" for name, size in sizes.items() if size > 1),
             f"--dp_shard {task.dp_shard}",
         )
-        others = "ddp or inductor" if task.pp > 1 else "ddp, inductor or jax"
+        others = (
+            "ddp or inductor" if task.pp > 1 or task.script is not None else "ddp, inductor or jax"
+        )
         return (
             f"{asked}: engine {task.engine} keeps the whole model on each worker; use --engine "
             f"{others}"

@@ -8,6 +8,7 @@ from torch import nn
 
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology, broadcast_tensor
+from accbench.distributed.whole_tensors import own_shard
 from accbench.engines.common import model_state, optimizer_state, training_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 from accbench.engines.precision import Precision
@@ -115,7 +116,7 @@ class StatefulEngine(abc.ABC):
         kept = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         for state in optimizer.state.values():
             kept += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        return sum(t.numel() * t.element_size() for t in map(own_shard, kept))
 
     def offloaded_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         """Return those of `state_bytes` that `--offload` keeps in host memory."""

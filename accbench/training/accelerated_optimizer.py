@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accbench.distributed.whole_tensors import is_sharded
 from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError
 
@@ -36,6 +37,20 @@ def check(optimizer: torch.optim.Optimizer, names: Names) -> None:
         raise RequestError("the optimizer's step was replaced; give accelerate the optimizer first")
 
 
+def check_steps_with_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer can step with parameters in shards (DTensor).
+
+    Raises:
+        RequestError: it is fused, and torch has no form for shards of it.
+    """
+    has_form = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    if not has_form and any(group.get("fused") for group in optimizer.param_groups):
+        raise RequestError(
+            f"{type(optimizer).__name__}(fused=True) cannot step with the shards of --dp_shard; "
+            "leave fused out, or use AdamW"
+        )
+
+
 def replace_parameters(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> None:
     """Replace the optimizer's parameters by those that the model has now.
 
@@ -55,6 +70,8 @@ def replace_parameters(optimizer: torch.optim.Optimizer, names: Names, model: nn
         return
     flat = [p for group in groups for p in group["params"]]
     for index, state in state_dict["state"].items():
+        if is_sharded(flat[index]):  # its optimizer cuts what it loads
+            continue
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == flat[index].shape:
                 # Fused AdamW reads all of a parameter's tensors in the same memory order.

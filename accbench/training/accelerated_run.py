@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accbench.data import nested
-from accbench.distributed import complex_parameters, process_group
+from accbench.distributed import complex_parameters, process_group, whole_tensors
 from accbench.engines import Batch
 from accbench.engines.common import model_state
 from accbench.engines.loops import LoopEngine
@@ -46,6 +46,7 @@ class Run:
         self.task, self.topology = begun.task, begun.topology
         self.optimizer_class = type(optimizer)
         """Class of the optimizer as the script built it."""
+        self._model_name = type(trainable.plain(model)).__name__
         self._user_model, model = model, trainable.plain(model)
         names = accelerated_optimizer.names_by_id(model)
         accelerated_optimizer.check(optimizer, names)
@@ -96,12 +97,16 @@ class Run:
     def _prepare(self, names: accelerated_optimizer.Names) -> None:
         self.engine.strategy.prove()
         self.engine.check_model(self.model)
+        if self.engine.strategy.shards_parameters:
+            accelerated_optimizer.check_steps_with_shards(self.optimizer)
         if any(parameter.device.type != "cpu" for parameter in self.model.parameters()):
             self.model.to("cpu")
         process_group.broadcast_module(self.model)
         model_state.broadcast_extra(self.model)
         self.prepared = self.engine.prepared(self.model)
         accelerated_model.accelerate(self.model, self.prepared, self.engine)
+        if self.engine.strategy.shards_parameters:
+            whole_tensors.accept_whole_tensors(self.model, self.optimizer)
         accelerated_optimizer.replace_parameters(self.optimizer, names, self.model)
         self.engine.adopt_optimizer(self.optimizer, self.prepared)
         accelerated_optimizer.accelerate(self.optimizer, self._step)
@@ -193,10 +198,19 @@ class Run:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the model's gradients and clip them by `torch.nn.utils.clip_grad_norm_`."""
         self.finish_gradients()
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        return whole_tensors.gathered(norm) if self.engine.strategy.shards_parameters else norm
 
     def to_host(self, nest: Any) -> Any:
-        """Copy all tensors of a nest, such as a `state_dict()`, to the host, to be saved."""
+        """Copy all tensors of a nest, such as a `state_dict()`, to the host, to be saved.
+
+        With `--dp_shard` every worker calls it, and each gets whole tensors.
+
+        Raises:
+            RequestError: tensors are in shards, and not all workers have come in time.
+        """
+        if self.engine.strategy.shards_parameters:
+            return gathering.whole_on_host(nest, self.task.timeout_s)
         return nested.mapped(nest, lambda tensor: tensor.detach().to("cpu", copy=True))
 
     def _step(self) -> None:
@@ -366,7 +380,7 @@ class Run:
         self._has_header = True
         task = replace(self.task, batch_size=self.task.batch_size or num_samples or 1)
         self.engine.task = self.task = self.timer.listener.task = task  # type: ignore[attr-defined]
-        loop_record.write_header(self.logger, task, self.engine, self.topology, self.model)
+        loop_record.write_header(self.logger, task, self.engine, self.topology, self._model_name)
 
     def let_go(self) -> None:
         """Close the display and all passes over loaders, and wait for no other rank."""

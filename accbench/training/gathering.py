@@ -1,13 +1,17 @@
-"""Gather an evaluation's results from all workers, each sample once."""
+"""Gather what workers have in parts: an evaluation's results, and tensors in shards."""
 
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accbench.data import nested
-from accbench.distributed import process_group
+from accbench.distributed import process_group, whole_tensors
 from accbench.errors import RequestError
+
+# All workers gather equally often.
+_num_calls = itertools.count()
 
 
 class BatchPosition:
@@ -18,7 +22,7 @@ class BatchPosition:
 
         Args:
             sampler: the loader's sampler, or its batch sampler's; None or another object if each
-                worker's loader has samples of its local.
+                worker's loader has samples of its own.
         """
         replicas = getattr(sampler, "num_replicas", None)
         in_turn = replicas is not None and not getattr(sampler, "contiguous", False)
@@ -30,6 +34,33 @@ class BatchPosition:
         """Count a batch of this worker."""
         self.num_before += self.num_in_batch
         self.num_in_batch = num_samples
+
+
+def whole_on_host(nest: Any, timeout_s: float) -> Any:
+    """Copy all tensors of a nest to the host, whole where they are in shards.
+
+    Args:
+        nest: tensors in any nesting.
+        timeout_s: how long to wait for the other workers, in seconds.
+
+    Raises:
+        RequestError: tensors are in shards, and not all workers have come in time.
+    """
+    if any(map(whole_tensors.is_sharded, nested.tensors_of(nest))):
+        occasion = f"accbench.to_host/{next(_num_calls)}"
+        missing = process_group.missing_ranks(occasion, timeout_s)
+        if missing:
+            raise RequestError(
+                f"run.to_host: workers {', '.join(map(str, missing))} have not called it within "
+                f"{timeout_s:g} s: with --dp_shard each has a part of every tensor, so call it on "
+                "all, and save on one what it returns"
+            )
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        whole = whole_tensors.gathered(tensor)
+        return whole.detach().to("cpu", copy=whole is tensor)
+
+    return nested.mapped(nest, copied)
 
 
 def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:

@@ -4,7 +4,6 @@ import contextlib
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from accbench.config import TaskConfig
 from accbench.distributed import process_group
@@ -19,11 +18,11 @@ from accbench.training.step_timer import StepTimer
 
 
 def write_header(
-    logger: RunLogger, task: TaskConfig, engine: Engine, topology: Topology, model: nn.Module
+    logger: RunLogger, task: TaskConfig, engine: Engine, topology: Topology, model_name: str
 ) -> None:
     """Write the record's first line, and log what begins to train."""
     header = run_report.run_record(task, engine, topology, num_classes=None)
-    header = replace(header, model=type(model).__name__)
+    header = replace(header, model=model_name)
     logger.write(header)
     if topology.rank == 0 and task.tensorboard != "off" and tensorboard_writer.is_installed():
         logger.tensorboard = TensorBoardWriter(task.run_dir, 0)

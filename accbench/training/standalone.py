@@ -46,6 +46,7 @@ def start(flags: Mapping[str, Any]) -> Worker:
     worker.apply_environment(task, topology)
     if not dist.is_initialized():
         process_group.init_distributed(topology, task.device, task.timeout_s)
+        atexit.register(process_group.close)  # also where the script closes its run before it ends
     elif "gloo" not in dist.get_backend_config():
         raise RequestError(
             "the script has made a process group without gloo, which records need: leave "

@@ -61,7 +61,7 @@ def main(
     status = _worker(argv, time.perf_counter() if started is None else started, job or run)
     if status and status != STOPPED_STATUS:
         process_group.leave_at_once(status)
-    process_group.close()
+    process_group.close_and_end(status)
     return status
 
 

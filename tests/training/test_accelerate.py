@@ -295,3 +295,29 @@ def test_importing_accbench_changes_nothing():
     )
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
+
+
+CLOSED = """
+import atexit, sys
+import torch.distributed as dist
+atexit.register(lambda: print("group at the end:", dist.is_initialized()))  # runs last
+import torch, accbench
+net = torch.nn.Linear(2, 2)
+run = accbench.accelerate(
+    net, torch.optim.SGD(net.parameters(), lr=0.1), [torch.ones(2, 2)] * 2, sharded=True,
+    device="cpu", threads=1, tensorboard="off", output_dir=sys.argv[1],
+)
+for inputs in run.loaders[0]:
+    run.backward(net(inputs).sum())
+    run.optimizer.step()
+run.close()
+"""
+
+
+def test_a_closed_run_leaves_no_process_group_that_would_abort_the_script(tmp_path):
+    """Gloo's threads did so in four of twelve scripts that called `run.close()`."""
+    script = tmp_path / "closed.py"
+    script.write_text(CLOSED)
+    done = conftest.several_ranks(2, script, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("group at the end: False") == 2

@@ -21,6 +21,8 @@ class Strategy(abc.ABC):
 
     collectives: str
     """Where gradients are reduced: in_graph, process_group or host."""
+    shards_parameters: bool = False
+    """Whether the model's parameters are those of a rank's shard (DTensor)."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology

@@ -36,6 +36,7 @@ class ShardedDataParallel(ShardingStrategy):
     """
 
     gathers_in_forward = True
+    shards_parameters = True
     builds_in_parts = True
 
     def __init__(

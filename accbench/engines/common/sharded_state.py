@@ -9,6 +9,7 @@ from torch import nn
 
 from accbench.distributed.parameter_shards import ParameterShard, ShardedTensor
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
+from accbench.distributed.whole_tensors import is_sharded, own_shard
 from accbench.engines.common import model_state, tensor_parallel, training_state
 from accbench.engines.common.optimizer_state import AVERAGE
 from accbench.engines.common.training_state import Tensors, TrainingState
@@ -60,12 +61,13 @@ def _read(
         )
     states = {
         name: {
-            key: whole(shard, value)
-            for key, value in optimizer.state[shard.local].items()
+            key: whole(shard, own_shard(value))
+            for key, value in optimizer.state[stepped].items()
             if isinstance(value, torch.Tensor)
         }
         for name, shard in shards.items()
-        if shard.local in optimizer.state
+        for stepped in (shard.local, shard.parameter)  # the latter by scripts' optimizers
+        if stepped in optimizer.state
     }
     return TrainingState(
         model, states, training_state.read_scaler(scaler), model_state.read_extra(net)
@@ -78,9 +80,15 @@ def load(
 ) -> None:  # fmt: skip
     """Load a whole state, in memory or in a file, of which each rank takes its rows.
 
+    A script's optimizer steps with the model's parameters, and cuts what it loads by itself.
+
     Raises:
         NotLoadableError: model or optimizer have other tensors.
     """
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    is_script = any(
+        is_sharded(shard.parameter) and id(shard.parameter) in stepped for shard in shards.values()
+    )
     model = {
         name: _as_parameter(shards[name], value) if name in shards else in_memory(value)
         for name, value in saved.model.items()
@@ -90,13 +98,15 @@ def load(
     states = {
         name: {
             key: shards[name].cut(value)
-            if name in shards and tuple(value.shape) == shards[name].shape
+            if name in shards and not is_script and tuple(value.shape) == shards[name].shape
             else in_memory(value)
             for key, value in state.items()
         }
         for name, state in saved.optimizer.items()
     }
     local_names = {id(shard.local): name for name, shard in shards.items()}
+    if is_script:
+        local_names = {id(shard.parameter): name for name, shard in shards.items()}
     training_state.load(
         net, optimizer, scaler, dataclasses.replace(saved, model=model, optimizer=states),
         local_names,

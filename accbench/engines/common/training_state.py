@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accbench.distributed.whole_tensors import is_sharded
 from accbench.engines.common import model_state
 
 Tensors = dict[str, torch.Tensor]
@@ -103,9 +104,10 @@ def _copy_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     torch keeps the tensor that it loads where device and dtype are right; and fused AdamW goes
     through all of a parameter's tensors in one order, whatever their strides (torch 2.8): with
-    a parameter in channels_last and moments that are not, it updates wrongly.
+    a parameter in channels_last and moments that are not, it updates wrongly. A script's optimizer
+    of parameters in shards cuts what it loads by itself.
     """
-    if tensor.shape != parameter.shape:
+    if is_sharded(parameter) or tensor.shape != parameter.shape:
         return tensor.clone()
     return torch.empty_like(parameter, device="cpu", dtype=tensor.dtype).copy_(tensor)
 

@@ -1,5 +1,6 @@
 """The baseline: eager PyTorch under DistributedDataParallel, as a careful user sets it up."""
 
+import contextlib
 import dataclasses
 import resource
 import sys
@@ -102,9 +103,9 @@ class Engine(LoopEngine):
 
     @classmethod
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
-        if task.script is not None:
-            return mesh.NOT_FOR_SCRIPTS
         problem = mesh.offload_problem(task)
+        if task.script is not None:
+            problem = mesh.script_problem(task)
         if problem is not None:
             return problem
         options = task.options.get(task.engine)
@@ -339,7 +340,15 @@ class Engine(LoopEngine):
     def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
         """See the base class."""
         self.strategy.before_call(model)
-        return self.autocast()
+        evaluates = self.strategy.gathers_in_forward and not torch.is_grad_enabled()
+        return self._evaluating(model) if evaluates else self.autocast()
+
+    @contextlib.contextmanager
+    def _evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Autocast, and release behind the call what no backward pass will release."""
+        with self.autocast():
+            yield
+        self.strategy.after_evaluation(model)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """See the base class."""

@@ -73,7 +73,10 @@ class Engine(engines.Engine):
     @classmethod
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
         if task.script is not None:
-            return mesh.NOT_FOR_SCRIPTS
+            return mesh.script_problem(task) or (
+                f"--dp_shard {task.dp_shard}: engine jax shards in accbench's own loop alone; use "
+                "--engine ddp or inductor, or train with --model"
+            )
         if task.offload != "none":
             return cls.no_offloading(task)
         if shape.pp > 1:
