@@ -1,12 +1,12 @@
-"""Jobs of a comparison, run to their ends: one alone, or a round's in turn."""
+"""Jobs of a comparison, run to their ends: alone, a round's in turn, or side by side."""
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accbench import config
-from accbench.comparing import jobs, passes
+from accbench.comparing import jobs, passes, side_by_side
 from accbench.comparing.run import JobProcess, ended_on_interrupt
 from accbench.comparing.turns import TurnGiver, take_turns
 from accbench.config import plugins
@@ -38,6 +38,32 @@ def run_in_turns(together: Sequence[jobs.Job], caches: Sequence[Path]) -> list[r
         stop = stack.enter_context(ended_on_interrupt(processes))
         take_turns(processes, givers, stop)
         return [_record_of(job, one) for job, one in zip(together, processes, strict=True)]
+
+
+def run_side_by_side(
+    together: Sequence[jobs.Job], caches: Sequence[Path], needed_bytes: Sequence[int | None],
+    tell: Callable[[jobs.Job, runs.RecordedRun], None],
+) -> list[runs.RecordedRun]:  # fmt: skip
+    """Run jobs that nobody times, some at once, and return their records.
+
+    Args:
+        together: the jobs.
+        caches: the folder of each one's compile cache.
+        needed_bytes: the memory that each one needs; None: not known, so that it runs alone.
+        tell: called with a job and its record as it ends.
+    """
+    for job in together:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    processes = [_prepare(job, cache) for job, cache in zip(together, caches, strict=True)]
+    found: dict[int, runs.RecordedRun] = {}
+
+    def ended(index: int) -> None:
+        found[index] = _record_of(together[index], processes[index])
+        tell(together[index], found[index])
+
+    with ended_on_interrupt(processes) as stop:
+        side_by_side.run_all(processes, needed_bytes, stop, ended)
+    return [found[index] for index in range(len(together))]
 
 
 def _prepare(job: jobs.Job, cache: Path, turns: Path | None = None) -> JobProcess:

@@ -39,7 +39,8 @@ class Job:
 def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[list[Job]]:
     """Yield all runs in order: the rounds, then those without input, then the numerics pass.
 
-    The runs of a round come together, others one by one. The flags of a later run can depend on the
+    The runs of a round come together, and so do passes of the numerics that do not wait for each
+    other; others come one by one. The flags of a later run can depend on the
     record of an earlier one.
     """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
@@ -50,8 +51,7 @@ def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[list[Job]]:
             at = comparison.synthetic_folder(folder, row)
             yield [Job(f"synthetic data  {row.name}", row, at, _without_input(task, folder, row))]
     if plan.numerics_steps:
-        for job in _numerics_jobs(plan, rows, folder):
-            yield [job]
+        yield from _numerics_jobs(plan, rows, folder)
 
 
 def _rounds(
@@ -89,8 +89,8 @@ def _without_input(task: dict[str, Any], folder: Path, row: RowPlan) -> dict[str
 
 def _numerics_jobs(
     plan: ComparisonPlan, rows: list[tuple[RowPlan, dict[str, Any]]], folder: Path
-) -> Iterator[Job]:
-    """Yield the jobs of the reference, of plain ddp in both layouts, and of every row."""
+) -> Iterator[list[Job]]:
+    """Yield the jobs of the references, of plain ddp in both layouts, and of every row."""
     row, task = rows[0]
     plain = plain_task(task)
     num_ranks = task["nproc_per_node"] * int(task["nnodes"])
@@ -107,15 +107,14 @@ def _numerics_jobs(
     is_here = (task["launcher"], task["nnodes"]) == ("local", "1")  # not on unknown machines
     reuse = ":reuse" if plan.reuses_reference and is_here else ""
     wanted = f"{num_ranks}{reuse}"
-    yield Job("numerics  float64 reference", row, reference, exact, None, "reference", wanted)
+    yield [Job("numerics  float64 reference", row, reference, exact, None, "reference", wanted)]
     floors = []
     for name, channels_last in zip(FLOORS, (True, False), strict=True):
         at = comparison.numerics_folder(folder, name)
         floor = {**plain, "ddp": {"channels_last": channels_last}}
         label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
         floors.append(Job(label, row, at, floor, None, "floor", str(reference)))
-    yield from floors
-    references = {1: reference}
+    references, checks = {1: reference}, []
     for row, row_task in rows:
         shared = mesh.workers_per_batch(_parsed(row_task))
         if shared not in references:
@@ -123,19 +122,28 @@ def _numerics_jobs(
             label = f"numerics  float64 reference, {shared} workers a batch"
             merged = {**exact, "batch_size": exact["batch_size"] * shared}
             wanted = f"{num_ranks // shared}x{shared}{reuse}"
-            yield Job(label, row, references[shared], merged, None, "reference", wanted)
+            yield [Job(label, row, references[shared], merged, None, "reference", wanted)]
         at = comparison.numerics_folder(folder, row.folder)
         check = Job(
             f"numerics  {row.name}", row, at, {**row_task, **steps}, None, "check",
             str(references[shared]),
         )  # fmt: skip
-        yield _copy_of_floor(check, floors) or check
+        checks.append(_copy_of_floor(check, floors) or check)
+    passes = [*floors, *(check for check in checks if check.kind != "copy")]
+    # On a CPU of this machine nothing but memory limits how many there are at once.
+    are_apart = is_here and all(task["device"] == "cpu" for _, task in rows)
+    yield from [passes] if are_apart else [[one] for one in passes]
+    yield from ([check] for check in checks if check.kind == "copy")
     draws = [comparison.free_draws_folder(floor.folder) for floor in floors]
     is_begun = any(at.exists() for at in draws)
     if is_begun or numerics.needs_free_draws(comparison.of_plan(plan, folder, allow_mixed=True)):
-        for floor_job, at in zip(floors, draws, strict=True):
-            label = f"{floor_job.label}, free run again"
-            yield dataclasses.replace(floor_job, label=label, folder=at, kind="free_draws")
+        again = [
+            dataclasses.replace(
+                floor_job, label=f"{floor_job.label}, free run again", folder=at, kind="free_draws"
+            )
+            for floor_job, at in zip(floors, draws, strict=True)
+        ]
+        yield from [again] if are_apart else [[one] for one in again]
 
 
 def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:

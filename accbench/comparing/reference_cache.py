@@ -30,7 +30,7 @@ from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.engines import Batch
 from accbench.errors import RequestError
-from accbench.recording import provenance, records
+from accbench.recording import provenance, records, run_folder
 from accbench.system import cache_folders
 
 MAX_BYTES = 4 << 30
@@ -206,11 +206,11 @@ class FloorEntry:
     def __init__(self, reference: str, task: TaskConfig) -> None:
         digest = hashlib.sha256()
         _add(digest, ["floor", reference, _setting(task), _surroundings()])
-        self.run_dir = task.run_dir
+        self.task, self.run_dir = task, task.run_dir
         self.file = _entry(reference) / _FLOORS / f"{digest.hexdigest()}.jsonl"
 
     def fetch(self) -> bool:
-        """Put the record into the run's folder, and return whether there was one."""
+        """Put the record into the run's folder as a run leaves it; return whether there was one."""
         try:
             kept = records.read(self.file)
         except RequestError:
@@ -218,6 +218,7 @@ class FloorEntry:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for record in (*kept[:1], records.NumericsRecord(KEPT, 0, {}), *kept[1:]):
             records.append(self.run_dir / config.RECORDS_FILE, record)
+        run_folder.write(self.task)
         return True
 
     def store(self) -> None:

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from accbench import config
 from accbench.comparing import jobs
-from accbench.comparing.job_runs import log_of, run, run_in_turns
+from accbench.comparing.job_runs import log_of, run, run_in_turns, run_side_by_side
 from accbench.comparing.plan import CompareRequest, parse
+from accbench.comparing.run import start_fork_server
 from accbench.comparing.time_left import TimeLeftColumn, estimate_s, in_words
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
@@ -26,9 +27,14 @@ from accbench.report import run as runs
 from accbench.report.comparison import REFERENCE, ComparisonPlan
 from accbench.system import folders
 
+# A pass holds its own state before and after a step, and the reference's.
+_STATES_OF_A_PASS = 3
+
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Run the command `accbench compare`, and return the exit status."""
+    if not {"-h", "--help"} & {*argv}:
+        start_fork_server()  # it imports torch while this process reads the flags
     with contextlib.ExitStack() as stack:
         try:
             request = parse(argv, prog)
@@ -182,7 +188,9 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
             progress.advance(bar, len(group) - len(due))
             number = group[0].number
             takes_turns = plan.alternates_windows and number is not None and len(due) > 1
-            for together in [due] if takes_turns else [[job] for job in due]:
+            is_side_by_side = number is None and len(due) > 1
+            at_once = takes_turns or is_side_by_side
+            for together in [due] if at_once else [[job] for job in due]:
                 progress.update(bar, description=_label_of(together))
                 finished = _run_undisturbed(plan, together, folder, progress.console)
                 for job, one in zip(together, finished, strict=True) if number else ():
@@ -206,8 +214,10 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
 def _label_of(together: list[jobs.Job]) -> str:
     if len(together) == 1:
         return together[0].label
-    names = ", ".join(job.row.name for job in together)
-    return f"{together[0].label.split('  ')[0]}  {names} in turn"
+    what = together[0].label.split("  ")[0]
+    if together[0].number is None:
+        return f"{what}  {len(together)} passes"
+    return f"{what}  {', '.join(job.row.name for job in together)} in turn"
 
 
 def _run_undisturbed(
@@ -217,7 +227,7 @@ def _run_undisturbed(
 
     Runs that have taken turns are repeated together.
     """
-    finished = _run_and_tell(together, folder, console)
+    finished = _run_and_tell(plan, together, folder, console)
     pairs = list(zip(together, finished, strict=True))
     reasons = {job.label: _reason_to_repeat(plan, folder, job, run) for job, run in pairs}
     if not any(reasons.values()):
@@ -228,21 +238,36 @@ def _run_undisturbed(
     for label, why in reasons.items():
         if why is not None:
             console.print(f"{label}: repeated, as {why}", markup=False)
-    repeated = dict(zip(map(id, again), _run_and_tell(again, folder, console), strict=True))
+    repeated = dict(zip(map(id, again), _run_and_tell(plan, again, folder, console), strict=True))
     return [repeated.get(id(job), run) for job, run in pairs]
 
 
 def _run_and_tell(
-    together: list[jobs.Job], folder: Path, console: Console
+    plan: ComparisonPlan, together: list[jobs.Job], folder: Path, console: Console
 ) -> list[runs.RecordedRun]:
+    def tell(job: jobs.Job, finished: runs.RecordedRun) -> None:
+        console.print(f"{job.label}: {_outcome(finished)}", markup=False)
+
     caches = [jobs.cache_folder(folder, job.row) for job in together]
     if len(together) == 1:
         finished = [run(together[0], caches[0])]
+    elif together[0].number is None:
+        needed = [_bytes_of_pass(plan, folder, job) for job in together]
+        return run_side_by_side(together, caches, needed, tell)
     else:
         finished = run_in_turns(together, caches)
     for job, one in zip(together, finished, strict=True):
-        console.print(f"{job.label}: {_outcome(one)}", markup=False)
+        tell(job, one)
     return finished
+
+
+def _bytes_of_pass(plan: ComparisonPlan, folder: Path, job: jobs.Job) -> int | None:
+    """Estimate the memory that a pass of the numerics needs, from the row's last round."""
+    good = next(row.good for row in comparison.read_rows(plan, folder) if row.name == job.row.name)
+    peak_bytes = good[-1].warmup_peak_memory_bytes if good else None
+    if peak_bytes is None:
+        return None
+    return _STATES_OF_A_PASS * peak_bytes * job.task["nproc_per_node"]
 
 
 def _reason_to_repeat(

@@ -89,7 +89,7 @@ class JobProcess:
         num_devices: int | None,
         turns: Path | None = None,
     ) -> None:
-        _start_fork_server()
+        start_fork_server()
         self._process = multiprocessing.get_context("forkserver").Process(
             target=_launch, args=(kind, argument, list(flags), folder, log, num_devices, turns)
         )
@@ -138,7 +138,8 @@ def ended_on_interrupt(processes: Sequence[JobProcess]) -> Iterator[StopRequest]
             raise
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
+    """Start the process that forks launchers, unless it is there; does not wait for its imports."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     # Ctrl-C in a terminal reaches every process there; the fork server and all that it forks leave
     # it to the comparison. It is blocked here, so that one that comes now is handled afterwards.

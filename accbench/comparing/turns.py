@@ -124,7 +124,7 @@ def take_turns(
     alive: list[tuple[Process, TurnGiver]] = []
     largest_bytes = 0
     for process, giver in zip(processes, givers, strict=True):
-        if alive and _available_bytes() < _MEMORY_MARGIN * largest_bytes:
+        if alive and available_bytes() < _MEMORY_MARGIN * largest_bytes:
             _alternate(alive)
             alive = []
         process.start(stop)
@@ -147,7 +147,7 @@ def _alternate(alive: list[tuple[Process, TurnGiver]]) -> None:
                 alive = [other for other in alive if other is not pair]
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return the memory that this machine, or the container's limit, leaves."""
     available_bytes = psutil.virtual_memory().available
     limit = cgroups.memory_limit_bytes()

@@ -174,9 +174,7 @@ def close_and_end(status: int) -> None:
     """
     if not dist.is_initialized():
         return
-    for thread in threading.enumerate():
-        if not (thread.daemon or thread is threading.current_thread()):
-            thread.join()  # as Python does
+    threading._shutdown()  # type: ignore[attr-defined]  # ends executors and waits, as Python does
     close()
     _end_process(status)
 

@@ -89,7 +89,7 @@ class ComparisonResult:
     """Whether it is a first verdict, of few steps in little time."""
     usual_scatter: float | None = None
     """Standard deviation of the logarithm of a round's ratio that intervals of undisturbed rounds
-    lean on; None: they follow from the rounds alone."""
+    lean on, and of disturbed ones where that is wider; None: they follow from the rounds alone."""
     alternates_windows: bool = False
     """Whether the runs of a round trained their windows in turn, which are compared in pairs."""
     num_runs_alone: int = 0
@@ -213,9 +213,11 @@ def _speedup(
         return (ratios[0] if ratios else None), None
     if plan.stops_when_decided:
         return sequential.mean_with_interval(ratios, plan.repeats, plan.most_rounds)
-    is_usual = not any(_disturbed(plan, _numbered(each.rounds)) for each in (row, other))
-    usual_scatter = plan.usual_scatter if is_usual else None
-    return statistics.mean_with_interval(ratios, usual_scatter=usual_scatter)
+    intervals = [statistics.mean_with_interval(ratios, usual_scatter=plan.usual_scatter)]
+    if any(_disturbed(plan, _numbered(each.rounds)) for each in (row, other)):
+        # They may scatter more than usual, and three may lie close by chance.
+        intervals.append(statistics.mean_with_interval(ratios))
+    return max(intervals, key=lambda found: found[1][1] - found[1][0])
 
 
 def _verdict(

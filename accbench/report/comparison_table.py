@@ -105,8 +105,8 @@ def notes(result: ComparisonResult) -> list[str]:
     if result.usual_scatter is not None:
         lines.append(
             f"intervals take the ratios of rounds to scatter by {result.usual_scatter:.0%}, more "
-            "than on a quiet machine, and by more where they did; next to a disturbed round they "
-            "follow from the rounds alone"
+            "than on a quiet machine, and by more where they did; next to a disturbed round the "
+            "rounds alone decide where they scatter more"
         )
     if result.alternates_windows:
         lines.append(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from accbench import config, launchers, resolving
-from accbench.comparing import numerics, reference_cache, reference_pass
+from accbench.comparing import numerics, passes, reference_cache, reference_pass
 from accbench.comparing.reference_cache import KEPT, FloorEntry
 from accbench.comparing.reference_pass import FOLDER
 from accbench.report import run as runs
@@ -136,3 +136,8 @@ def test_plain_ddps_pass_is_kept_beside_its_reference(make, tmp_path):
     assert numerics.main(["floor", str(tmp_path / "again"), *FLAGS, f"--output_dir={third}"]) == 0
     assert losses(third) == losses(tmp_path / "reference")
     assert not (third / "logs").exists()
+    # A row that is plain ddp copies it.
+    passes.copy_without_draws(third, tmp_path / "row")
+    assert losses(tmp_path / "row") == losses(tmp_path / "reference")
+    task = config.parse([f"--config={tmp_path / 'row' / config.CONFIG_FILE}"])
+    assert (task.model, task.max_steps) == ("lstm_tiny", 2)

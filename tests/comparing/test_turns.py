@@ -96,7 +96,7 @@ def test_a_run_that_dies_keeps_no_other_waiting(tmp_path):
 
 
 def test_runs_that_memory_would_not_hold_at_once_follow_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(turns, "available_bytes", lambda: 1000)
     order = in_turn(tmp_path / "log", {"a": 2, "b": 2})
     assert order == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert (tmp_path / "log.shared").read_text().split() == ["False"] * 4

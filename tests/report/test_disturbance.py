@@ -2,6 +2,7 @@
 
 import pytest
 
+from accbench.report import analysis, comparison, statistics
 from accbench.report.disturbance import RepeatRule
 from accbench.report.run import RecordedRun
 from tests.report import fakes
@@ -52,3 +53,25 @@ def test_a_stall_in_two_windows_of_eight_moves_the_median_by_nothing():
     stalled = RecordedRun("r", stalled.header, tuple(windows), end=stalled.end)
     assert stalled.median_samples_per_s == pytest.approx(100)
     assert stalled.samples_per_s == pytest.approx(50)
+
+
+@pytest.mark.parametrize(("ratios", "alone_is_wider"), [
+    ((0.970, 0.974, 0.975), False), ((0.7, 1.0, 1.3), True),
+])  # fmt: skip
+def test_next_to_a_disturbed_round_the_wider_interval_counts(ratios, alone_is_wider, tmp_path):
+    """Rounds that lie close by chance do not narrow it, and those that scatter are not hidden."""
+    plan = fakes.plan(repeats=3, repeat_rule=RULE, usual_scatter=0.05, stops_when_decided=False)
+    fakes.write(tmp_path, plan)
+    for row in plan.rows:
+        for number, ratio in enumerate(ratios, start=1):
+            share = 0.5 if number == 1 and row.folder == "xla" else 0.01
+            speed = 100 * (1 if row.folder == "ddp" else ratio)
+            windows = (fakes.window(step, speed, other_cpu_share=share) for step in (0, 10, 20, 30))
+            lines = [fakes.header(row.folder), *windows, fakes.end(row.folder, number == 1)]
+            fakes.write_run(comparison.round_folder(tmp_path, number, row), lines)
+    rows = {row.name: row for row in analysis.judge(comparison.read(tmp_path)).rows}
+    (_, leaning), (_, alone) = (
+        statistics.mean_with_interval(ratios, usual_scatter=usual) for usual in (0.05, None)
+    )
+    assert rows["inductor"].speedup_ci95 == pytest.approx(leaning)
+    assert rows["xla"].speedup_ci95 == pytest.approx(alone if alone_is_wider else leaning)

@@ -321,3 +321,32 @@ def test_a_closed_run_leaves_no_process_group_that_would_abort_the_script(tmp_pa
     done = conftest.several_ranks(2, script, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("group at the end: False") == 2
+
+
+EXECUTOR = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import torch, accbench
+net = torch.nn.Linear(2, 2)
+run = accbench.accelerate(
+    net, torch.optim.SGD(net.parameters(), lr=0.1), [torch.ones(2, 2)] * 2, sharded=True
+)
+for inputs in run.loaders[0]:
+    run.backward(net(inputs).sum())
+    run.optimizer.step()
+late = Path(sys.argv[1], f"late-{run.rank}")
+sys.executor = ThreadPoolExecutor(1)  # lives on, as inductor's do
+sys.executor.submit(lambda: (time.sleep(0.5), late.touch()))
+"""
+
+
+def test_a_script_s_threads_end_before_its_workers_do(tmp_path):
+    script = tmp_path / "executor.py"
+    script.write_text(EXECUTOR)
+    result = launched(
+        f"--script={script}", f"--script_args={tmp_path}", "--nproc_per_node=2", "--device=cpu",
+        f"--output_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in tmp_path.glob("late-*")) == ["late-0", "late-1"]
