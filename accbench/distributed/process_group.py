@@ -1,9 +1,11 @@
 """This worker's rank, and the host-side collectives that workers use."""
 
 import atexit
+import contextlib
 import dataclasses
 import gc
 import importlib
+import io
 import os
 import socket
 import sys
@@ -19,6 +21,11 @@ from torch import nn
 
 from accbench.distributed import network
 from accbench.errors import MEETING_VARIABLE, NotMetError
+
+# Files whose end is written when they close.
+_ARCHIVES = (
+    ("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +188,23 @@ def close_and_end(status: int) -> None:
 
 def _end_process(status: int) -> None:
     atexit._run_exitfuncs()  # among them multiprocessing's, which ends data loading processes
+    _write_open_files()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _write_open_files() -> None:
+    """Write what files hold that a script has left open, as Python does at its end."""
+    archives = tuple(
+        getattr(sys.modules[module], name) for module, name in _ARCHIVES if module in sys.modules
+    )
+    texts, binaries = (io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)
+    found = gc.get_objects()
+    for kinds in (texts, archives, binaries):  # each writes into those behind it
+        for file in [one for one in found if issubclass(type(one), kinds)]:
+            with contextlib.suppress(Exception):  # it is closed, or its disk full
+                file.close() if kinds is archives else file.flush()
 
 
 def is_single_worker() -> bool:

@@ -1,5 +1,6 @@
 """Loops of a user's own through every engine: `accbench.accelerate` and `--script`."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -323,8 +324,8 @@ def test_a_closed_run_leaves_no_process_group_that_would_abort_the_script(tmp_pa
     assert done.stdout.count("group at the end: False") == 2
 
 
-EXECUTOR = """
-import sys, time
+LEFT_OPEN = """
+import gzip, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch, accbench
@@ -338,15 +339,22 @@ for inputs in run.loaders[0]:
 late = Path(sys.argv[1], f"late-{run.rank}")
 sys.executor = ThreadPoolExecutor(1)  # lives on, as inductor's do
 sys.executor.submit(lambda: (time.sleep(0.5), late.touch()))
+sys.text = late.with_name(f"text-{run.rank}").open("w")
+sys.text.write("left open")
+sys.packed = gzip.open(late.with_name(f"packed-{run.rank}"), "wt")
+sys.packed.write("left open")
 """
 
 
-def test_a_script_s_threads_end_before_its_workers_do(tmp_path):
-    script = tmp_path / "executor.py"
-    script.write_text(EXECUTOR)
+def test_a_script_s_threads_and_open_files_end_before_its_workers_do(tmp_path):
+    script = tmp_path / "left_open.py"
+    script.write_text(LEFT_OPEN)
     result = launched(
         f"--script={script}", f"--script_args={tmp_path}", "--nproc_per_node=2", "--device=cpu",
         f"--output_dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert sorted(path.name for path in tmp_path.glob("late-*")) == ["late-0", "late-1"]
+    for rank in (0, 1):
+        assert (tmp_path / f"text-{rank}").read_text() == "left open"
+        assert gzip.decompress((tmp_path / f"packed-{rank}").read_bytes()) == b"left open"
