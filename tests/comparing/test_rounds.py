@@ -181,7 +181,7 @@ def pressed():
 ensure_running, forkserver.ensure_running = forkserver.ensure_running, pressed
 for _ in range(2):
     try:
-        run._start_fork_server()
+        run.start_fork_server()
     except KeyboardInterrupt:
         print("came")
 assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
