@@ -40,8 +40,8 @@ def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[list[Job]]:
     """Yield all runs in order: the rounds, then those without input, then the numerics pass.
 
     The runs of a round come together, and so do passes of the numerics that do not wait for each
-    other; others come one by one. The flags of a later run can depend on the
-    record of an earlier one.
+    other; others come one by one. The flags of a later run can depend on the record of an earlier
+    one.
     """
     rows = [(row, with_cache(row, folder)) for row in plan.rows if row.task is not None]
     yield from _rounds(plan, rows, folder)
@@ -129,10 +129,13 @@ def _numerics_jobs(
             str(references[shared]),
         )  # fmt: skip
         checks.append(_copy_of_floor(check, floors) or check)
-    passes = [*floors, *(check for check in checks if check.kind != "copy")]
     # On a CPU of this machine nothing but memory limits how many there are at once.
-    are_apart = is_here and all(task["device"] == "cpu" for _, task in rows)
-    yield from [passes] if are_apart else [[one] for one in passes]
+    may_be_at_once = is_here and all(task["device"] == "cpu" for _, task in rows)
+
+    def grouped(passes: list[Job]) -> list[list[Job]]:
+        return [passes] if may_be_at_once else [[one] for one in passes]
+
+    yield from grouped([*floors, *(check for check in checks if check.kind != "copy")])
     yield from ([check] for check in checks if check.kind == "copy")
     draws = [comparison.free_draws_folder(floor.folder) for floor in floors]
     is_begun = any(at.exists() for at in draws)
@@ -143,7 +146,7 @@ def _numerics_jobs(
             )
             for floor_job, at in zip(floors, draws, strict=True)
         ]
-        yield from [again] if are_apart else [[one] for one in again]
+        yield from grouped(again)
 
 
 def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:

@@ -187,9 +187,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
             due = [j for j in group if j.row.name not in failed and not _is_done(j, plan, folder)]
             progress.advance(bar, len(group) - len(due))
             number = group[0].number
-            takes_turns = plan.alternates_windows and number is not None and len(due) > 1
-            is_side_by_side = number is None and len(due) > 1
-            at_once = takes_turns or is_side_by_side
+            at_once = len(due) > 1 and (plan.alternates_windows or number is None)
             for together in [due] if at_once else [[job] for job in due]:
                 progress.update(bar, description=_label_of(together))
                 finished = _run_undisturbed(plan, together, folder, progress.console)

@@ -20,13 +20,13 @@ def run_all(
 
     Args:
         processes: not started yet.
-        needed_bytes: the memory that each one needs; None: not known, so that it begins alone.
+        needed_bytes: the memory that each one needs; None: not known, so that it runs alone.
         stop: a request to stop, which is raised here.
         ended: called with the index of each process that has ended.
     """
     alive: list[int] = []
     for index, process in enumerate(processes):
-        while alive and not _is_room(needed_bytes[index], len(alive)):
+        while alive and not _is_room([needed_bytes[other] for other in (*alive, index)]):
             alive = _wait_for_one(processes, alive, ended)
         process.start(stop)
         alive.append(index)
@@ -34,10 +34,12 @@ def run_all(
         alive = _wait_for_one(processes, alive, ended)
 
 
-def _is_room(needed_bytes: int | None, num_alive: int) -> bool:
-    if needed_bytes is None or num_alive >= _MOST:
+def _is_room(needed_bytes: Sequence[int | None]) -> bool:
+    """Return whether processes may run at once; those that have begun may not have it all yet."""
+    known = [size for size in needed_bytes if size is not None]
+    if len(known) < len(needed_bytes) or len(known) > _MOST:
         return False
-    return available_bytes() >= needed_bytes
+    return available_bytes() >= sum(known)
 
 
 def _wait_for_one(

@@ -1,15 +1,10 @@
 """This worker's rank, and the host-side collectives that workers use."""
 
-import atexit
-import contextlib
 import dataclasses
 import gc
 import importlib
-import io
 import os
 import socket
-import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +16,6 @@ from torch import nn
 
 from accbench.distributed import network
 from accbench.errors import MEETING_VARIABLE, NotMetError
-
-# Files whose end is written when they close.
-_ARCHIVES = (
-    ("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"),
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,50 +153,6 @@ def close() -> None:
         dist.destroy_process_group()
 
 
-def leave_at_once(status: int) -> None:
-    """End this process after an error, if it has an open process group, without a crash.
-
-    The other ranks may be gone, so the group cannot be closed; and while it is open, Gloo's
-    threads abort a process that ends normally, about once in twenty times on a busy machine.
-    """
-    if dist.is_initialized():
-        _end_process(status)
-
-
-def close_and_end(status: int) -> None:
-    """Leave the process group and end this process; returns where there is none.
-
-    The group's threads live on where something of a script's still holds it, such as a model in
-    DistributedDataParallel, and abort a process that ends normally.
-    """
-    if not dist.is_initialized():
-        return
-    threading._shutdown()  # type: ignore[attr-defined]  # ends executors and waits, as Python does
-    close()
-    _end_process(status)
-
-
-def _end_process(status: int) -> None:
-    atexit._run_exitfuncs()  # among them multiprocessing's, which ends data loading processes
-    _write_open_files()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _write_open_files() -> None:
-    """Write what files hold that a script has left open, as Python does at its end."""
-    archives = tuple(
-        getattr(sys.modules[module], name) for module, name in _ARCHIVES if module in sys.modules
-    )
-    texts, binaries = (io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)
-    found = gc.get_objects()
-    for kinds in (texts, archives, binaries):  # each writes into those behind it
-        for file in [one for one in found if issubclass(type(one), kinds)]:
-            with contextlib.suppress(Exception):  # it is closed, or its disk full
-                file.close() if kinds is archives else file.flush()
-
-
 def is_single_worker() -> bool:
     """Return whether this is the only worker."""
     return not dist.is_initialized() or dist.get_world_size() == 1
@@ -225,12 +171,13 @@ def missing_ranks(occasion: str, timeout_s: float) -> list[int]:
         return []
     store = dist.PrefixStore(occasion, dist.distributed_c10d._get_default_store())
     store.set(str(dist.get_rank()), "")
-    missing, deadline = [*range(dist.get_world_size())], time.monotonic() + timeout_s
-    while True:
-        missing = [rank for rank in missing if not store.check([str(rank)])]
-        if not missing or time.monotonic() > deadline:
-            return missing
+    ranks, deadline = range(dist.get_world_size()), time.monotonic() + timeout_s
+    store.add("came", 1)  # one request asks for all of them
+    while store.add("came", 0) < len(ranks):
+        if time.monotonic() > deadline:
+            return [rank for rank in ranks if not store.check([str(rank)])]
         time.sleep(0.02)
+    return []
 
 
 def all_gather_values(values: list[float]) -> list[list[float]]:

@@ -66,9 +66,8 @@ def _cut_like(value: Any, parameter: torch.Tensor) -> Any:
     """Return this rank's shard of a whole tensor of the parameter's shape; all else as it is."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return value
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+    is_whole = isinstance(value, torch.Tensor) and not is_sharded(value)
+    if not (is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)

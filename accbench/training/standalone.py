@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accbench import config, resolving
-from accbench.distributed import process_group, slurm_variables
+from accbench.distributed import process_end, process_group, slurm_variables
 from accbench.distributed.process_group import Topology
 from accbench.errors import RequestError
 from accbench.recording import terminal
@@ -80,7 +80,7 @@ def watch(begun: Worker) -> None:
     ) -> None:
         before(kind, error, trace)
         begun.run.fail(error)
-        process_group.leave_at_once(130 if kind is KeyboardInterrupt else 1)
+        process_end.leave_at_once(130 if kind is KeyboardInterrupt else 1)
 
     def ended() -> None:
         try:

@@ -17,7 +17,7 @@ from torch import nn
 
 from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
-from accbench.distributed import process_group, slurm_variables
+from accbench.distributed import process_end, process_group, slurm_variables
 from accbench.distributed.collectives import RankGroup
 from accbench.distributed.process_group import Topology
 from accbench.engines import Engine
@@ -60,8 +60,8 @@ def main(
     """
     status = _worker(argv, time.perf_counter() if started is None else started, job or run)
     if status and status != STOPPED_STATUS:
-        process_group.leave_at_once(status)
-    process_group.close_and_end(status)
+        process_end.leave_at_once(status)
+    process_end.close_and_end(status)
     return status
 
 

@@ -3,71 +3,71 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from accbench.comparing import jobs, side_by_side
 from accbench.comparing.plan import parse
 from accbench.comparing.run import StopRequest
-from tests.conftest import TINY
+from tests.conftest import HANG_S, TINY
+
+WAITS = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
 
 
-class Sleep:
-    """A process that sleeps, with the handle of a run."""
+class Run:
+    """A process with the handle of a run; it ends at once, or when a file is there."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, waits_for: Path | None) -> None:
+        self.command = [sys.executable, "-c", WAITS if waits_for else "", str(waits_for)]
         self.pid = self.sentinel = None
 
     def start(self, stop: StopRequest) -> None:
-        code = f"import time; time.sleep({self.seconds})"
-        self.process = subprocess.Popen([sys.executable, "-c", code])
+        self.process = subprocess.Popen(self.command)
         self.pid = self.process.pid
         self.sentinel = os.pidfd_open(self.pid)
 
+    def close(self) -> None:
+        if self.sentinel is not None:
+            self.process.kill()
+            self.process.wait()
+            os.close(self.sentinel)
 
-def most_at_once(needed_bytes: list[int | None], monkeypatch) -> tuple[int, list[int]]:
-    """How many were alive at once, and the indices of those that ended, in order."""
+
+def order_of_ends(needed_bytes: list[int | None], first_waits: bool, tmp_path, monkeypatch):
+    """The indices of the processes that ended, in order, and the most that were alive at once."""
     monkeypatch.setattr(side_by_side, "available_bytes", lambda: 1000)
-    alive, most, order = 0, 0, []
-
-    class Counted(Sleep):
-        def start(self, stop: StopRequest) -> None:
-            nonlocal alive, most
-            super().start(stop)
-            alive += 1
-            most = max(most, alive)
-
-    processes = [Counted(0.6 if index == 0 else 0.05) for index in range(len(needed_bytes))]
+    others_ended, order = tmp_path / "others-ended", []
+    made = [Run(others_ended if first_waits and not i else None) for i in range(len(needed_bytes))]
+    most = 0
 
     def ended(index: int) -> None:
-        nonlocal alive
-        alive -= 1
-        assert processes[index].process.wait(10) == 0
+        nonlocal most
+        begun = sum(one.pid is not None for one in made)
+        most = max(most, begun - len(order))
         order.append(index)
+        assert made[index].process.wait(HANG_S) == 0
+        if len(order) == len(made) - 1:
+            others_ended.touch()
 
     try:
-        side_by_side.run_all(processes, needed_bytes, StopRequest(), ended)
+        side_by_side.run_all(made, needed_bytes, StopRequest(), ended)
     finally:
-        for one in processes:
-            if one.sentinel is not None:
-                one.process.kill()
-                one.process.wait()
-                os.close(one.sentinel)
-    assert sorted(order) == [*range(len(needed_bytes))]
-    return most, order
+        for one in made:
+            one.close()
+    return order, most
 
 
-def test_two_run_at_once_and_the_next_begins_when_one_ends(monkeypatch):
-    most, order = most_at_once([500] * 4, monkeypatch)
-    assert most == 2
-    assert order[0] != 0  # the first one takes longest
+def test_two_run_at_once_and_the_next_begins_when_one_ends(tmp_path, monkeypatch):
+    """The first one waits for all the others, which would hang one at a time."""
+    assert order_of_ends([500] * 4, True, tmp_path, monkeypatch) == ([1, 2, 3, 0], 2)
 
 
-@pytest.mark.parametrize("needed_bytes", [2000, None])
-def test_what_memory_might_not_hold_begins_alone(needed_bytes, monkeypatch):
-    most, order = most_at_once([needed_bytes] * 3, monkeypatch)
-    assert (most, order) == (1, [0, 1, 2])
+@pytest.mark.parametrize("needed_bytes", [600, None])
+def test_what_memory_might_not_hold_runs_alone(needed_bytes, tmp_path, monkeypatch):
+    """That of one that has begun counts whole, as it may not have it yet."""
+    found = order_of_ends([needed_bytes] * 3, False, tmp_path, monkeypatch)
+    assert found == ([0, 1, 2], 1)
 
 
 def passes_of(tmp_path, *flags: str) -> list[list[str]]:

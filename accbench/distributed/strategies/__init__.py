@@ -22,7 +22,8 @@ class Strategy(abc.ABC):
     collectives: str
     """Where gradients are reduced: in_graph, process_group or host."""
     shards_parameters: bool = False
-    """Whether the model's parameters are those of a rank's shard (DTensor)."""
+    """Whether each rank has shards of the model's parameters (DTensor): a forward pass gathers
+    them, and so waits for the other ranks."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology

@@ -35,7 +35,6 @@ class ShardedDataParallel(ShardingStrategy):
             the device before it is gathered.
     """
 
-    gathers_in_forward = True
     shards_parameters = True
     builds_in_parts = True
 

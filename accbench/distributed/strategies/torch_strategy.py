@@ -30,8 +30,6 @@ class TorchStrategy(Strategy):
     """
 
     collectives = "process_group"
-    gathers_in_forward: bool = False
-    """Whether a forward pass waits for other ranks."""
     builds_in_parts: bool = False
     """Whether ranks keep parts of a model that is built one tensor at a time."""
     is_contiguous: bool = False

@@ -86,7 +86,7 @@ def load(
         NotLoadableError: model or optimizer have other tensors.
     """
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    is_script = any(
+    takes_wholes = any(
         is_sharded(shard.parameter) and id(shard.parameter) in stepped for shard in shards.values()
     )
     model = {
@@ -98,14 +98,14 @@ def load(
     states = {
         name: {
             key: shards[name].cut(value)
-            if name in shards and not is_script and tuple(value.shape) == shards[name].shape
+            if name in shards and not takes_wholes and tuple(value.shape) == shards[name].shape
             else in_memory(value)
             for key, value in state.items()
         }
         for name, state in saved.optimizer.items()
     }
     local_names = {id(shard.local): name for name, shard in shards.items()}
-    if is_script:
+    if takes_wholes:
         local_names = {id(shard.parameter): name for name, shard in shards.items()}
     training_state.load(
         net, optimizer, scaler, dataclasses.replace(saved, model=model, optimizer=states),

@@ -340,7 +340,7 @@ class Engine(LoopEngine):
     def calling(self, model: nn.Module) -> AbstractContextManager[Any]:
         """See the base class."""
         self.strategy.before_call(model)
-        evaluates = self.strategy.gathers_in_forward and not torch.is_grad_enabled()
+        evaluates = self.strategy.shards_parameters and not torch.is_grad_enabled()
         return self._evaluating(model) if evaluates else self.autocast()
 
     @contextlib.contextmanager
@@ -424,7 +424,7 @@ class Engine(LoopEngine):
 
     @property
     def evaluates_together(self) -> bool:
-        waits = self.strategy.gathers_in_forward or self._shards_classes
+        waits = self.strategy.shards_parameters or self._shards_classes
         return super().evaluates_together or waits
 
     def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
