@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"{PROG}: no command {argv[0]!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return COMMANDS[argv[0]](argv[1:])
+    try:
+        return COMMANDS[argv[0]](argv[1:])
+    except KeyboardInterrupt:  # while torch is imported; behind that each command has its own
+        return print_interruption(f"{PROG} {argv[0]}: interrupted")
 
 
 @quiet_when_closed

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accbench import cli
 from accbench.recording import records
 from tests.conftest import ROOT, TINY, end_of, of_kind
 
@@ -81,3 +82,12 @@ def test_interruption_within_generated_code_is_told_by_the_status():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+def test_ctrl_c_before_a_command_begins_is_a_line(monkeypatch, capsys):
+    def pressed(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "compare", pressed)
+    assert cli.main(["compare", "--quick"]) == 130
+    assert capsys.readouterr().err == "accbench compare: interrupted\n"
