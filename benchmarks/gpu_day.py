@@ -60,7 +60,7 @@ def run_item(item: parts.Item, folder: Path, limit_s: float) -> dict[str, Any]:
             start_new_session=True,
         )  # fmt: skip
         try:
-            error = _wait(process, limit_s)
+            error = _wait(process, limit_s, item.statuses)
         finally:
             _end_group(process)
     row = {"name": item.name, **item.facts, "wall_s": time.monotonic() - started}
@@ -74,12 +74,14 @@ def run_item(item: parts.Item, folder: Path, limit_s: float) -> dict[str, Any]:
     return row
 
 
-def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> str | None:
+def _wait(
+    process: "subprocess.Popen[bytes]", limit_s: float, statuses: tuple[int, ...]
+) -> str | None:
     try:
         status = process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
         return f"not done in {limit_s:.0f} s"
-    return f"exit status {status}" if status else None
+    return None if status in statuses else f"exit status {status}"
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:

@@ -23,7 +23,8 @@ _AMPLE_BYTES = 8 * 2**30
 _SMALL_BYTES = 2**30
 # torch's messages on full shared memory: before writing, and from a process that has written.
 _FULL = re.compile(
-    r"unable to (?:allocate|write|resize).*shared memory.*(?:No space|Read-only|Permission)"
+    r"unable to (?:allocate|write|resize).*shared memory"
+    r".*(?:No space|Read-only|Permission|temporarily unavailable)"
     r"|Bus error.*shared memory|killed by signal: Bus error",
     re.DOTALL,
 )

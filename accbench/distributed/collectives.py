@@ -29,6 +29,17 @@ class RankGroup:
         return cls(group.group_name, group.rank(), group.size())
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the type in which autocast computes products of a tensor; None where it is off.
+
+    A step that is captured for a GPU has CPU tensors, and autocast's settings for CUDA.
+    """
+    for device_type in (x.device.type, "cuda"):
+        if torch.is_autocast_enabled(device_type) and x.is_floating_point():
+            return torch.get_autocast_dtype(device_type)
+    return None
+
+
 def copy_to_group(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return what is the same on all ranks; gradients are summed."""
     copied: torch.Tensor = _CopyToGroup.apply(x, group)
@@ -194,7 +205,7 @@ class _AllGatherAlong(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
         ctx.group, ctx.axis = group, axis
-        return _all_gather(x, group, axis).contiguous()
+        return _all_gather(x, group, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -209,7 +220,7 @@ class _ReduceScatterAlong(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(gradients[0], ctx.group, ctx.axis).contiguous(), None, None
+        return _all_gather(gradients[0], ctx.group, ctx.axis), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -231,7 +242,8 @@ def _all_gather(x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(
         x.movedim(axis, 0).contiguous(), group.size, group.name
     )
-    return _waited(gathered).movedim(0, axis)
+    # Not a view: a model that changes a view in place takes away hooks on what is behind it.
+    return _waited(gathered).movedim(0, axis).contiguous()
 
 
 def _reduce_scatter(x: torch.Tensor, group: RankGroup, axis: int) -> torch.Tensor:

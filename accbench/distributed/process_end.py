@@ -59,6 +59,7 @@ def _write_open_files() -> None:
         getattr(sys.modules[module], name) for module, name in _ARCHIVES if module in sys.modules
     )
     texts, binaries = (io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)
+    gc.unfreeze()  # an exit function of ours freezes all objects, which the list then lacks
     found = gc.get_objects()
     for kinds in (texts, archives, binaries):  # each writes into those behind it
         for file in [one for one in found if issubclass(type(one), kinds)]:

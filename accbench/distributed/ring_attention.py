@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accbench.distributed import attention_blocks
-from accbench.distributed.collectives import RankGroup
+from accbench.distributed.collectives import RankGroup, autocast_dtype
 
 _ALL = slice(None)
 
@@ -43,8 +43,8 @@ def ring_attention(
         is_causal: whether queries see the keys at their own and earlier positions alone.
         scale: what products of queries and keys are multiplied by; None: 1 / sqrt(D).
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = autocast_dtype(q)
+    if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out: torch.Tensor = _ring_attention(q, k, v, group.name, is_causal, scale)[0]

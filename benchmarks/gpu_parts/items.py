@@ -61,6 +61,8 @@ class Item:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     continues: bool = False
     """Whether it goes on in its folder, as a second call finds it."""
+    statuses: tuple[int, ...] = (0,)
+    """The exit statuses with which it leaves a result."""
 
 
 def all_items(day: Day) -> list[Item]:
@@ -199,7 +201,8 @@ def _compare(day: Day, limit_s: float) -> Item:
         "--numerics_steps=2", "--no-input_round", "--no-repeat_disturbed",
         f"--output_dir={day.state / 'compare' / 'out'}",
     ]  # fmt: skip
-    return Item("compare", limit_s, command, of_comparison, continues=True)
+    # It ends with 1 where a row trains otherwise, or could not be judged: a result as well.
+    return Item("compare", limit_s, command, of_comparison, continues=True, statuses=(0, 1))
 
 
 def last_json(folder: Path, output: str) -> dict[str, Any]:
@@ -232,10 +235,16 @@ def of_run(folder: Path, output: str) -> dict[str, Any]:
 
 
 def of_comparison(folder: Path, output: str) -> dict[str, Any]:
-    """Return what the comparison says, and its page."""
-    pages = [path.read_text().splitlines() for path in (folder / "out").glob("*.md")]
+    """Return what the comparison says, and its page.
+
+    Raises:
+        FileNotFoundError: it ended before it wrote one.
+    """
+    pages = [*(folder / "out").glob("*.md")]
+    if not pages:
+        raise FileNotFoundError("the comparison left no page")
     return {"said": [line for line in output.splitlines() if line.strip()][-_SAID:],
-            "page": pages[0] if pages else []}  # fmt: skip
+            "page": pages[0].read_text().splitlines()}  # fmt: skip
 
 
 def of_jax_profile(folder: Path, output: str) -> dict[str, Any]:

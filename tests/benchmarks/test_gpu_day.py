@@ -1,5 +1,6 @@
 """A GPU's day: items end in their time, failures are kept, a second call goes on."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -53,6 +54,25 @@ def test_a_failure_is_kept_and_the_next_call_does_it_again(tmp_path):
     assert (tmp_path / "calls").read_text() == "xx"
     kept = [json.loads(line) for line in (tmp_path / "out/results.jsonl").open()]
     assert [row["name"] for row in kept] == ["good"]
+
+
+def test_a_comparison_that_judges_a_row_different_is_a_result_and_one_that_broke_is_none(tmp_path):
+    day = parts.Day(tmp_path / "state", "cpu", is_tiny=True)
+    (comparison,) = parts.choose(parts.all_items(day), "compare")
+    pages = {"judged": "open('out/page.md', 'w').write('# differs')", "broken": "pass"}
+    for name, leave_page in pages.items():
+        folder = day.state / name
+        code = (
+            f"import os; os.makedirs({str(folder / 'out')!r}); os.chdir({str(folder)!r}); "
+            f"{leave_page}; print('differs'); raise SystemExit(1)"
+        )
+        asked = dataclasses.replace(comparison, command=[sys.executable, "-c", code])
+        row = gpu_day.run_item(asked, folder, 60)
+        if name == "judged":
+            assert "error" not in row
+            assert (row["said"], row["page"]) == (["differs"], ["# differs"])
+        else:
+            assert row["error"].startswith("nothing to read: ")
 
 
 def _has_ended(pid: int) -> bool:

@@ -157,3 +157,25 @@ def test_transformers_own_plan_is_taken():
     done = python("-c", QWEN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "1"]
+
+
+GATHERED = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from accbench.distributed.collectives import RankGroup
+from accbench.engines.common import tensor_parallel
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+net = torch.nn.Sequential(torch.nn.Linear(4, 6))
+tensor_parallel.parallelize(net, {"0": "colwise_gather_output"}, RankGroup.of(dist.group.WORLD))
+logits = net(torch.ones(2, 3, 4))
+print([*logits.shape], logits._is_view(), logits.is_contiguous())
+dist.destroy_process_group()
+"""
+
+
+def test_gathered_logits_are_no_view():
+    # FSDP's hook on an output goes where a model changes a view of it in place.
+    done = python("-c", GATHERED)
+    assert done.stdout.strip() == "[2, 3, 6] False True", done.stderr

@@ -27,6 +27,7 @@ from torch.nn import functional
 from accbench.distributed.collectives import (
     RankGroup,
     all_gather_along,
+    autocast_dtype,
     gather_from_group,
     part_of_rank,
     scatter_along,
@@ -187,11 +188,8 @@ def _gather_input(module: Any, forward: _Forward, *args: Any, **kwargs: Any) -> 
     group: RankGroup = module.tensor_group
 
     def whole(x: torch.Tensor) -> torch.Tensor:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind) and x.is_floating_point():
-            # Or each layer would cast, and keep, the whole sequence by itself.
-            x = x.to(torch.get_autocast_dtype(kind))
-        return all_gather_along(x, group, _AXIS)
+        # Cast before it is sent; else each layer would cast, and keep, the whole sequence.
+        return all_gather_along(x.to(autocast_dtype(x) or x.dtype), group, _AXIS)
 
     args, kwargs = _with_first(whole, args, kwargs)
     return forward(*args, **kwargs)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from functools import cache
@@ -15,10 +16,18 @@ _ACCBENCH = str(Path(__file__).parents[2]) + os.sep
 
 @cache
 def _excluded_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of torch and of the engines, and of code without a file."""
+    """Return path prefixes of torch, of the engines, and of code without a file."""
     specs = (importlib.util.find_spec(name) for name in ("torch", "torch_xla"))
     folders = [os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin]
     return (*folders, f"{_ACCBENCH}engines{os.sep}", "<")
+
+
+@cache
+def _is_standard_library(path: str) -> bool:
+    """Return whether a file is one of Python's own, such as contextlib, through which calls go."""
+    folder = sysconfig.get_path("stdlib") + os.sep
+    packages = tuple(f"{folder}{name}-packages{os.sep}" for name in ("site", "dist"))
+    return path.startswith(folder) and not path.startswith(packages)
 
 
 def find_model_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
@@ -26,7 +35,8 @@ def find_model_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
     for frame in reversed([*frames]):
         if frame.filename.startswith(f"{_ACCBENCH}training{os.sep}"):
             return None  # further out is who called the training loop
-        if not frame.filename.startswith(_excluded_prefixes()):
+        path = frame.filename
+        if not (path.startswith(_excluded_prefixes()) or _is_standard_library(path)):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return None
 

@@ -85,3 +85,14 @@ def test_parts_of_sequences_exchange_heads_and_share_no_state() -> None:
     assert kinds["all-to-all"]["in_node_bytes"] == pytest.approx(exchanged / 2, rel=0.01)
     assert kinds["all-reduce"]["in_node_bytes"] >= 4 * found["model"]["num_parameters"]
     assert found["memory"]["arguments_bytes"] > 12 * found["model"]["num_parameters"]
+
+
+def test_parts_between_layers_are_sent_in_autocast_s_type() -> None:
+    pytest.importorskip("transformers")
+    flags = ("--model=llama_tiny", "--seq_len=64", "--batch_size=4", "--amp_dtype=bfloat16")
+    mesh = ("--nproc_per_node=2", "--tp=2", "--sequence_parallel")
+    found = running.result_of("--engine=jax", *flags, *mesh, "--gpu=h100")
+    kinds = {row["kind"]: row for row in found["communication"]["kinds"]}
+    # In each of two layers attention and MLP scatter their sums, and the gradients of what they
+    # gathered: four sequences of 64 positions of 64, in 16 bits. Half of it leaves the GPU.
+    assert kinds["reduce-scatter"]["in_node_bytes"] == 2 * 2 * 2 * (4 * 64 * 64 * 2) / 2
