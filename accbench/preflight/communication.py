@@ -3,7 +3,8 @@
 Bytes are those of rings, as NCCL lays them: of n ranks each sends (n - 1) / n of what it gathers
 or scatters, and twice that of what it reduces. A ring goes through a node's GPUs before it goes on
 to the next node. With k of its GPUs in a node, NCCL has k such rings, each of which leaves the node
-at another GPU: each GPU sends 1 / k of its bytes to another node.
+at another GPU: each GPU sends 1 / k of its bytes to another node. In a permute each GPU sends all
+to one other; where one of these pairs lies in two nodes, the others wait for it.
 """
 
 import dataclasses
@@ -80,6 +81,17 @@ def sent_bytes(
     return {IN_NODE: total * (1 - share), NETWORK: total * share}
 
 
+def slowest_pair(text: str, gpus_per_node: int) -> list[int]:
+    """Return the pair of ranks that a permute's others wait for: one in two nodes, if there is one.
+
+    Args:
+        text: the permute's `source_target_pairs`.
+        gpus_per_node: neighbouring ranks that share a node.
+    """
+    pairs = [[int(rank) for rank in pair.split(",")] for pair in _LISTED.findall(text)]
+    return max(pairs, key=lambda pair: len({rank // gpus_per_node for rank in pair}))
+
+
 def parse_group(text: str, num_ranks: int) -> list[int]:
     """Return the first of an instruction's groups of ranks; `text` is its `replica_groups`."""
     listed, iota = _LISTED.search(text), _IOTA.search(text)
@@ -140,7 +152,10 @@ def summarize(program_kernels: Sequence[Kernel], gpu: GpuSpec, links: Links) -> 
 
 def _sent(kernel: Kernel, links: Links) -> dict[str, float]:
     num_ranks = links.num_nodes * links.gpus_per_node
-    group = parse_group(kernel.replica_groups, num_ranks)
+    if kernel.opcode.startswith("collective-permute"):
+        group = slowest_pair(kernel.replica_groups, links.gpus_per_node)
+    else:
+        group = parse_group(kernel.replica_groups, num_ranks)
     sent = sent_bytes(kernel.opcode, kernel.num_bytes, group, links.gpus_per_node)
     return {link: num_bytes * kernel.repeats for link, num_bytes in sent.items()}
 

@@ -28,7 +28,10 @@ _FREE = {
 }  # fmt: skip
 _SLICES = ("slice", "dynamic-slice", "gather")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)="
+    r"(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
 _TO_HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 _HOST_MEMORY = "S(5)"
 
@@ -56,7 +59,7 @@ class Kernel:
     opcode: str = ""
     """XLA's name of a collective, such as `all-gather`."""
     replica_groups: str = ""
-    """A collective's groups of ranks, as the program has them."""
+    """A collective's groups of ranks, or a permute's pairs, as the program has them."""
 
     @property
     def is_product(self) -> bool:

@@ -1,8 +1,8 @@
 """Search for the meshes on which a step fits, and which of them bounds it least.
 
-A mesh is how GPUs share a step: `--dp_shard`, `--tp` and `--cp`. All meshes take as many samples a
-step. Each is estimated from those that were compiled; the most promising are compiled in turn.
-Estimates are arithmetic on the model's shapes:
+A mesh is how GPUs share a step: `--dp_shard`, `--tp`, and `--cp` with either `--cp_attention`. All
+meshes take as many samples a step. Each is estimated from those that were compiled; the most
+promising are compiled in turn. Estimates are arithmetic on the model's shapes:
 
 - The state is exact: parameters and what the optimizer keeps of each, over the GPUs that share it.
 - A step's temporaries are the whole float32 weights that `--tp` leaves, gathered or as gradients,
@@ -13,8 +13,8 @@ Estimates are arithmetic on the model's shapes:
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accbench import models
 from accbench.config import TaskConfig
 from accbench.distributed.collectives import RankGroup
+from accbench.distributed.context_parallel import share_sequences
 from accbench.distributed.mesh import sequence_problem
 from accbench.distributed.tensor_slices import TensorSlice
 from accbench.engines import optimizers
@@ -47,6 +48,7 @@ class CandidateMesh:
     is_sharded: bool
     tp: int
     cp: int
+    cp_attention: Literal["ulysses", "ring"]
     batch_size: int
     """Samples of the GPUs that share a batch."""
     state_bytes: int
@@ -60,14 +62,15 @@ class CandidateMesh:
         """Return the task on this mesh."""
         return dataclasses.replace(
             task, dp_shard="auto" if self.is_sharded else None, tp=self.tp, cp=self.cp,
+            cp_attention=self.cp_attention,
             zero=task.zero if self.is_sharded else None, batch_size=self.batch_size,
             sequence_parallel=task.sequence_parallel and self.tp > 1,
         )  # fmt: skip
 
     def is_of(self, task: TaskConfig) -> bool:
         """Return whether it is the mesh of a task."""
-        return (self.is_sharded, self.tp, self.cp) == (
-            task.dp_shard is not None, task.tp, task.cp,
+        return (self.is_sharded, self.tp, self.cp, self.cp_attention) == (
+            task.dp_shard is not None, task.tp, task.cp, task.cp_attention,
         )  # fmt: skip
 
     @property
@@ -75,6 +78,7 @@ class CandidateMesh:
         """The flags that ask for it."""
         words = ["--dp_shard auto"] if self.is_sharded else []
         words += [f"--{k} {n}" for k, n in (("tp", self.tp), ("cp", self.cp)) if n > 1]
+        words += ["--cp_attention ring"] if self.cp_attention == "ring" else []
         return " ".join(words) or "replicas"
 
 
@@ -99,30 +103,33 @@ def candidates(
     for tp in _divisors(links.gpus_per_node):
         for cp in _divisors(links.gpus_per_node // tp):
             num_data_ranks = num_gpus // (tp * cp)
-            try:
-                if num_samples % (num_data_ranks * task.accumulate):
-                    raise RequestError(
-                        f"{num_samples:,} samples a step are no multiple of {num_data_ranks} GPUs "
-                        "with data of their own"
-                    )
-                found += _of_shape(task, links, num_classes, flops, tp, cp, num_samples)
-            except RequestError as error:
-                refusals.append(f"tp {tp}, cp {cp}: {error}")
+            if num_samples % (num_data_ranks * task.accumulate):
+                refusals.append(
+                    f"tp {tp}, cp {cp}: {num_samples:,} samples a step are no multiple of "
+                    f"{num_data_ranks} GPUs with data of their own"
+                )
+                continue
+            for attention in ("ulysses", "ring") if cp > 1 else ("ulysses",):
+                asked = dataclasses.replace(task, tp=tp, cp=cp, cp_attention=attention)
+                try:
+                    found += _of_shape(asked, links, num_classes, flops, num_samples)
+                except RequestError as error:
+                    refusals.append(f"tp {tp}, cp {cp}: {error}")
     return found, refusals
 
 
 def _of_shape(
-    task: TaskConfig, links: Links, num_classes: int, flops: float, tp: int, cp: int,
-    num_samples: int,
-) -> Iterator[CandidateMesh]:  # fmt: skip
-    num_gpus = links.num_nodes * links.gpus_per_node
-    num_whole, net, slices = _cut_model(task, num_classes, tp, cp)
+    task: TaskConfig, links: Links, num_classes: int, flops: float, num_samples: int
+) -> Iterator[CandidateMesh]:
+    """Yield the mesh of a task's `--tp` and `--cp`, with and without shards."""
+    num_gpus, tp, cp = links.num_nodes * links.gpus_per_node, task.tp, task.cp
+    num_whole, net, slices = _cut_model(task, num_classes)
     weight_bytes = _FLOAT32_BYTES * sum(p.numel() for p in net.parameters())
     options = task.options.get("jax", JaxOptions())
     copies = 1 + len(optimizers.of_task(task).state_keys) + (task.ema_decay > 0)
     # Those of the GPUs that share them; attention's products count as if they were weights'.
     num_tokens = flops * num_gpus / (_FLOPS_PER_WEIGHT * num_whole) / (num_gpus // tp)
-    activations_s = _activation_s(net, slices, links, num_tokens, tp, cp)
+    activations_s = _activation_s(task, net, slices, links, num_tokens)
     token_ranks = [*range(0, num_gpus, tp)]
     for is_sharded in (True, False):
         if is_sharded and num_gpus == tp * cp:
@@ -133,28 +140,23 @@ def _of_shape(
         weights_s = max(links.seconds(sent).values(), default=0.0)
         is_late = is_sharded and options.gathers_late("cuda", weight_bytes)
         yield CandidateMesh(
-            is_sharded, tp, cp, num_samples * tp * cp // num_gpus,
+            is_sharded, tp, cp, task.cp_attention, num_samples * tp * cp // num_gpus,
             copies * weight_bytes // shards, int(weight_bytes * (_LATE_SHARE if is_late else 1)),
             weights_s + activations_s,
         )  # fmt: skip
 
 
-def _cut_model(
-    task: TaskConfig, num_classes: int, tp: int, cp: int
-) -> tuple[int, nn.Module, dict[str, TensorSlice]]:
+def _cut_model(task: TaskConfig, num_classes: int) -> tuple[int, nn.Module, dict[str, TensorSlice]]:
     """Return the number of the model's weights, the model cut for a rank, and its slices."""
-    spec = models.of_task(task)
+    spec, tp, cp = models.of_task(task), task.tp, task.cp
     with FakeTensorMode(allow_non_fake_inputs=True):
         net = trainable.plain(spec.build(num_classes))
         num_whole = sum(p.numel() for p in net.parameters())
         if cp > 1:
-            if not hasattr(spec, "share_sequences"):
-                raise RequestError(f"--model {task.model} has no sequences to cut")
-            spec.share_sequences(net, RankGroup("", 0, cp), tp)
+            share_sequences(task, spec, net, RankGroup("", 0, cp), tp)
         if tp == 1:
             return num_whole, net, {}
-        asked = dataclasses.replace(task, tp=tp, cp=cp)
-        problem = sequence_problem(asked, getattr(spec, "sequence_length", None))
+        problem = sequence_problem(task, getattr(spec, "sequence_length", None))
         if problem is not None:
             raise RequestError(problem)
         group = RankGroup("", 0, tp)
@@ -162,8 +164,8 @@ def _cut_model(
 
 
 def _activation_s(
-    net: nn.Module, slices: dict[str, TensorSlice], links: Links, num_tokens: float, tp: int,
-    cp: int,
+    task: TaskConfig, net: nn.Module, slices: dict[str, TensorSlice], links: Links,
+    num_tokens: float,
 ) -> float:  # fmt: skip
     """Return what activations take between ranks that share layers or sequences, in one step."""
     widths: dict[str, int] = {}
@@ -174,16 +176,31 @@ def _activation_s(
             key = layer.rpartition(".")[0] if part.axis == 0 else layer
             widths[key] = part.shape[1 - part.axis]
     reduced = sum(widths.values()) * num_tokens * _ACTIVATION_BYTES
-    sent = [sent_bytes("all-reduce", reduced, range(tp), links.gpus_per_node)]
+    sent = [sent_bytes("all-reduce", reduced, range(task.tp), links.gpus_per_node)]
     config: Any = next((m.config for m in net.modules() if hasattr(m, "config")), None)
-    if cp > 1 and config is not None:
-        # Query, key, value and result of each attention, forward and backward.
-        exchanged = 8 * config.num_hidden_layers * config.hidden_size * num_tokens / tp
-        group = [*range(0, tp * cp, tp)]
-        sent.append(
-            sent_bytes("all-to-all", exchanged * _ACTIVATION_BYTES, group, links.gpus_per_node)
-        )
+    if task.cp > 1 and config is not None:
+        group = [*range(0, task.tp * task.cp, task.tp)]
+        of_layer = _attention_bytes(task, config, group, links)
+        times = config.num_hidden_layers * num_tokens / task.tp
+        sent.append({link: times * num_bytes for link, num_bytes in of_layer.items()})
     return sum(max(links.seconds(s).values(), default=0.0) for s in sent)
+
+
+def _attention_bytes(
+    task: TaskConfig, config: Any, group: Sequence[int], links: Links
+) -> dict[str, float]:
+    """Return what one attention sends of each token that a rank has, forward and backward."""
+    if task.cp_attention == "ulysses":
+        # Query, key, value and result, and their gradients.
+        exchanged = 8 * config.hidden_size * _ACTIVATION_BYTES
+        return sent_bytes("all-to-all", exchanged, group, links.gpus_per_node)
+    num_heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    of_keys = 2 * width * getattr(config, "num_key_value_heads", num_heads)  # and of values
+    # Keys and values visit the other ranks in both passes, and their gradients return as well.
+    passed_on = 2 * (len(group) - 1) * _ACTIVATION_BYTES + len(group) * _FLOAT32_BYTES
+    pair = group[:2]
+    return sent_bytes("collective-permute", of_keys * passed_on, pair, links.gpus_per_node)
 
 
 def _divisors(number: int) -> list[int]:
@@ -237,7 +254,8 @@ def _rank(row: dict[str, Any]) -> tuple[bool, float]:
 def _row(mesh: CandidateMesh, how: str, **figures: Any) -> dict[str, Any]:
     return {
         "name": mesh.name, "dp_shard": "auto" if mesh.is_sharded else None, "tp": mesh.tp,
-        "cp": mesh.cp, "batch_size": mesh.batch_size, "how": how, **figures,
+        "cp": mesh.cp, "cp_attention": mesh.cp_attention, "batch_size": mesh.batch_size,
+        "how": how, **figures,
     }  # fmt: skip
 
 

@@ -65,6 +65,7 @@ def describe_setting(result: PreflightResult) -> str:
             for axis in ("dp_shard", "tp", "cp", "pp")
             if task.get(axis) not in (None, 1)
         ),
+        *(["ring attention"] if task.get("cp_attention") == "ring" else []),
         *(["sequence parallel"] if task.get("sequence_parallel") else []),
         f"{task['amp_level']} {preflight_page.dtype(result)}",
         f"batch {task['batch_size']:,} {_of_gpus(task)}",
@@ -199,7 +200,7 @@ def _meshes(result: PreflightResult) -> Section | None:
     tp, cp = result["task"].get("tp") or 1, result["task"].get("cp") or 1
     samples //= tp * cp
     rows = [
-        (row["dp_shard"] or "-", str(row["tp"]), str(row["cp"]), f"{row['batch_size']:,}",
+        (row["dp_shard"] or "-", str(row["tp"]), _sequences(row), f"{row['batch_size']:,}",
          number(row["state_bytes"] / GIB), number(row["temporaries_bytes"] / GIB),
          number(row["peak_bytes"] / GIB), "yes" if row["fits"] else "no",
          number(1e3 * row["bound_s"]), number(samples / row["bound_s"]),
@@ -224,6 +225,11 @@ def _meshes(result: PreflightResult) -> Section | None:
               "ms at least", "samples/s", "compiled")  # fmt: skip
     table = Table(titles, rows, left=("dp_shard",))
     return Section("Meshes, the fastest that fits first", lines, table, wide=True)
+
+
+def _sequences(mesh: Mapping[str, Any]) -> str:
+    """Say how many GPUs share a sequence, and that they do by a ring where they do."""
+    return f"{mesh['cp']} ring" if mesh.get("cp_attention") == "ring" else str(mesh["cp"])
 
 
 def _bound(result: PreflightResult) -> Section:

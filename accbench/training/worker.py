@@ -17,7 +17,12 @@ from torch import nn
 
 from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
-from accbench.distributed import process_end, process_group, slurm_variables
+from accbench.distributed import (
+    context_parallel,
+    process_end,
+    process_group,
+    slurm_variables,
+)
 from accbench.distributed.collectives import RankGroup
 from accbench.distributed.process_group import Topology
 from accbench.engines import Engine
@@ -237,14 +242,8 @@ def share_sequences(engine: Engine, spec: Any, net: nn.Module) -> Callable[[Any]
     shape = engine.mesh
     if shape.cp == 1:
         return lambda batch: batch
-    if not hasattr(spec, "share_sequences"):
-        raise RequestError(
-            f"--cp {shape.cp}: --model {engine.task.model} has no sequences to cut; leave --cp out"
-        )
     group = RankGroup.of(shape.device_mesh(engine.device.type).get_group("cp"))
-    algorithm = engine.task.cp_attention
-    spec.share_sequences(net, group, shape.tp, algorithm)
-    return partial(spec.part_of_sequences, group, algorithm=algorithm)
+    return context_parallel.share_sequences(engine.task, spec, net, group, shape.tp)
 
 
 def _check(task: TaskConfig, spec: Any, num_classes: int, batch: Any) -> None:

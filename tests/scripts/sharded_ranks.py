@@ -191,11 +191,27 @@ if find_spec("jax"):
     CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*LATE, "--tp=2"), "whole")
     CASES["jax ignored labels"] = (SGD_CLIPPED, ("--engine=jax", TWICE), "whole")
     CASES["jax sequence 2 x 2"] = (SGD_CLIPPED, (*LATE, *TP_PARTS), "whole")
+    CASES["jax cp 4 ring"] = (SGD_CLIPPED, ("--engine=jax", "--cp=4", RING), "whole")
+    CASES["jax cp 2 ring x tp 2"] = (
+        (UNTIED, *SGD, TWICE, "--checkpoint_modules=LlamaDecoderLayer"),
+        (*JAX, "--cp=2", RING),
+        "whole",
+    )
     SOAKED |= {
         "jax tp": (SGD_CLIPPED, JAX, "whole"),
         "jax late": ((TIED, *SGD, "--accumulate=2"), LATE, "whole"),
         "jax late adamw": ((UNTIED, *ADAMW), LATE, "whole"),
         "jax cp": (SGD_CLIPPED, ("--engine=jax", "--cp=2", "--dp_shard=auto"), "whole"),
+        "jax cp 2 ring late": (
+            (UNTIED, *SGD, TWICE, "--checkpoint_modules=LlamaDecoderLayer"),
+            (*LATE, "--cp=2", RING),
+            "whole",
+        ),
+        "jax cp ring adamw": (
+            ADAMW_TIED,
+            ("--engine=jax", "--cp=2", RING, "--dp_shard=auto"),
+            "whole",
+        ),
         "jax cp 2 x tp 2": ((HEADS, *ADAMW), (*JAX, "--cp=2"), "whole"),
         "inductor cp 2 x tp 2": ((HEADS, *SGD), (INDUCTOR, "--tp=2", "--cp=2"), "whole"),
         "jax tp adamw": (ADAMW_TIED, JAX, "whole"),

@@ -84,11 +84,6 @@ class Engine(engines.Engine):
                 f"--pp {shape.pp}: engine jax compiles whole steps, which have no stages; use "
                 "--dp_shard auto, --tp, or --engine ddp"
             )
-        if task.cp_attention == "ring":
-            return (
-                f"--cp {shape.cp} --cp_attention ring: engine jax compiles no ring; use "
-                "--cp_attention ulysses, or --engine ddp"
-            )
         if mesh.zero_stage(task) != 3:
             return (
                 f"--zero {task.zero}: engine jax shards parameters and optimizer state alike; "

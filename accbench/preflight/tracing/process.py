@@ -15,7 +15,7 @@ from torch import nn
 from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested
-from accbench.distributed import mesh
+from accbench.distributed import context_parallel, mesh
 from accbench.distributed.collectives import RankGroup
 from accbench.distributed.process_group import Topology
 from accbench.engines import Engine
@@ -109,7 +109,8 @@ def build(
     engine.seed(task.seed)
     batch = next(iter(source.train_loader()))
     if engine.mesh.cp > 1:
-        batch = _part_of_sequences(engine, spec, net, batch)
+        group = RankGroup("", 0, engine.mesh.cp)
+        batch = context_parallel.share_sequences(task, spec, net, group, engine.mesh.tp)(batch)
     if LabelCounts(engine, spec, source).is_needed:
         (batch,) = label_counts.of_parts(spec, [batch])
     model.train()
@@ -129,22 +130,6 @@ def _build_net(spec: Any, num_classes: int, without_memory: Callable[[], Any] | 
         except Exception as error:  # whatever a model's own code raises of tensors without values
             log.info(f"the model is built with memory: {type(error).__name__}: {error}")
     return build_plain()
-
-
-def _part_of_sequences(engine: Engine, spec: Any, net: nn.Module, batch: Any) -> Any:
-    """Have the model compute with a part of each sequence, and return that of a batch.
-
-    Raises:
-        RequestError: the model cannot.
-    """
-    shape = engine.mesh
-    if not hasattr(spec, "share_sequences"):
-        raise RequestError(
-            f"--cp {shape.cp}: --model {engine.task.model} has no sequences to cut; leave --cp out"
-        )
-    group = RankGroup("", 0, shape.cp)
-    spec.share_sequences(net, group, shape.tp)
-    return spec.part_of_sequences(group, batch)
 
 
 def _model_facts(spec: Any, net: nn.Module, batch: Any, num_classes: int) -> dict[str, Any]:

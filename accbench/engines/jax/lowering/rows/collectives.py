@@ -53,7 +53,7 @@ def _wait_tensor(tensor: Any) -> Any:
 def _gather_weight(shard: Any, after: Any, axis: int, dtype: Any) -> Any:
     """Gather a weight from its shards, not before the arrays in `after` are computed."""
     for array in after:
-        shard = shard - _computed_zero(array).astype(shard.dtype)
+        shard = shard - computed_zero(array).astype(shard.dtype)
     return lax.all_gather(shard.astype(dtype or shard.dtype), TOKEN_AXES, axis=axis, tiled=True)
 
 
@@ -64,7 +64,7 @@ def _reduce_gradient(gradient: Any, axis: int) -> Any:
     return total / lax.psum(1, TOKEN_AXES)
 
 
-def _computed_zero(array: Any) -> Any:
+def computed_zero(array: Any) -> Any:
     """Return a 0, uint32 (), that XLA cannot know before it has the array, whatever is in it."""
     first = array[(0,) * array.ndim]
     bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
