@@ -1,6 +1,7 @@
 """Ring attention is attention: four processes with parts of sequences, beside whole ones."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 from accbench.distributed import attention_blocks
 from accbench.distributed.collectives import RankGroup
 from accbench.distributed.ring_attention import chunks_per_rank
-from tests.conftest import ROOT, several_ranks
-from tests.scripts.ring_attention_ranks import CASES
+from tests.conftest import ROOT, python, several_ranks
+from tests.scripts.ring_attention_ranks import CASES, Case
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +24,61 @@ def found(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_and_gradients_are_those_of_whole_sequences(found, name):
-    case = CASES[name]
     # Of bfloat16 what is rounded to it once: 2 ** -9 of each number at most.
-    bar = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-3}
-    of = found[name]
+    bars = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-3}
+    check_distances(found[name], CASES[name], bars)
+
+
+def check_distances(of: dict, case: Case, bar: dict[torch.dtype, float]) -> None:
     for result in ("out", "q", "k", "v"):
         assert of[result] < (1e-2 if case.autocast else bar[case.dtype]), result
+
+
+NEEDS_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+LOWERED = ("one head of keys", "scaled steeply", "narrow values", "few scores at a time",
+           "a query at a time", "float32", "bfloat16", "autocast", "shared keys", "every key",
+           )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("lowered")
+    done = python(
+        ROOT / "tests" / "scripts" / "ring_attention_devices.py", folder, PYTHONPATH=str(ROOT),
+        JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "found.json").read_text())
+
+
+@NEEDS_JAX
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowered_to_jax_attention_is_that_of_whole_sequences(lowered, name):
+    # Weights and gradients are rounded to bfloat16 before they are multiplied, as by a GPU's.
+    bars = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3}
+    check_distances(lowered[name], CASES[name], bars)
+
+
+@NEEDS_JAX
+def test_lowered_to_jax_results_have_the_types_of_torchs(lowered):
+    assert lowered["autocast"]["dtypes"] == ["bfloat16"] + ["float32"] * 3
+    assert lowered["bfloat16"]["dtypes"] == ["bfloat16"] * 4
+
+
+@NEEDS_JAX
+def test_one_program_serves_all_ranks_and_is_no_longer_for_more(lowered):
+    for_three, for_four = lowered["program"].values()
+    assert for_three == for_four
+    assert for_four["branches"] == 0
+
+
+@NEEDS_JAX
+def test_xla_keeps_no_keys_for_the_backward_pass(lowered):
+    """They would not be received a second time."""
+    of = lowered["program"]["4"]
+    # Keys and values, before the loop and in it, twice; their gradients in it, and twice behind it.
+    assert of["permutes"] == of["compiled permutes"] == 2 * 2 * 2 + 2 * 3
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -141,8 +141,6 @@ def test_sequence_parallelism_sums_in_parts_and_keeps_less(found, layers, sequen
      "attention's weights with probability 0.1, which the ring cannot; use --cp_attention ulysses"),
     (("--cp=2", RING, "--model=llama_tiny", "--seq_len=18"), "--cp 2 --cp_attention ring: "
      "--seq_len 18 is no multiple of 4"),
-    (("--cp=2", RING, "--engine=jax"), "--cp 2 --cp_attention ring: engine jax compiles no ring; "
-     "use --cp_attention ulysses, or --engine ddp"),
     (("--tp=4", "--model=llama_tiny"), "--tp 4: model.layers.0.self_attn.k_proj has 2 heads; use "
      "--tp 1 or 2"),
     pytest.param(

@@ -43,6 +43,25 @@ def test_groups_are_read_in_every_form_that_xla_writes(text, group):
 
 
 @pytest.mark.parametrize(
+    ("pairs", "in_node", "network"),
+    [
+        ("{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", 4000, 0),
+        ("{{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}", 0, 4000),  # two leave their node
+        ("{{0,4},{4,0},{1,5},{5,1}}", 0, 4000),
+    ],
+)
+def test_a_permute_waits_for_the_pair_that_leaves_its_node(pairs, in_node, network):
+    text = PROGRAM.replace(
+        "%pair = f32[1000]{0} all-reduce(%x), replica_groups=[4,2]<=[8], to_apply=%sum",
+        f"%pair = f32[1000]{{0}} collective-permute(%x), source_target_pairs={pairs}",
+    )
+    links = Links(2, 4, in_node_bytes_per_s=1e8, network_bytes_per_s=1e8)
+    found = communication.summarize(kernels.list_kernels(hlo.parse(text)), H100, links)
+    (permute,) = (row for row in found["kinds"] if row["kind"] == "collective-permute")
+    assert (permute["in_node_bytes"], permute["network_bytes"]) == (in_node, network)
+
+
+@pytest.mark.parametrize(
     ("opcode", "group", "in_node", "network"),
     [
         ("all-gather", [0, 1, 2, 3], 3 * 600, 0),

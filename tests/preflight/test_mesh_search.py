@@ -32,6 +32,11 @@ def test_meshes_keep_the_samples_and_what_cannot_be_is_told():
     assert set(meshes) == {
         "replicas", "--dp_shard auto", "--tp 2", "--dp_shard auto --tp 2", "--cp 2",
         "--dp_shard auto --cp 2",
+        # By a ring as many GPUs share a sequence as there are, whatever its heads.
+        *(f"{words} --cp_attention ring" for words in (
+            "--cp 2", "--dp_shard auto --cp 2", "--cp 4", "--dp_shard auto --cp 4", "--tp 2 --cp 2",
+            "--dp_shard auto --tp 2 --cp 2",
+        )),
     }  # fmt: skip
     assert meshes["replicas"].batch_size == 2
     assert meshes["--tp 2"].batch_size == 4  # of two GPUs
@@ -55,7 +60,9 @@ def test_shards_need_gpus_that_tp_and_cp_leave():
     node = dataclasses.replace(LINKS, num_nodes=1, gpus_per_node=2)
     meshes, _ = mesh_search.candidates(task(nproc_per_node=2, nnodes="1"), node, 512, flops=1e9)
     names = {mesh.name for mesh in meshes}
-    assert names == {"replicas", "--dp_shard auto", "--tp 2", "--cp 2"}
+    assert names == {
+        "replicas", "--dp_shard auto", "--tp 2", "--cp 2", "--cp 2 --cp_attention ring"
+    }  # fmt: skip
 
 
 def test_few_samples_need_ranks_that_share_them():
@@ -78,9 +85,28 @@ def test_sequences_are_shared_where_layers_are():
     assert any("--seq_len 31 is no multiple of --tp 2" in why for why in refused)
 
 
+def test_a_ring_sends_keys_and_values_and_the_gradients_of_these():
+    pytest.importorskip("transformers")
+    node = dataclasses.replace(LINKS, num_nodes=1, gpus_per_node=2)
+    one_node = {"nproc_per_node": 2, "nnodes": "1", "dp_shard": None}
+    meshes, _ = mesh_search.candidates(task(**one_node), node, 512, flops=1e12)
+    by_name = {mesh.name: mesh for mesh in meshes}
+    ulysses, ring = by_name["--cp 2"], by_name["--cp 2 --cp_attention ring"]
+    # Of two layers: heads of 16, four of queries and two of keys. A GPU sends half of queries,
+    # keys, values and results of width 64 in 16 bits, twice; or keys and values twice, and their
+    # gradients in 32 bits to the other GPU and home.
+    tokens = 1e12 / 6 / (by_name["replicas"].weight_bytes / 4)
+    exchanged, passed_on = 8 * 64 * 2 / 2, 2 * 2 * 16 * (2 * 2 + 2 * 4)
+    more = 2 * tokens * (passed_on - exchanged) / node.in_node_bytes_per_s
+    assert ring.link_s - ulysses.link_s == pytest.approx(more)
+    assert ring.task(task(**one_node)).cp_attention == "ring"
+    assert ring.is_of(task(**one_node, cp=2, cp_attention="ring"))
+    assert not ulysses.is_of(task(**one_node, cp=2, cp_attention="ring"))
+
+
 def mesh(is_sharded: bool, tp: int, state_gib: float, link_s: float) -> Any:
     return mesh_search.CandidateMesh(
-        is_sharded, tp, 1, tp, int(state_gib * GIB), int(8 / tp * GIB), link_s
+        is_sharded, tp, 1, "ulysses", tp, int(state_gib * GIB), int(8 / tp * GIB), link_s
     )
 
 

@@ -55,21 +55,32 @@ CASES = {
 }
 
 
-def attend(case: Case, group: RankGroup) -> dict[str, float]:
-    """Distances of a rank's part of attention and its gradients, and bytes kept for them."""
+def inputs_of(case: Case) -> list[torch.Tensor]:
+    """Queries, keys and values of whole sequences, and the gradient of attention."""
     generator = torch.Generator().manual_seed(1)
     (num_heads, num_kv), (width, value_width) = case.heads, case.widths
     shapes = [(num_heads, width), (num_kv, width), (num_kv, value_width), (num_heads, value_width)]
     # Positions before heads in memory, as layers have them.
-    q, k, v, weights = (
+    return [
         torch.randn(2, case.num_tokens, h, w, generator=generator, dtype=torch.float64)
         .to(case.dtype).transpose(1, 2) for h, w in shapes
-    )  # fmt: skip
-    whole = [x.double().detach().requires_grad_() for x in (q, k, v)]
+    ]  # fmt: skip
+
+
+def of_whole_sequences(case: Case) -> list[torch.Tensor]:
+    """Attention of the inputs and their gradients, in float64."""
+    *whole, weights = [x.double().detach() for x in inputs_of(case)]
+    whole = [x.requires_grad_() for x in whole]
     expected = scaled_dot_product_attention(
         *whole, is_causal=case.is_causal, scale=case.scale, enable_gqa=True
     )
-    wanted = [expected, *torch.autograd.grad(expected, whole, weights.double())]
+    return [expected.detach(), *torch.autograd.grad(expected, whole, weights)]
+
+
+def attend(case: Case, group: RankGroup) -> dict[str, float]:
+    """Distances of a rank's part of attention and its gradients, and bytes kept for them."""
+    q, k, v, weights = inputs_of(case)
+    wanted = of_whole_sequences(case)
 
     positions = chunks_per_rank(case.num_tokens, group)
     parts = [x[:, :, positions].detach().requires_grad_() for x in (q, k, v)]
@@ -96,7 +107,7 @@ def attend(case: Case, group: RankGroup) -> dict[str, float]:
     }
     dtypes = [str(x.dtype) for x in found]
     of_parts = sum(x.numel() * x.element_size() for x in parts)
-    of_out = out.numel() * (out.element_size() + max(4, out.element_size()) / value_width)
+    of_out = out.numel() * (out.element_size() + max(4, out.element_size()) / case.widths[1])
     return {**distances, "kept": sum(saved.values()), "parts": of_parts + of_out, "dtypes": dtypes}
 
 

@@ -96,3 +96,19 @@ def test_parts_between_layers_are_sent_in_autocast_s_type() -> None:
     # In each of two layers attention and MLP scatter their sums, and the gradients of what they
     # gathered: four sequences of 64 positions of 64, in 16 bits. Half of it leaves the GPU.
     assert kinds["reduce-scatter"]["in_node_bytes"] == 2 * 2 * 2 * (4 * 64 * 64 * 2) / 2
+
+
+def test_a_ring_passes_keys_and_values_on_and_their_gradients_back() -> None:
+    pytest.importorskip("transformers")
+    flags = ("--model=llama_tiny", "--seq_len=64", "--batch_size=4", "--amp_dtype=bfloat16")
+    mesh = ("--gpu=h100", "--nproc_per_node=8", "--cp=4", "--cp_attention=ring", "--tp=2")
+    found = running.result_of("--engine=jax", *flags, *mesh)
+    (permutes,) = (
+        row for row in found["communication"]["kinds"] if row["kind"] == "collective-permute"
+    )
+    # Keys and values of each of two layers: one of two heads of 16, of four sequences' 16
+    # positions. They go to the three other ranks in both passes, in 16 bits, and their gradients
+    # there and home, in 32.
+    keys_and_values = 2 * 1 * 16 * 4 * 16
+    assert permutes["bytes"] == 2 * ((3 + 3) * 2 + 4 * 4) * keys_and_values
+    assert permutes["network_bytes"] == 0
