@@ -106,9 +106,10 @@ def test_a_ring_passes_keys_and_values_on_and_their_gradients_back() -> None:
     (permutes,) = (
         row for row in found["communication"]["kinds"] if row["kind"] == "collective-permute"
     )
-    # Keys and values of each of two layers: one of two heads of 16, of four sequences' 16
+    # Keys, and as many values, of each of two layers: one of two heads of 16, of four sequences' 16
     # positions. They go to the three other ranks in both passes, in 16 bits, and their gradients
-    # there and home, in 32.
-    keys_and_values = 2 * 1 * 16 * 4 * 16
-    assert permutes["bytes"] == 2 * ((3 + 3) * 2 + 4 * 4) * keys_and_values
+    # there and home, in 32; but XLA rounds those of values before their last way, not behind it.
+    keys = 1 * 16 * 4 * 16
+    of_keys, of_values = 3 * 4 + 4, 3 * 4 + 2
+    assert permutes["bytes"] == 2 * keys * (2 * (3 + 3) * 2 + of_keys + of_values)
     assert permutes["network_bytes"] == 0
