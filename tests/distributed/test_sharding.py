@@ -27,7 +27,7 @@ SHARES = {
     "ignored labels": 1, "ignored labels accumulated": 1, "ignored labels 2 x 2 zero 3": 0.26,
     "ignored labels cp": 1, "ignored labels pp": 0.52,
     "cp 4 ring sgd": 1, "cp ring adamw": 0.25, "cp 4 ring ignored labels": 1,
-    "cp 2 ring x tp 2": 0.52,
+    "cp 2 ring x tp 2": 0.52, "ends tp 2 x 2 adamw": 0.26,
     "tp sgd": 0.52, "tp adamw": 0.7, "tp overflow": 0.52, "tp accumulated": 0.35,
     "tp bert": 0.6, "tp vit": 0.7, "tp 2 x 2 zero 3": 0.26, "tp 2 x 2 zero 1": 0.35,
     "tp 2 x 2 adamw": 0.35, "inductor tp 2 x 2": 0.26, "offload optimizer": 1,
@@ -86,6 +86,16 @@ def check_case(of: dict, case: str, asked: sharded_ranks.Case) -> None:
 def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
     sharded, whole = found[case]["bytes"]
     assert sharded < whole * SHARES.get(case, 0.5 if "2 x 2" in case else 0.25) * 1.05
+
+
+@pytest.mark.parametrize("case", [case for case in sharded_ranks.CASES if "ends" in case])
+def test_a_large_embedding_and_head_are_gathered_by_themselves(found, case):
+    sharded, whole = found[case]["score"]
+    assert sharded == pytest.approx(whole, rel=1e-5)
+    between_passes, parameters = found[case]["whole"]
+    outside_of_blocks = [name for name in parameters if not name.startswith("blocks.")]
+    expected = {"ends zero 2": parameters, "ends tied": outside_of_blocks}
+    assert between_passes == expected.get(case, ["norm.weight", "norm.bias"])
 
 
 @pytest.mark.parametrize(("layers", "sequence"), [
@@ -347,11 +357,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_workers(tmp_path, sharded)
     assert "cannot write a checkpoint" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [("--dp_shard=auto",), ("--pp=2", "--accumulate=2")])
+KILLED_TEXT = ("--model=tests.nets:text_killed_on_rank1", "--seq_len=16")
+
+
+@pytest.mark.parametrize("flags", [
+    ("--model=tests.nets:killed_on_rank1", "--dp_shard=auto"),
+    ("--model=tests.nets:killed_on_rank1", "--pp=2", "--accumulate=2"),
+    (*KILLED_TEXT, "--tp=2", "--sequence_parallel"),
+    (*KILLED_TEXT, "--cp=2", RING),
+])  # fmt: skip
 def test_a_killed_rank_ends_the_others(tmp_path, flags):
-    done = run(*TINY, "--data=synthetic", "--model=tests.nets:killed_on_rank1",
-               "--nproc_per_node=2", *flags, f"--output_dir={tmp_path / 'run'}",
-               )  # fmt: skip
+    done = run(*TINY, "--data=synthetic", "--nproc_per_node=2", *flags,
+               f"--output_dir={tmp_path / 'run'}")  # fmt: skip
     assert done.returncode == 1
     assert "rank 1 was killed by SIGKILL" in done.stderr
     assert end_of(tmp_path / "run").status == "error"

@@ -1,10 +1,14 @@
 """Specs of losses and batches of their own."""
 
 import dataclasses
-from typing import ClassVar
+import os
+import signal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from accbench.models import Spec
 from accbench.models.gpt2 import PIPELINE_PLAN
@@ -122,6 +126,26 @@ four_layers = LanguageModel(
 """A Llama of four layers, with transformers' plan of its stages."""
 
 
+def _build_killed_on_rank1(num_tokens: int) -> nn.Module:
+    net = _build_four_layers(num_tokens)
+    attention, num_calls = net.model.layers[1].self_attn, 0
+
+    def kill(*_: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3 and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    attention.register_forward_pre_hook(kill)
+    return net
+
+
+text_killed_on_rank1 = LanguageModel(
+    "tests.nets:text_killed_on_rank1", _build_killed_on_rank1, seq_len=16, cuts_sequences=True
+)
+"""`four_layers`, whose rank 1 is killed amid its third forward pass."""
+
+
 def _build_four_tied_layers(num_tokens: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -159,3 +183,107 @@ later_letters = _LaterLetters(
     "tests.nets:later_letters",
     lambda num_tokens: nn.Sequential(nn.Embedding(num_tokens, 8), nn.Linear(8, num_tokens)),
 )
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class _FlatHead(nn.Linear):
+    """Returns a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(*x.shape[:-1], -1)
+
+
+class _LargeEnds(nn.Module):
+    """An embedding and a head that are each larger than a block between them."""
+
+    tensor_parallel_plan: ClassVar = {
+        "embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }  # fmt: skip
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(num_tokens, 8)
+        self.blocks = nn.ModuleList([_Residual(8), _Residual(8)])
+        self.norm, self.head = nn.LayerNorm(8), _FlatHead(8, num_tokens)
+        self.num_passes = 0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.start(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.logits(self.norm(x))
+        self.num_passes += torch.is_grad_enabled()
+        return logits
+
+    def start(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(input_ids)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).mul_(2)  # in place, of a view
+
+
+class _TiedEnds(_LargeEnds):
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.head.weight = self.embed.weight
+
+
+class _ReadEnds(_LargeEnds):
+    """Calls neither end."""
+
+    def start(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(input_ids, self.embed.weight)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(x)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.head.weight, self.head.bias)
+
+
+class _EmbeddingAsHead(_LargeEnds):
+    """Calls the embedding, and reads its weight for the logits; it has no other head."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        del self.head
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.embed.weight)
+
+
+class _EndsInTurns(_ReadEnds):
+    """Calls its head in the first pass, reads it in the second, does both in the next two."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        ways = [[self.head], [self.read], [self.head, self.read], [self.read, self.head]]
+        return sum(way(x) for way in ways[self.num_passes % 4])
+
+
+class _EndsInChunks(_ReadEnds):
+    """Calls and reads its head in turn for parts of a sequence, of which it keeps no logits."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        ways = [self.head, self.read] * 2
+        parts = zip(ways, x.chunk(4, dim=1), strict=True)
+        return torch.cat([checkpoint(way, part, use_reentrant=False) for way, part in parts], 1)
+
+
+large_ends, tied_ends, read_ends, embedding_as_head, ends_in_turns, ends_in_chunks = (
+    LanguageModel(f"tests.nets:{name}", build, seq_len=16)
+    for name, build in {
+        "large_ends": _LargeEnds, "tied_ends": _TiedEnds, "read_ends": _ReadEnds,
+        "embedding_as_head": _EmbeddingAsHead, "ends_in_turns": _EndsInTurns,
+        "ends_in_chunks": _EndsInChunks,
+    }.items()
+)  # fmt: skip
+"""Small decoders without attention; the names say how their embedding and head are used."""

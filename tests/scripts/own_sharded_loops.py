@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, a tied weight, BatchNorm, and a layer that is frozen at first."""
+    """Blocks, a tied weight, BatchNorm, a layer that is frozen at first, and a large embedding."""
 
     def __init__(self):
         super().__init__()
@@ -43,10 +43,12 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(7)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.last = nn.Linear(7, 3)
+        self.table = nn.Embedding.from_pretrained(torch.zeros(64, 7), freeze=False)
         self.blocks[1].requires_grad_(False)
 
     def forward(self, inputs):
         hidden = self.norm(self.first(inputs) + torch.tanh(self.again(inputs)))
+        hidden = hidden + self.table((8 * inputs.abs()).long().sum(1) % 64)
         for block in self.blocks:
             hidden = block(hidden)
         return self.last(hidden)
@@ -80,6 +82,7 @@ CASES = {
     "unfrozen on the way": {"unfreezes": True},
     "evaluated in between": {"evaluates": True},
     "stepped before": {"steps_before": True},
+    "read outside of calls": {"reads": True},
     "saved and loaded": {"make": sgd, "loads": True},
     "adamw, saved and loaded": {"loads": True},
 }  # fmt: skip
@@ -100,7 +103,7 @@ def state_of(run, net, optimizer):
 
 
 def train(out, name, flags, make=adamw, accumulate=1, clip=None, unfreezes=False,
-          evaluates=False, steps_before=False, loads=False):  # fmt: skip
+          evaluates=False, steps_before=False, reads=False, loads=False):  # fmt: skip
     """Train for two epochs; return losses, the model's and the optimizer's state."""
     net, optimizer, loader = parts(make)
     if steps_before:
@@ -114,7 +117,10 @@ def train(out, name, flags, make=adamw, accumulate=1, clip=None, unfreezes=False
     for epoch in range(2):
         for index, (inputs, targets) in enumerate(run.loaders[0]):
             loss = F.cross_entropy(net(inputs), targets)
+            if reads:
+                loss = loss + net(inputs.flip(1)).square().mean() + net.table.weight.cos().mean()
             run.backward(loss / accumulate)
+            assert hasattr(net.table.weight, "placements") == bool(flags)
             losses.append(loss.item())
             if (index + 1) % accumulate:
                 continue

@@ -21,6 +21,7 @@ from accbench import config, models, resolving
 from accbench.config import plugins
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
+from accbench.distributed.whole_tensors import is_sharded
 from accbench.training import worker
 from accbench.training.label_counts import LabelCounts
 from accbench.training.train_loop import train_step
@@ -122,6 +123,28 @@ CASES |= {
     "partial fc sgd": ((FACES, *SGD, "--clip_norm=0.5"), (PARTIAL,), "whole"),
     "partial fc uneven adamw": ((FACES, *ADAMW), (PARTIAL,), "whole"),
 }
+ENDS = {
+    name: (f"--model=tests.nets:{name}", *SGD)
+    for name in ("large_ends", "tied_ends", "read_ends", "embedding_as_head", "ends_in_turns")
+}
+IN_CHUNKS = ("--model=tests.nets:ends_in_chunks", *SGD)
+LARGE_ENDS = "--model=tests.nets:large_ends"
+CASES |= {
+    "ends zero 2": ((*ENDS["ends_in_turns"], TWICE), ZERO_2, "whole"),
+    "ends zero 3": (ENDS["large_ends"], ZERO_3, "whole"),
+    "ends tied": (ENDS["tied_ends"], ZERO_3, "whole"),
+    "ends read": ((*ENDS["read_ends"], TWICE), ZERO_3, "whole"),
+    "ends as one": (ENDS["embedding_as_head"], ZERO_3, "whole"),
+    "ends in turns": (ENDS["ends_in_turns"], ZERO_3, "whole"),
+    "ends in chunks": (IN_CHUNKS, ZERO_3, "whole"),
+    "ends 2 x 2 zero 3": ((*ENDS["ends_in_turns"], "--clip_norm=0.5"), ("--dp_shard=2",), "whole"),
+    "ends offload all": (ENDS["ends_in_turns"], ("--offload=all", *ZERO_3), "whole"),
+    "ends tp 2 x 2 adamw": (
+        (LARGE_ENDS, *ADAMW, "--checkpoint_modules=_Residual"),
+        ("--tp=2", "--dp_shard=auto"),
+        "whole",
+    ),
+}
 DEEP, DEEP_TIED = "--model=tests.nets:four_layers", "--model=tests.nets:four_tied_layers"
 DEEP_CLIPPED = (DEEP, *SGD, "--clip_norm=0.5")
 STAGED = ("--model=tests.nets:staged", *SGD)
@@ -168,6 +191,7 @@ SOAKED: dict[str, Case] = {
     "partial fc offload": ((FACES, *ADAMW), (PARTIAL, OFFLOADED), "whole"),
     "partial fc accumulated": ((FACES, *SGD, "--accumulate=2"), (PARTIAL,), "whole"),
     "inductor partial fc": ((FACES, *SGD), (PARTIAL, INDUCTOR), "whole"),
+    "inductor ends": (ENDS["ends_in_turns"], (INDUCTOR, *ZERO_3), "whole"),
     "inductor offload all": (SGD_CLIPPED, (INDUCTOR, "--offload=all", *ZERO_3), "whole"),
     "inductor offload optimizer": (ADAMW_TIED, (INDUCTOR, OFFLOADED), "whole"),
     "offload optimizer tp": (ADAMW_TIED, (OFFLOADED, "--tp=2"), "whole"),
@@ -221,7 +245,7 @@ if find_spec("jax"):
 
 
 MEASURED = ("tp sgd", "sequence sgd", "tp adamw", "sequence tied adamw")
-KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred", "names")
+KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred", "names", "score", "whole")
 
 
 def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, Any]:
@@ -274,7 +298,13 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
         "starts": all(torch.equal(start[name], tensor) for name, tensor in before.items()),
         "deferred": isinstance(built[-1], FakeTensor), "names": sorted(start) == names,
         "applied": engine.applied_steps(optimizer), "scale": engine.precision.loss_scale(),
+        "score": None, "whole": None,
     }  # fmt: skip
+    if "ends" in case:
+        batch = spec.synthetic_batch(BATCH, num_classes, torch.Generator().manual_seed(STEPS))
+        with torch.no_grad():
+            found["score"] = engine.run_score(model, spec, batch).tolist()
+        found["whole"] = whole_between_passes(net, model, spec, batch)
     again = {name: tensor * 2 for name, tensor in state.model.items()}
     engine.load_training_state(net, optimizer, type(state)(again, state.optimizer, {}, state.extra))
     reread = engine.training_state(net, optimizer)
@@ -334,6 +364,15 @@ def measured_passes(model: nn.Module, spec: Any, batch: Any) -> dict[str, Any]:
             loss = spec.loss(model, batch)
         loss.backward()
     return {**collectives.counts, "saved_bytes": sum(kept.values())}
+
+
+def whole_between_passes(net: nn.Module, model: nn.Module, spec: Any, batch: Any) -> list[str]:
+    """Names of parameters that are whole between a forward and a backward pass."""
+    loss = spec.loss(model, batch)
+    whole = [name for name, parameter in net.named_parameters() if not is_sharded(parameter)]
+    loss.backward()
+    net.zero_grad()
+    return whole
 
 
 def part(batch: Any, data: Topology) -> Any:

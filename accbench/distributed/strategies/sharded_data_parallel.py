@@ -16,6 +16,7 @@ from accbench.distributed import parameter_shards
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.parameter_shards import ParameterShard
 from accbench.distributed.process_group import Topology
+from accbench.distributed.strategies import read_parameters
 from accbench.distributed.strategies.torch_strategy import ShardingStrategy, refuse_unshardable
 
 
@@ -48,13 +49,18 @@ class ShardedDataParallel(ShardingStrategy):
         self._data_mesh = self.mesh[names]
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard a model in place, block by block.
+        """Shard a model in place: block by block, and large embeddings and heads by themselves.
 
         Raises:
             RequestError: it has a parameter that cannot be sharded.
         """
         refuse_unshardable(model)
-        self._fully_shard(model, blocks(model))
+        inner = blocks(model)
+        # Where all stay gathered until the backward pass, no memory is saved by that.
+        ends = [] if self.keeps_gathered else large_ends(model, inner)
+        self._fully_shard(model, [*inner, *ends])
+        if ends:
+            read_parameters.make_readable(ends, read_parameters.Pass(model, self.device))
         self.find_shards(model)
         return model
 
@@ -131,6 +137,7 @@ class ShardedDataParallel(ShardingStrategy):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+                read_parameters.close_pass(module)
 
     def average_probe(self, value: float) -> list[float]:
         size = self.topology.world_size
@@ -149,19 +156,53 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     A block is one of several modules of one class in a ModuleList or Sequential, whose parameters
     no module outside of it has as well.
     """
+    return _apart(model, _repeated(model))
+
+
+def large_ends(model: nn.Module, inner: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules outside of blocks that are gathered by themselves: embeddings and heads.
+
+    Such a module has no modules in it, at least as many parameters as the largest block, and none
+    that another module has as well. In a model without blocks there are none.
+
+    Args:
+        model: the model.
+        inner: its blocks.
+    """
+    in_blocks = {module for block in inner for module in block.modules()}
+    least = max(map(_num_parameters, inner), default=0)
+    large = [
+        module
+        for module in model.modules()
+        if module not in in_blocks
+        and module is not model
+        and not [*module.children()]
+        and _num_parameters(module) >= least > 0
+    ]
+    return _apart(model, large)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _apart(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those modules that have parameters, and share none with others of the model."""
+    users = _users(model)
+    return [
+        module
+        for module in modules
+        if (own := _users(module)) and all(users[key] == number for key, number in own.items())
+    ]
+
+
+def _users(module: nn.Module) -> dict[int, int]:
+    """Return the number of modules that have a parameter, by its id."""
     users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
             users[id(parameter)] = users.get(id(parameter), 0) + 1
-
-    def is_apart(block: nn.Module) -> bool:
-        own: dict[int, int] = {}
-        for module in block.modules():
-            for parameter in module.parameters(recurse=False):
-                own[id(parameter)] = own.get(id(parameter), 0) + 1
-        return bool(own) and all(users[key] == number for key, number in own.items())
-
-    return [block for block in _repeated(model) if is_apart(block)]
+    return users
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
