@@ -3,9 +3,10 @@
     python benchmarks/sharding_memory.py [--tiny] [--ways "ddp,zero 3"]
 
 Four ranks train a Llama of 34 million parameters with AdamW for three steps, by every stage of
-ZeRO. A rank's peak is that of its anonymous memory over what it had before the model was built;
-the C library is told to give back what is freed, or its habits would be measured. Prints a table
-of rank 0's peaks, and of the state it keeps between steps.
+ZeRO and in tensor slices, where ranks share a batch. A rank's peak is that of its anonymous memory
+over what it had before the model was built; the C library is told to give back what is freed, or
+its habits would be measured. Prints a table of rank 0's peaks, and of the state it keeps between
+steps.
 """
 
 import argparse
@@ -35,6 +36,10 @@ WAYS: dict[str, tuple[str, ...]] = {
     "zero 1": ("--dp_shard=auto", "--zero=1"),
     "zero 2": ("--dp_shard=auto", "--zero=2"),
     "zero 3": ("--dp_shard=auto", "--zero=3"),
+    "tp 2": ("--tp=2",),
+    "tp 2 x zero 1": ("--tp=2", "--dp_shard=auto", "--zero=1"),
+    "tp 2 x zero 3": ("--tp=2", "--dp_shard=auto", "--zero=3"),
+    "tp 4": ("--tp=4",),
 }
 STEPS, BATCH, TOKENS, NUM_RANKS = 3, 1, 64, 4
 # Layers, width, vocabulary.
@@ -70,13 +75,14 @@ def watched_peak() -> Iterator[Callable[[], int]]:
 
 
 def train(engine: Any, model: Any, spec: Any, optimizer: Any, num_classes: int) -> None:
-    """Train for `STEPS` steps on batches of a rank's own."""
+    """Train for `STEPS` steps on batches of a data rank's own."""
     import torch
 
     from accbench.training.train_loop import train_step
 
+    data = engine.mesh.data_topology(engine.topology)
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(engine.topology.rank + step * NUM_RANKS)
+        generator = torch.Generator().manual_seed(data.rank + step * NUM_RANKS)
         batch = spec.synthetic_batch(engine.task.batch_size, num_classes, generator)
         engine.run_step(train_step, model, spec, optimizer, batch)
 
