@@ -1,6 +1,8 @@
 """Exceptions whose message is meant for a person: one line, the cause and the remedy."""
 
+import errno
 import sys
+from collections.abc import Iterator
 
 # Set by a launcher that has made the run's folder and reports how the run failed. The value is
 # a file of blanks, over which the worker writes its error; its name contains {rank} or
@@ -19,6 +21,10 @@ REFUSED_VIEWS = (
     "view size is not compatible with input tensor's size and stride",
     "Cannot view a tensor with shape",
 )
+
+
+# Error numbers of a write for which there is no space, or no more of a quota.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RequestError(Exception):
@@ -89,6 +95,16 @@ def end_status(exception_name: str, message: str = "") -> str:
     if any(words in message for words in _OUT_OF_MEMORY):
         return "oom"
     return _END_STATUS.get(exception_name, "error")
+
+
+def errors_behind(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, what it was raised from, or while handling it, and so on, each once."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and all(current is not other for other in seen):
+        seen.append(current)
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def print_interruption(line: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accbench.data.s3.listing import Listing, listing_of
-from accbench.errors import RequestError, UnreadableSampleError
+from accbench.errors import RequestError, UnreadableSampleError, errors_behind
 from accbench.system import extras
 
 _MAX_REASON = 200  # characters; aiohttp quotes what it could not read
@@ -166,15 +166,8 @@ class Bucket:
         raise S3Error(f"{reason} ({self.attempts} attempts)")
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
-
-
 def _status(error: BaseException) -> int | None:
-    for cause in _causes(error):
+    for cause in errors_behind(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -194,7 +187,7 @@ def _is_temporary(error: BaseException) -> bool:
         boto_errors.ReadTimeoutError,
         boto_errors.ConnectTimeoutError,
     )
-    return any(isinstance(cause, timeouts) for cause in _causes(error))
+    return any(isinstance(cause, timeouts) for cause in errors_behind(error))
 
 
 def _reason(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """A cache folder of limited size for fetched objects, which several processes may share."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -10,11 +9,11 @@ import time
 import warnings
 from pathlib import Path
 
+from accbench.errors import DISK_FULL
 from accbench.system import cache_folders
 
 # A part file older than this belongs to a process that was killed.
 _STALE_S = 3600.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def default_folder() -> Path:
@@ -73,7 +72,7 @@ class BoundedCache:
         except OSError as error:
             if part is not None:
                 part.unlink(missing_ok=True)
-            if error.errno in _FULL:
+            if error.errno in DISK_FULL:
                 # Others may have filled the disk: scan again.
                 self._written_since_scan = self.max_bytes
             self._warn(error)

@@ -11,6 +11,7 @@ on the CPU of one machine.
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -36,8 +37,13 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.double_backward import DifferentiableGraph
 from accbench.engines.ddp import engine as ddp
-from accbench.engines.inductor import patches, vector_instructions
-from accbench.errors import RequestError
+from accbench.engines.inductor import (
+    compile_cache_files,
+    full_disk,
+    patches,
+    vector_instructions,
+)
+from accbench.errors import RequestError, errors_behind
 from accbench.system import cache_folders, extras
 
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
@@ -101,6 +107,9 @@ def _raise_model_error(error: Exception, model: nn.Module, call: Callable[[], An
 
     if isinstance(error, (RequestError, MemoryError, torch.OutOfMemoryError)):
         return
+    for cause in errors_behind(error):
+        if isinstance(cause, RequestError):  # raised while compiling, and wrapped by dynamo
+            raise RequestError(str(cause)) from error
     model_error = model_errors.error_of_call(model, call)
     if model_error is not None:
         raise model_error from None
@@ -186,9 +195,10 @@ class Engine(ddp.Engine):
 
     @property
     def compile_cache(self) -> str:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
+        from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-        return str(cache_dir())
+        with full_disk.reported(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()):
+            return str(cache_dir())  # it makes the folder
 
     def _compile(self, model: nn.Module) -> nn.Module:
         from torch._dynamo import trace_rules
@@ -235,7 +245,8 @@ class Engine(ddp.Engine):
             contextlib.nullcontext
         )
         if self.device.type == "cpu":
-            vector_instructions.pick()  # may take seconds; not while the others wait their turn
+            with full_disk.reported(self.compile_cache):
+                vector_instructions.pick()  # may take seconds; not while the others wait their turn
             if patches.needed():
                 apply_patches = patches.applied
         config_patches: dict[str, Any] = (
@@ -249,10 +260,16 @@ class Engine(ddp.Engine):
 
             def compile_locked(*args: Any, **kwargs: Any) -> Any:
                 # A backward pass is compiled later, outside of what is entered below.
-                with self._compile_lock(), apply_patches(), compile_cache_key.tagged(tag):
+                with (
+                    full_disk.reported(self.compile_cache), self._compile_lock(), apply_patches(),
+                    compile_cache_files.checked(), compile_cache_key.tagged(tag),
+                ):  # fmt: skip
                     return compile_fx_inner(*args, **kwargs)
 
-            with compile_cache_key.tagged(tag), apply_patches():
+            with (
+                full_disk.reported(self.compile_cache), compile_cache_files.checked(),
+                compile_cache_key.tagged(tag), apply_patches(),
+            ):  # fmt: skip
                 compiled = compile_fx(
                     graph, inputs, inner_compile=compile_locked, config_patches=config_patches,
                     decompositions=rules,

@@ -6,25 +6,35 @@ seconds of each start, with two workers on two cores.
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from accbench.engines.common import compile_cache_key
+from accbench.engines.inductor import compile_cache_files, full_disk
 
 
 def pick() -> None:
-    """Let inductor choose; a kind that was loaded before with the same compiler is not tried."""
-    from torch._inductor import cpu_vec_isa
+    """Let inductor choose; a kind that was loaded before with the same compiler is not tried.
 
-    isa: Any = cpu_vec_isa.VecISA
-    if hasattr(isa, "_probe_load"):  # this torch remembers by itself
-        cpu_vec_isa.pick_vec_isa()
-        return
-    check = isa.check_build
+    Raises:
+        OSError, CppCompileError: the disk is full. Inductor would take a kind that it could not try
+            for one that the processor does not have.
+    """
+    from torch._inductor import cpp_builder, cpu_vec_isa
+
+    isa, builder = cast(Any, cpu_vec_isa.VecISA), cast(Any, cpp_builder.CppBuilder)
+    check, build = isa.check_build, builder.build
+    remembers = hasattr(isa, "_probe_load")  # this torch has markers of its own
+    errors: list[Exception] = []
 
     def check_once(self: Any, code: str) -> bool:
-        marker = _marker(self, code)
+        source = _source(self, code)
+        library = source.with_suffix(".so")
+        compile_cache_files.remove_if_cut_off(library, compile_cache_files.torch_lock(library))
+        if remembers:
+            return bool(check(self, code))
+        marker = _marker(source)
         if marker.exists():
             return True
         works = bool(check(self, code))
@@ -33,19 +43,34 @@ def pick() -> None:
                 marker.touch()
         return works
 
-    isa.check_build = check_once
+    def build_or_note(self: Any) -> None:
+        try:
+            build(self)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    isa.check_build, builder.build = check_once, build_or_note
     try:
-        cpu_vec_isa.pick_vec_isa()
+        with compile_cache_files.checked():
+            cpu_vec_isa.pick_vec_isa()
     finally:
-        isa.check_build = check
+        isa.check_build, builder.build = check, build
+    for error in errors:
+        if full_disk.is_cause(error):
+            raise error
 
 
-def _marker(isa: Any, code: str) -> Path:
-    """Return the file that says that the processor ran the code; torch's key and ours name it."""
+def _source(isa: Any, code: str) -> Path:
+    """Return the file of the code that torch tries; torch's key names it."""
     from torch._inductor import codecache, cpu_vec_isa
 
     # With the versions of torch and of the compiler, and the compiler's flags.
-    fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa._arch_flags)
-    _, source = codecache.write(code, "cpp", extra=fingerprint)
+    fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa.build_arch_flags())
+    return Path(codecache.write(code, "cpp", extra=fingerprint)[1])
+
+
+def _marker(source: Path) -> Path:
+    """Return the file that says that the processor ran the code; torch's key and ours name it."""
     processor = compile_cache_key.processor_fingerprint()
-    return Path(source).with_suffix(f".{processor}.{torch.__version__}.load_ok")
+    return source.with_suffix(f".{processor}.{torch.__version__}.load_ok")

@@ -1,0 +1,65 @@
+"""A disk that is full while inductor compiles, as one line.
+
+It is an error of Python's where torch writes, and a message of the C++ compiler's where that does.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from accbench.errors import DISK_FULL, RequestError, errors_behind
+
+
+@contextlib.contextmanager
+def reported(cache_folder: str) -> Iterator[None]:
+    """Replace what the block raises because a disk is full.
+
+    Args:
+        cache_folder: inductor's; precompiled headers and the compiler's own files are in the
+            temporary folder.
+
+    Raises:
+        RequestError: it names the fuller one of the two folders, and what to do.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RequestError) or not is_cause(error):
+            raise
+        raise RequestError(f"no space left on device in {_remedy(cache_folder)}") from error
+
+
+def is_cause(error: BaseException) -> bool:
+    """Return whether an error was raised because a disk, or a user's quota, is full."""
+    from torch._inductor.exc import CppCompileError
+
+    return any(
+        cause.errno in DISK_FULL
+        if isinstance(cause, OSError)
+        else isinstance(cause, CppCompileError)
+        and any(os.strerror(number) in str(cause) for number in DISK_FULL)
+        for cause in errors_behind(error)
+    )
+
+
+def _remedy(cache_folder: str) -> str:
+    temporary = tempfile.gettempdir()
+    cache_device, cache_free = _device_and_free_bytes(cache_folder)
+    device, free = _device_and_free_bytes(temporary)
+    setting = "--inductor.cache_dir (or TORCHINDUCTOR_CACHE_DIR, if that is set)"
+    if device == cache_device:
+        folder, set_to = cache_folder, f"set {setting} and TMPDIR to folders"
+    elif free < cache_free:
+        folder, set_to = temporary, "set TMPDIR to a folder"
+    else:
+        folder, set_to = cache_folder, f"set {setting} to a folder"
+    return f"{folder}, which torch.compile writes to: free some there, or {set_to} on another disk"
+
+
+def _device_and_free_bytes(folder: str) -> tuple[int, int]:
+    """Return the number of a folder's device and its free space; the folder need not exist."""
+    existing = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    return existing.stat().st_dev, shutil.disk_usage(existing).free

@@ -1,0 +1,183 @@
+"""Inductor's compile cache after a worker was killed while it compiled, and on a full disk."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from accbench.report import run as runs
+from tests.conftest import HANG_S, ROOT, TINY, command, end_of, python
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+
+# Tries each kind of vector instructions, and prints the one that inductor chooses.
+PICK = """
+from accbench.engines.inductor import vector_instructions
+vector_instructions.pick()
+from torch._inductor import cpu_vec_isa
+print(cpu_vec_isa.pick_vec_isa())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_folder_of_the_tests_own_process(monkeypatch):
+    """torch sets it where something was captured, and a person's wins over the flag."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory):
+    """Where precompiled headers are, whatever the cache folder."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+def train(folder, cache, temporary, *flags):
+    return python(
+        *command(
+            *TINY, "--engine=inductor", "--data=synthetic", f"--inductor.cache_dir={cache}",
+            f"--output_dir={folder}", *flags,
+        )[1:],
+        TMPDIR=str(temporary),
+    )  # fmt: skip
+
+
+def losses(folder):
+    return [window.loss for window in runs.read(folder).windows]
+
+
+def kernels(cache):
+    return sorted(cache.rglob("*.main.so"))
+
+
+def cut(path, num_bytes):
+    os.truncate(path, num_bytes)
+    return path
+
+
+def check_remade(done, folder, paths, sizes):
+    """Whole again, and named once in the log of the worker that made it."""
+    assert done.returncode == 0, done.stderr
+    # A precompiled header's size differs by a few bytes.
+    assert [path.stat().st_size for path in paths] == pytest.approx(sizes, rel=1e-3)
+    logs = "".join(path.read_text() for path in folder.glob("logs/*"))
+    said = [line for line in logs.splitlines() if "cut off" in line]
+    assert sorted(line.split(" is cut off")[0].split()[-1] for line in said) == [*map(str, paths)]
+
+
+def test_two_workers_make_again_what_a_killed_one_left(tmp_path, temporary):
+    cache = tmp_path / "cache"
+    first = train(tmp_path / "cold", cache, temporary, "--nproc_per_node=2")
+    assert first.returncode == 0, first.stderr
+    libraries = kernels(cache)
+    assert len(libraries) >= 3
+    # The source too, which a power failure may cut off.
+    broken = sorted([*libraries[:3], next(cache.rglob("*.py"))])
+    sizes = [path.stat().st_size for path in broken]
+    cut(libraries[0], 0)
+    # Written before the ELF header, as the linker does.
+    content = libraries[1].read_bytes()
+    libraries[1].write_bytes(bytes(64) + content[64 : len(content) // 2])
+    # Behind the header: loading it ends the process with SIGBUS.
+    cut(libraries[2], 4096)
+    cut(next(path for path in broken if path.suffix == ".py"), 1000)
+
+    again = train(tmp_path / "again", cache, temporary, "--nproc_per_node=2")
+    check_remade(again, tmp_path / "again", broken, sizes)
+    assert losses(tmp_path / "again") == losses(tmp_path / "cold")
+
+
+def test_a_precompiled_header_that_is_cut_off_is_made_again(tmp_path, temporary):
+    first = train(tmp_path / "first", tmp_path / "cache", temporary)
+    assert first.returncode == 0, first.stderr
+    (header,) = temporary.rglob("*.gch")
+    size = header.stat().st_size
+    cut(header, size // 2)
+    again = train(tmp_path / "again", tmp_path / "new", temporary)
+    check_remade(again, tmp_path / "again", [header], [size])
+
+
+def test_a_try_of_vector_instructions_that_was_cut_off_counts_for_nothing(tmp_path, monkeypatch):
+    """They would seem to be missing, and what was compiled with them would not compile again."""
+    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK", raising=False)  # our tests' own
+
+    def pick():
+        done = subprocess.run(
+            [sys.executable, "-c", PICK], cwd=ROOT, capture_output=True, text=True, check=True,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=HANG_S,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    whole = pick()
+    tries = [*tmp_path.rglob("*.so")]
+    assert tries
+    for path in tries:
+        cut(path, 1000)
+    for marker in tmp_path.rglob("*.load_ok"):
+        marker.unlink()
+    assert pick() == whole
+    assert all(path.stat().st_size > 1000 for path in tries)
+
+
+def test_a_file_that_another_worker_writes_is_not_removed(tmp_path):
+    """Nor is it an error if another has removed it."""
+    from torch.utils._filelock import FileLock
+
+    from accbench.engines.inductor import compile_cache_files
+
+    library, lock = tmp_path / "c1.main.so", tmp_path / "c1.lock"
+    compile_cache_files.remove_if_cut_off(library, lock)
+    library.write_bytes(b"")
+    with FileLock(str(lock)):
+        other = threading.Thread(
+            target=compile_cache_files.remove_if_cut_off, args=(library, lock), daemon=True
+        )
+        other.start()
+        other.join(0.2)
+        assert library.exists()
+        shutil.copyfile(sys.executable, library)
+    other.join(HANG_S)
+    assert library.exists()
+
+
+MOUNT = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+
+
+def can_mount():
+    """Whether a file system of its own can be mounted for a process alone."""
+    if shutil.which("unshare") is None:
+        return False
+    return not subprocess.run([*MOUNT, "mount -t tmpfs none /mnt"], capture_output=True).returncode
+
+
+# No space for a folder, a source, what torch keeps of a graph, and a precompiled header.
+@pytest.mark.parametrize(
+    ("full", "limit"),
+    [("cache", "nr_inodes=1"), ("cache", "size=4k"), ("cache", "size=100k"),
+     ("temporary", "size=20m")],
+)  # fmt: skip
+def test_a_full_disk_is_a_line_with_its_remedy(tmp_path, full, limit):
+    if not can_mount():
+        pytest.skip("a small file system cannot be mounted here")
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    for folder in (cache, temporary):
+        folder.mkdir()
+    done = subprocess.run(
+        [
+            *MOUNT, f'mount -t tmpfs -o {limit} none "$0" && exec "$@"', str(tmp_path / full),
+            *command(
+                *TINY, "--engine=inductor", "--data=synthetic", f"--inductor.cache_dir={cache}",
+                f"--output_dir={tmp_path / 'run'}",
+            ),
+        ],
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary)}, capture_output=True, text=True,
+        timeout=HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    line = done.stderr.strip().splitlines()[-1]
+    assert f"no space left on device in {tmp_path / full}" in line
+    assert {"cache": "--inductor.cache_dir", "temporary": "TMPDIR"}[full] in line
+    assert end_of(tmp_path / "run").status == "error"
