@@ -11,7 +11,6 @@ on the CPU of one machine.
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -180,6 +179,8 @@ class Engine(ddp.Engine):
         # Both, or Triton keeps its kernels where a "cold" run finds them again.
         # A folder a processor, for code is compiled for the one that is here (-march=native).
         folder = Path(options.cache_dir).absolute() / compile_cache_key.processor_fingerprint()
+        with contextlib.suppress(OSError), full_disk.reported(str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)  # torch does, while it is imported
         return {
             **env,
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
@@ -195,10 +196,9 @@ class Engine(ddp.Engine):
 
     @property
     def compile_cache(self) -> str:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        with full_disk.reported(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()):
-            return str(cache_dir())  # it makes the folder
+        return str(cache_dir())
 
     def _compile(self, model: nn.Module) -> nn.Module:
         from torch._dynamo import trace_rules
