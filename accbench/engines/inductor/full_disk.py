@@ -29,7 +29,11 @@ def reported(cache_folder: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RequestError) or not is_cause(error):
             raise
-        raise RequestError(f"no space left on device in {_remedy(cache_folder)}") from error
+        folder, remedy = _full_folder(cache_folder)
+        raise RequestError(
+            f"no space left on device in {folder}, which torch.compile writes to: free some there, "
+            f"or {remedy} on another disk"
+        ) from error
 
 
 def is_cause(error: BaseException) -> bool:
@@ -43,18 +47,17 @@ def is_cause(error: BaseException) -> bool:
     )
 
 
-def _remedy(cache_folder: str) -> str:
+def _full_folder(cache_folder: str) -> tuple[str, str]:
+    """Return the fuller one of the folders that are written, and what names another."""
     temporary = tempfile.gettempdir()
     cache_device, cache_free = _device_and_free_bytes(cache_folder)
     device, free = _device_and_free_bytes(temporary)
     setting = "--inductor.cache_dir (or TORCHINDUCTOR_CACHE_DIR, if that is set)"
     if device == cache_device:
-        folder, set_to = cache_folder, f"set {setting} and TMPDIR to folders"
-    elif free < cache_free:
-        folder, set_to = temporary, "set TMPDIR to a folder"
-    else:
-        folder, set_to = cache_folder, f"set {setting} to a folder"
-    return f"{folder}, which torch.compile writes to: free some there, or {set_to} on another disk"
+        return cache_folder, f"set {setting} and TMPDIR to folders"
+    if free < cache_free:
+        return temporary, "set TMPDIR to a folder"
+    return cache_folder, f"set {setting} to a folder"
 
 
 def _device_and_free_bytes(folder: str) -> tuple[int, int]:
