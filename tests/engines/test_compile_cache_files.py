@@ -176,7 +176,8 @@ def test_a_full_disk_is_a_line_with_its_remedy(tmp_path, full, limit):
         timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
+    # torch 2.8 logs one of its own, where it could not keep a graph, and goes on.
+    assert "rank 0: Traceback" not in done.stderr + done.stdout
     line = done.stderr.strip().splitlines()[-1]
     assert f"no space left on device in {tmp_path / full}" in line
     assert {"cache": "--inductor.cache_dir", "temporary": "TMPDIR"}[full] in line
