@@ -5,17 +5,16 @@ FSDP gathers a module's parameters around the module's calls. Elsewhere in a for
 rows. Here it finds the whole tensor, whose gradient is reduced to the rows.
 """
 
+import dataclasses
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Partial
-
-from accbench.data import nested
 
 
 class Pass:
@@ -55,7 +54,7 @@ class Pass:
 
     def _watch_backward(self, output: object) -> None:
         """Have the pass last until the end of the output's backward pass, if it has one."""
-        for tensor in nested.tensors_of(output):
+        for tensor in _tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
 
@@ -115,6 +114,21 @@ def _gather_for_views(module: Any, args: object, output: object) -> None:
 
     FSDP hooks the gradient of the output itself, which autograd then no longer computes.
     """
-    for tensor in nested.tensors_of(output):
+    for tensor in _tensors_of(output):
         if tensor._base is not None and tensor._base.requires_grad:
             tensor._base.register_hook(lambda gradient: module.unshard())
+
+
+def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a module's output; FSDP looks into the same containers."""
+    parts: Iterable[Any] = ()
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        parts = output.values()
+    elif isinstance(output, (list, tuple)):
+        parts = output
+    elif dataclasses.is_dataclass(output):
+        parts = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    for part in parts:
+        yield from _tensors_of(part)
