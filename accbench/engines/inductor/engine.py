@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import shutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -98,6 +99,17 @@ def _recompile_when_trained_parameters_change(model: nn.Module) -> None:
             raise
 
     model._compiled_call_impl = call
+
+
+def _guard_changed_attributes() -> None:
+    """Have dynamo's guards read modules' attributes, where torch 2.9 to 2.14 may skip that.
+
+    They skip it while the tag of a module's dictionary is the same. Under Python 3.13 it stays the
+    same where an attribute is set, so that a compiled step went on with the value of before.
+    """
+    name = "use_recursive_dict_tags_for_guards"
+    if sys.version_info >= (3, 13) and hasattr(torch._dynamo.config, name):
+        setattr(torch._dynamo.config, name, False)
 
 
 def _raise_model_error(error: Exception, model: nn.Module, call: Callable[[], Any]) -> None:
@@ -205,6 +217,7 @@ class Engine(ddp.Engine):
         from torch._dynamo.external_utils import wrap_inline
 
         self._set_overlap()
+        _guard_changed_attributes()
         backend = self._backend()
         # In place: the module keeps its class and its parameters' names.
         dynamic = {"off": False, "auto": None, "on": True}[self.options.dynamic]
