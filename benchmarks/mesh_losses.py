@@ -5,7 +5,7 @@
 Every row has the same global batch of sixteen sequences. Prints a Markdown table of training
 losses, averaged over the workers, of each row's largest difference from ddp's, and of tokens a
 second behind the warm-up, the median over steps; the same command goes on where it was stopped.
-Rows that an engine refuses are left out, with its line. Returns 1 if a row ends elsewhere than ddp.
+Returns 1 if a row ends elsewhere than ddp.
 """
 
 import argparse
@@ -16,9 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from accbench import config  # noqa: E402
-from accbench.config import plugins  # noqa: E402
-from accbench.errors import RequestError  # noqa: E402
 from accbench.report import run as runs  # noqa: E402
 from benchmarks.smoke import add_tiny  # noqa: E402
 
@@ -53,16 +50,6 @@ def flags_of(row: str, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
-def refusal(row: str) -> str | None:
-    """Return the line with which a row's engine refuses its mesh, or None."""
-    task = config.parse(flags_of(row, 1))
-    try:
-        plugins.load("engines", task.engine).mesh_of(task, WORKERS)
-    except RequestError as error:
-        return str(error)
-    return None
-
-
 def train(folder: Path, row: str, steps: int) -> runs.RecordedRun:
     """Train a row, unless it is there already."""
     if runs.read_if_there(folder).status != "ok":
@@ -92,10 +79,6 @@ def main() -> int:
     rows = ["ddp", "tp2-shard2"] if flags.tiny else flags.rows.split(",")
     losses, speeds = {}, {}
     for row in dict.fromkeys(["ddp", *rows]):
-        line = refusal(row)
-        if line is not None:
-            print(f"{row} is left out: {line}\n", flush=True)
-            continue
         run = train(flags.folder.absolute() / row, row, steps)
         losses[row] = [window.loss for window in run.windows]
         speeds[row] = tokens_per_s(run)

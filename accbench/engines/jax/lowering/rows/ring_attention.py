@@ -36,7 +36,7 @@ class _Pairs(NamedTuple):
     queries: Sequence[Any]
     keys: Sequence[Any]
     is_triangle: bool = False
-    """Whether the t-th query of a chunk sees its first t keys alone."""
+    """Mask all but its first t keys for the t-th query of a chunk."""
 
 
 @lowering("accbench.ring_attention.default")
@@ -47,23 +47,23 @@ def ring_attention(
     queries = _grouped(_chunked(q, is_causal), k.shape[1])
     wide = opmath(q.dtype)
 
-    def attend_to(found: Any, kv: Any, pairs: _Pairs) -> Any:
+    def attend_to(totals: Any, kv: Any, pairs: _Pairs) -> Any:
         new = _attend(queries, kv, pairs, scale)
         for index, chunk in enumerate(pairs.queries):
-            before = [lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in found]
+            before = [lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in totals]
             merged = _merged(*before, *(x[index] for x in new))
-            found = [
+            totals = [
                 lax.dynamic_update_index_in_dim(x, part, chunk, 0)
-                for x, part in zip(found, merged, strict=True)
+                for x, part in zip(totals, merged, strict=True)
             ]
-        return found
+        return totals
 
     nothing = [
         jnp.zeros((*queries.shape[:-1], v.shape[-1]), wide),
         jnp.full(queries.shape[:-1], -jnp.inf, wide),
     ]
     kv = [_chunked(x, is_causal) for x in (k, v)]
-    out, log_sums = _go_round(kv, nothing, attend_to, lambda found: found, is_causal)
+    out, log_sums = _go_round(kv, nothing, attend_to, lambda totals: totals, is_causal)
     out = _joined(out, (*q.shape[:-1], v.shape[-1]))
     return out.astype(q.dtype), _joined(log_sums, q.shape[:-1])
 
@@ -103,30 +103,30 @@ def ring_attention_backward(
 
 
 def _go_round(
-    kv: Any, found: Any, visit: Callable[..., Any], next_round: Callable[[Any], Any],
+    kv: Any, totals: Any, visit: Callable[..., Any], next_round: Callable[[Any], Any],
     is_causal: bool,
 ) -> Any:  # fmt: skip
     """Visit the keys and values of all ranks, this one's first, the next ones under way meanwhile.
 
     Args:
         kv: this rank's.
-        found: what is to be found before the first visit.
-        visit: `visit(found, kv, pairs) -> found`.
-        next_round: `next_round(found) -> found`, before each other rank's.
+        totals: results of no keys, to which each visit adds.
+        visit: `visit(totals, kv, pairs) -> totals`.
+        next_round: `next_round(totals) -> totals`, before each other rank's.
         is_causal: whether queries see the keys at their own and earlier positions alone.
     """
     last = lax.axis_size(CP_AXIS) - 1
     received = _pass_on(kv)
     for pairs in _own_pairs(is_causal):
-        found = visit(found, kv, pairs)
+        totals = visit(totals, kv, pairs)
 
     def visit_next(number: Any, carry: Any) -> Any:
-        received, found = carry
+        received, totals = carry
         sent = _pass_on(received)
-        return sent, visit(next_round(found), received, _pairs(number, is_causal))
+        return sent, visit(next_round(totals), received, _pairs(number, is_causal))
 
-    received, found = lax.fori_loop(1, last, visit_next, (received, found))
-    return visit(next_round(found), received, _pairs(last, is_causal))
+    received, totals = lax.fori_loop(1, last, visit_next, (received, totals))
+    return visit(next_round(totals), received, _pairs(last, is_causal))
 
 
 def _own_pairs(is_causal: bool) -> list[_Pairs]:
@@ -227,9 +227,9 @@ def _over_tiles(
         jnp.moveaxis(x.reshape(*x.shape[:4], num_tiles, num_rows, *x.shape[5:]), 4, 0)
         for x in of_queries
     ]
-    carry, found = lax.scan(function, carry, (num_rows * jnp.arange(num_tiles), *tiles))
+    carry, outputs = lax.scan(function, carry, (num_rows * jnp.arange(num_tiles), *tiles))
     return carry, jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 4).reshape(*x.shape[1:5], num_queries, *x.shape[6:]), found
+        lambda x: jnp.moveaxis(x, 0, 4).reshape(*x.shape[1:5], num_queries, *x.shape[6:]), outputs
     )
 
 
