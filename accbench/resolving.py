@@ -119,10 +119,12 @@ def apply_defaults(task: TaskConfig, device: Any) -> TaskConfig:
     plugins.load("data", config.data_name(task.data)[0])
     plugins.load("optimizers", task.optimizer)
     check_kind(task)
+    num_devices = config.devices_per_worker(task)
+    workers = num_devices * max(1, min(8, cores_per_worker // num_devices))
     task = dataclasses.replace(
         task,
         batch_size=task.batch_size or (8 if device == "cpu" else 128),
-        workers=min(8, cores_per_worker) if task.workers is None else task.workers,
+        workers=workers if task.workers is None else task.workers,
     )
     assert task.batch_size is not None
     if task.batch_size % task.accumulate:

@@ -27,7 +27,7 @@ from accbench.comparing import (
     update_rules,
 )
 from accbench.comparing.reference_pass import Reference
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, devices_per_worker
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch, Engine
@@ -115,11 +115,14 @@ def _open(
     reference = Reference(reference_dir, update_rules.of_task(task), data.rank)
     facts = reference.facts
     made_for = (facts.batch_size, len(facts.losses), len(facts.losses[0]), facts.workers_per_batch)
+    num_devices = devices_per_worker(task)  # each computes what a rank of plain ddp does
+    assert task.batch_size is not None
     if made_for != (
-        task.batch_size, task.max_steps, shape.num_data_ranks, shape.num_workers_per_batch
-    ):  # fmt: skip
+        task.batch_size // num_devices, task.max_steps, shape.num_data_ranks * num_devices,
+        shape.num_workers_per_batch,
+    ) or facts.is_undropped != (num_devices > 1):  # fmt: skip
         raise RequestError(f"the reference in {reference_dir} is of another task")
-    (source,) = merged_batches.sources(task, [data], shape.num_workers_per_batch)
+    (source,) = merged_batches.sources(task, [data], shape.num_workers_per_batch * num_devices)
     logger.write(worker.run_record(task, engine, topology, source.num_classes))
     engine.strategy.prove()
     check = CheckPass(task, topology, engine, reference, logger, num_draws, name)
@@ -177,7 +180,13 @@ class CheckPass:
     @property
     def drops(self) -> bool:
         """Tell whether dropout drops what the reference drops, rather than nothing."""
-        return self.reference.facts.workers_per_batch == 1
+        return self.reference.facts.drops
+
+    @property
+    def _reference_ranks(self) -> slice:
+        """The reference's ranks of which this one has the batches."""
+        num_devices = devices_per_worker(self.task)
+        return slice(self.data.rank * num_devices, (self.data.rank + 1) * num_devices)
 
     def dropout_replaced(self) -> AbstractContextManager[None]:
         """Return a context in which dropout is the reference's."""
@@ -242,7 +251,7 @@ class CheckPass:
 
     @property
     def _expected_score(self) -> float:
-        return self.reference.facts.scores[self.data.rank]
+        return sum(self.reference.facts.scores[self._reference_ranks])
 
     def _score(self, source: Any) -> float:
         batches = self._batches(source)
@@ -336,7 +345,7 @@ class CheckPass:
         return reference_pass.epochs(loader, self.labels.device_batches)
 
     def _open_source(self) -> Any:
-        num = self.engine.mesh.num_workers_per_batch
+        num = self.engine.mesh.num_workers_per_batch * devices_per_worker(self.task)
         (source,) = merged_batches.sources(self.task, [self.data], num)
         return source
 
@@ -382,7 +391,8 @@ class CheckPass:
             raise NotLoadableError(problem or f"rank {bad[0]} did not take over its state")
 
     def _of_loss(self, loss: float, step: int) -> float:
-        return distances.relative(loss, self.reference.facts.losses[step][self.data.rank])
+        losses = self.reference.facts.losses[step][self._reference_ranks]
+        return distances.relative(loss, sum(losses) / len(losses))
 
     def write(
         self, phase: str, step: int, measured: dict[str, float], note: str | None = None,

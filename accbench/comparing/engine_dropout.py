@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accbench.comparing import update_rules
+from accbench.config import devices_per_worker
 from accbench.data import nested
 from accbench.distributed.process_group import Topology, all_gather_values
 from accbench.engines import Batch, Engine
@@ -43,7 +44,7 @@ class _ProbeSpec:
     @staticmethod
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(nested.tensors_of(batch)[0])
-        return loss
+        return loss.mean()  # over the devices of a worker
 
 
 def find_problem(
@@ -52,7 +53,8 @@ def find_problem(
 ) -> str | None:  # fmt: skip
     """Check the dropout masks that an engine draws itself.
 
-    Checks their rate and scale, and that neither steps nor ranks share a mask. All ranks call this.
+    Checks their rate and scale, and that neither steps nor devices share a mask. All ranks call
+    this.
 
     Returns:
         What is wrong; None if nothing is.
@@ -66,6 +68,7 @@ def find_problem(
     rule = update_rules.of_task(engine.task)
     start = {f"weights.{i}": torch.ones(PROBE_SIZE) for i in range(len(probabilities))}
     before = update_rules.Weights.start(start, rule)
+    num_masks = topology.world_size * devices_per_worker(engine.task)
     for _ in range(PROBE_STEPS):
         engine.run_step(step, model, _ProbeSpec, optimizer, batch)
         engine.wait()
@@ -74,12 +77,9 @@ def find_problem(
             rule.gradient(state.optimizer[name], before.state[name], before.parameters[name])
             for name in start
         ]
-        # The number of ranks that kept each weight, as the gradient is averaged over them.
+        # The number of masks that kept each weight, as the gradient is averaged over them.
         counts.append(
-            [
-                g * topology.world_size * (1 - p)
-                for g, p in zip(gradients, probabilities, strict=True)
-            ]
+            [g * num_masks * (1 - p) for g, p in zip(gradients, probabilities, strict=True)]
         )
         before = dataclasses.replace(before, parameters=state.model, state=state.optimizer)
     problems = [
@@ -87,7 +87,7 @@ def find_problem(
         for index, p in enumerate(probabilities)
         if (
             problem := _problem_of_counts(
-                [step_counts[index] for step_counts in counts], p, topology.world_size
+                [step_counts[index] for step_counts in counts], p, num_masks
             )
         )
     ]
@@ -96,13 +96,13 @@ def find_problem(
     return problems[0] if problems else ("its ranks differ" if any_rank else None)
 
 
-def _problem_of_counts(counts: Sequence[torch.Tensor], p: float, world_size: int) -> str | None:
+def _problem_of_counts(counts: Sequence[torch.Tensor], p: float, num_masks: int) -> str | None:
     """Check the masks of one dropout probability.
 
     Args:
-        counts: of each step, the number of ranks that kept each weight, (PROBE_SIZE,).
+        counts: of each step, the number of masks that kept each weight, (PROBE_SIZE,).
         p: the dropout probability.
-        world_size: the number of ranks.
+        num_masks: the number of devices that draw one in a step.
 
     Returns:
         What is wrong; None if nothing is.
@@ -110,9 +110,9 @@ def _problem_of_counts(counts: Sequence[torch.Tensor], p: float, world_size: int
     error = max(float((count - count.round()).abs().max()) for count in counts)
     if error > 1e-3 or min(float(count.min()) for count in counts) < -1e-3:
         return f"dropout of {p:g} does not scale what it keeps by 1 / (1 - p)"
-    deviation = math.sqrt(p * (1 - p) / (PROBE_SIZE * world_size))
+    deviation = math.sqrt(p * (1 - p) / (PROBE_SIZE * num_masks))
     for count in counts:
-        rate = 1 - float(count.mean()) / world_size
+        rate = 1 - float(count.mean()) / num_masks
         if abs(rate - p) > _MAX_SIGMA * deviation:
             return f"dropout of {p:g} drops {rate:.3g} of its input"
     variance = p * (1 - p)
@@ -121,13 +121,13 @@ def _problem_of_counts(counts: Sequence[torch.Tensor], p: float, world_size: int
     limit = _MAX_SIGMA / math.sqrt(PROBE_SIZE)
     for first, second in ((0, 1), (1, 2), (0, 2)):
         product = (counts[first] - counts[first].mean()) * (counts[second] - counts[second].mean())
-        if abs(float(product.mean())) > limit * variance * world_size:
+        if abs(float(product.mean())) > limit * variance * num_masks:
             return f"dropout of {p:g} repeats itself from step to step"
     # The variance of a sum of masks grows with their number if they are independent, and with its
     # square if they are equal.
     spread = float(counts[0].var()) / variance
     # The relative standard deviation of a variance is about sqrt(2 / n), and a few
     # times that for any p.
-    if world_size > 1 and abs(spread - world_size) > world_size * 10 * limit / min(p, 1 - p):
+    if num_masks > 1 and abs(spread - num_masks) > num_masks * 10 * limit / min(p, 1 - p):
         return f"dropout of {p:g} is the same on several ranks"
     return None

@@ -93,7 +93,7 @@ def _numerics_jobs(
     """Yield the jobs of the references, of plain ddp in both layouts, and of every row."""
     row, task = rows[0]
     plain = plain_task(task)
-    num_ranks = task["nproc_per_node"] * int(task["nnodes"])
+    num_ranks = plain["nproc_per_node"] * int(plain["nnodes"])
     # Data loading processes would only add their start-up time to every pass.
     steps: dict[str, int | None] = {"max_steps": plan.numerics_steps}
     if "script" not in task:
@@ -114,19 +114,23 @@ def _numerics_jobs(
         floor = {**plain, "ddp": {"channels_last": channels_last}}
         label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
         floors.append(Job(label, row, at, floor, None, "floor", str(reference)))
-    references, checks = {1: reference}, []
+    references, checks = {"": reference}, []
     for row, row_task in rows:
-        shared = mesh.workers_per_batch(_parsed(row_task))
-        if shared not in references:
-            references[shared] = reference.with_name(f"{REFERENCE}-{shared}-workers-a-batch")
-            label = f"numerics  float64 reference, {shared} workers a batch"
-            merged = {**exact, "batch_size": exact["batch_size"] * shared}
-            wanted = f"{num_ranks // shared}x{shared}{reuse}"
-            yield [Job(label, row, references[shared], merged, None, "reference", wanted)]
+        parsed = _parsed(row_task)
+        shared = mesh.workers_per_batch(parsed)
+        kind = f"{shared} workers a batch" if shared > 1 else ""
+        merged = {**exact, "batch_size": exact["batch_size"] * shared}
+        wanted = f"{num_ranks // shared}x{shared}{reuse}"
+        if config.devices_per_worker(parsed) > 1:  # whose threads cannot be given masks
+            kind, merged, wanted = "without dropout", exact, f"{num_ranks}:undropped{reuse}"
+        if kind not in references:
+            references[kind] = reference.with_name(f"{REFERENCE}-{kind.replace(' ', '-')}")
+            label = f"numerics  float64 reference, {kind}"
+            yield [Job(label, row, references[kind], merged, None, "reference", wanted)]
         at = comparison.numerics_folder(folder, row.folder)
         check = Job(
             f"numerics  {row.name}", row, at, {**row_task, **steps}, None, "check",
-            str(references[shared]),
+            str(references[kind]),
         )  # fmt: skip
         checks.append(_copy_of_floor(check, floors) or check)
     # On a CPU of this machine nothing but memory limits how many there are at once.
@@ -169,9 +173,14 @@ def plain_task(task: dict[str, Any]) -> dict[str, Any]:
     Each worker then has the whole model, and a batch of its own.
     """
     of_mesh = {field.name: field.default for field in dataclasses.fields(MeshFlags)}
+    parsed = _parsed(task)
+    num_devices = config.devices_per_worker(parsed)
     plain = {**task, **of_mesh, "engine": "ddp", "ddp": {}}
+    plain["nproc_per_node"] *= num_devices
+    if plain.get("threads") is not None:
+        plain["threads"] = max(1, plain["threads"] // num_devices)
     if plain.get("batch_size") is not None:
-        plain["batch_size"] //= mesh.workers_per_batch(_parsed(task))
+        plain["batch_size"] //= mesh.workers_per_batch(parsed) * num_devices
     try:
         launchers.resolve(config.parse(config.as_flags(plain)))
     except RequestError:

@@ -2,7 +2,8 @@
 
 `python -m accbench.comparing.numerics reference NUM_SHARDS FLAGS` makes a reference in the
 run's folder; with `NUM_SHARDS:reuse` it takes the one that an earlier comparison kept, or keeps
-this one; `NUM_SHARDSxK` is for K workers that share each shard's batch. `... check REFERENCE FLAGS`
+this one; `NUM_SHARDSxK` is for K workers that share each shard's batch, and
+`NUM_SHARDS:undropped` has dropout drop nothing. `... check REFERENCE FLAGS`
 holds an engine against it and leaves a run's folder whose records hold `numerics` lines in place of
 windows. `... floor REFERENCE FLAGS` does that for plain ddp, and repeats each step to measure the
 effect of rounding in it. `... free_draws REFERENCE FLAGS` repeats plain ddp's free run, where a

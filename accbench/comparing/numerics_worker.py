@@ -36,9 +36,12 @@ def main(argv: Sequence[str], started: float) -> int:
         if part == "reference" and task.script is not None:
             script_reference_pass.run(task, topology)
         elif part == "reference":
-            numbers, _, reuses = argument.partition(":")
+            numbers, *words = argument.split(":")
             num_shards, _, workers_per_batch = numbers.partition("x")
-            reference_pass.run(task, int(num_shards), bool(reuses), int(workers_per_batch or 1))
+            reference_pass.run(
+                task, int(num_shards), "reuse" in words, int(workers_per_batch or 1),
+                drops="undropped" not in words,
+            )  # fmt: skip
         elif task.script is not None:
             script_check_pass.run(task, topology, Path(argument))
         elif part == "free_draws":

@@ -296,9 +296,12 @@ def _make_row(
         task = config.parse(config.as_flags(values), "accbench run")
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
+    num_devices = config.devices_per_worker(task)
+    if num_devices > 1:
+        task = _of_one_worker(task, spec, num_devices)
     if task.batch_size is not None:
         # What is equal is the global batch, which fewer workers share out.
-        shared = mesh.workers_per_batch(task)
+        shared = mesh.workers_per_batch(task) * num_devices
         task = dataclasses.replace(task, batch_size=task.batch_size * shared)
     try:
         task = launchers.resolve(task)
@@ -307,6 +310,21 @@ def _make_row(
     values = config.as_mapping(task)
     del values["output_dir"]
     return RowPlan(name, folder, values)
+
+
+def _of_one_worker(task: TaskConfig, spec: str, num_devices: int) -> TaskConfig:
+    """Return the task for one worker that has all devices, of which other rows have one each.
+
+    Raises:
+        RequestError: the other rows have another number of them.
+    """
+    if num_devices != task.nproc_per_node:
+        raise RequestError(
+            f"--engines {spec}: the other rows have --nproc_per_node {task.nproc_per_node}, which "
+            "is what data_parallel has to be"
+        )
+    workers = None if task.workers is None else task.workers * num_devices
+    return dataclasses.replace(task, nproc_per_node=1, workers=workers)
 
 
 def _parse_settings(spec: str, settings: list[str]) -> Mapping[str, str]:

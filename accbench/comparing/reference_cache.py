@@ -54,8 +54,9 @@ _NAMES_OF_A_RUN = ("TORCHELASTIC_", "TORCHINDUCTOR_")
 
 
 def key(
-    task: TaskConfig, num_shards: int, net: nn.Module, spec: Any, batches: Iterable[Batch]
-) -> str | None:
+    task: TaskConfig, num_shards: int, drops: bool, net: nn.Module, spec: Any,
+    batches: Iterable[Batch],
+) -> str | None:  # fmt: skip
     """Return the digest of all that a reference follows from; None if that is not known.
 
     It is not known of accelerators, whose libraries choose their kernels by themselves.
@@ -63,6 +64,7 @@ def key(
     Args:
         task: the reference's task.
         num_shards: the number of ranks that engines will train with.
+        drops: whether dropout drops where no batch is shared.
         net: the model before its first step.
         spec: the model's spec.
         batches: the batches of all shards and steps.
@@ -73,7 +75,7 @@ def key(
     if any(kind.__module__.partition(".")[0] not in _KNOWN_PACKAGES for kind in classes):
         return None
     digest = hashlib.sha256()
-    _add(digest, ["reference", _setting(task), num_shards, _surroundings(), _structure(net)])
+    _add(digest, ["reference", _setting(task), num_shards, drops, _surroundings(), _structure(net)])
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         _add_tensor(digest, name, tensor.detach())
     for batch in batches:

@@ -69,8 +69,15 @@ class ReferenceFacts:
     batch_size: int = 0
     workers_per_batch: int = 1
     """Workers that share a batch; if several, nothing is dropped, as their masks are other ones."""
+    is_undropped: bool = False
+    """Whether nothing is dropped for a worker of several devices, whose masks cannot be given."""
     cache_key: str | None = None
     """Name of the entry that keeps it for later comparisons, see `reference_cache`."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout drops."""
+        return self.workers_per_batch == 1 and not self.is_undropped
 
 
 def epochs(loader: Any, batches: Any) -> Generator[Batch, None, None]:
@@ -172,19 +179,23 @@ class _Float64Model:
 
 
 def run(
-    task: TaskConfig, num_shards: int, reuses: bool = False, workers_per_batch: int = 1
-) -> None:
+    task: TaskConfig, num_shards: int, reuses: bool = False, workers_per_batch: int = 1,
+    drops: bool = True,
+) -> None:  # fmt: skip
     """Make a reference in the run's folder, and write its losses into the record.
 
     Args:
         task: what to train.
         num_shards: the number of different batches a step that engines will train with.
         reuses: whether to take one that was kept, and to keep this one.
-        workers_per_batch: ranks that will share each of them.
+        workers_per_batch: ranks that will share each of them; of several, nothing is dropped.
+        drops: whether dropout drops.
     """
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir)
-    facts, was_kept = _train(task, num_shards, task.run_dir / FOLDER, reuses, workers_per_batch)
+    facts, was_kept = _train(
+        task, num_shards, task.run_dir / FOLDER, reuses, workers_per_batch, drops
+    )
     if was_kept:
         logger.write(records.NumericsRecord(reference_cache.KEPT, 0, {}))
     for step, losses in enumerate(facts.losses):
@@ -199,8 +210,9 @@ def run(
 
 
 def _train(
-    task: TaskConfig, num_shards: int, folder: Path, reuses: bool, workers_per_batch: int
-) -> tuple[ReferenceFacts, bool]:
+    task: TaskConfig, num_shards: int, folder: Path, reuses: bool, workers_per_batch: int,
+    drops: bool,
+) -> tuple[ReferenceFacts, bool]:  # fmt: skip
     """Write the reference into `folder`: one that was kept, or `--max_steps` steps of training.
 
     Returns:
@@ -217,15 +229,15 @@ def _train(
         steps = map(partial(label_counts.of_parts, model.spec), steps)
     key = None
     if reuses:
-        key, steps = _key_and_steps(task, model, num_shards * workers_per_batch, steps)
+        key, steps = _key_and_steps(task, model, num_shards * workers_per_batch, drops, steps)
     if key is not None and reference_cache.fetch(key, folder):
         return read_facts(folder), True
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _save(folder / _START, {_PARAMETER: model.weights.parameters}, model)
-    with shared_dropout.shared_dropout(drops=workers_per_batch == 1):
+    with shared_dropout.shared_dropout(drops=workers_per_batch == 1 and drops):
         facts = _train_steps(task, model, steps, folder, key)
-    facts = dataclasses.replace(facts, workers_per_batch=workers_per_batch)
+    facts = dataclasses.replace(facts, workers_per_batch=workers_per_batch, is_undropped=not drops)
     (folder / _FACTS).write_text(json.dumps(dataclasses.asdict(facts)) + "\n", encoding="utf-8")
     if key is not None:
         reference_cache.store(key, folder)
@@ -233,8 +245,9 @@ def _train(
 
 
 def _key_and_steps(
-    task: TaskConfig, model: _Float64Model, num_shards: int, steps: Iterator[Sequence[Batch]]
-) -> tuple[str | None, Iterator[Sequence[Batch]]]:
+    task: TaskConfig, model: _Float64Model, num_shards: int, drops: bool,
+    steps: Iterator[Sequence[Batch]],
+) -> tuple[str | None, Iterator[Sequence[Batch]]]:  # fmt: skip
     """Return the reference's name in the cache, and the batches of its steps once more.
 
     The batches are part of the name. So they are all read before, unless they are too large.
@@ -245,7 +258,8 @@ def _key_and_steps(
         return None, chain(read, steps)
     read += steps
     batches = chain.from_iterable(read)
-    return reference_cache.key(task, num_shards, model.net, model.spec, batches), iter(read)
+    key = reference_cache.key(task, num_shards, drops, model.net, model.spec, batches)
+    return key, iter(read)
 
 
 def _train_steps(

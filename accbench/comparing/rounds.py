@@ -140,14 +140,15 @@ def introduction(plan: ComparisonPlan, folder: Path) -> str:
     """Describe what the comparison will do, and which settings were chosen for the device."""
     task = next(row.task for row in plan.rows if row.task)
     what = task.get("model")
-    batch = f"batch {jobs.plain_task(task).get('batch_size')} a worker, "
+    plain = jobs.plain_task(task)
+    batch = f"batch {plain.get('batch_size')} a worker, "
     if "script" in task:
         what, batch = task["script"], ""
     nodes = "" if task["nnodes"] == "1" else f"{task['nnodes']} nodes of "
     lines = [
         f"comparing {', '.join(row.name for row in plan.rows)} in {_rounds(plan)}"
         f"{', their windows in turn' if plan.alternates_windows else ''}: "
-        f"{what}, {nodes}{task['nproc_per_node']} x {task['device']}, {batch}"
+        f"{what}, {nodes}{plain['nproc_per_node']} x {task['device']}, {batch}"
         f"{task['amp_level']}, {task['max_steps']} steps"
     ]
     if plan.defaults:

@@ -10,6 +10,7 @@ from accbench.config.task import (
     amp_level,
     as_mapping,
     data_name,
+    devices_per_worker,
 )
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "as_flags",
     "as_mapping",
     "data_name",
+    "devices_per_worker",
     "expand_home",
     "flag",
     "parse",

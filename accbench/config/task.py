@@ -514,6 +514,12 @@ def amp_level(task: TaskConfig) -> Literal["O0", "O1"]:
     return task.amp_level or ("O1" if is_mixed else "O0")
 
 
+def devices_per_worker(task: TaskConfig) -> int:
+    """Return over how many devices each worker shares its batch (`--ddp.data_parallel`)."""
+    options = task.options.get(task.engine)
+    return getattr(options, "data_parallel", 1)
+
+
 def data_name(data: str) -> tuple[str, str | None]:
     """Split `--data` into (source, location): NAME, NAME:LOCATION, or a URL, which is both."""
     if "://" in data:

@@ -110,11 +110,15 @@ class _EpochKeys(Sampler[int]):
 
     def __init__(self, sampler: DistributedSampler, size: int) -> None:
         self.sampler, self.size = sampler, size
+        self.holds_back = False
+        """Whether it gives no key at all."""
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
+        if self.holds_back:
+            return iter(())
         begin = self.sampler.epoch * self.size
         return (begin + index for index in self.sampler)
 
@@ -274,6 +278,22 @@ class Loader:
         """
         assert self._sampler is not None, "only a training loader has a state"
         self._sampler.load_state_dict(state)
+
+    def start_processes(self) -> None:
+        """Start the loading processes of a training loader, where it has any.
+
+        They take seconds to import what they need, while this process may build a model. The first
+        loop over the loader finds them started.
+        """
+        if self._keys is None or not self._loader.num_workers:
+            return
+        self._keys.holds_back = True  # the epoch and the position in it are not known yet
+        try:
+            with shared_memory.explained():
+                iter(self._loader)
+                shared_memory.explain_signals()
+        finally:
+            self._keys.holds_back = False
 
     def __iter__(self) -> Iterator[Batch]:
         if self._keys is not None:

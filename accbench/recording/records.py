@@ -53,12 +53,19 @@ class RunRecord:
     units_per_sample: int = 1
     mesh: dict[str, int] | None = None
     """Ranks along each axis, the outermost first; None in records from before it was stored."""
+    devices_per_worker: int = 1
+    """Devices over which each worker shares its batch."""
     schema_version: int = SCHEMA_VERSION
 
     @property
     def num_data_ranks(self) -> int:
         """Workers that have a batch of their own."""
         return self.world_size if self.mesh is None else self.mesh["replicate"] * self.mesh["shard"]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all workers."""
+        return self.world_size * self.devices_per_worker
 
     @property
     def counted(self) -> tuple[str, int]:

@@ -120,7 +120,7 @@ def _facts_html(run: RecordedRun) -> str:
     assert run.header is not None
     header = run.header
     facts = {
-        "device": f"{header.world_size} x {header.device_name}",
+        "device": f"{header.num_devices} x {header.device_name}",
         "machine": header.hostname,
         "threads a worker": header.num_threads,
         "versions": ", ".join(f"{name} {value}" for name, value in header.versions.items()),

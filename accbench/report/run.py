@@ -163,7 +163,7 @@ class RecordedRun:
         return {
             "machine": run.hostname,
             **({} if launcher == config.TaskConfig.launcher else {"launcher": launcher}),
-            "device": f"{run.world_size} x {run.device_name}",
+            "device": f"{run.num_devices} x {run.device_name}",
             "model": run.model,
             **self._size(run),
             "dtype": run.amp_dtype or "float32",

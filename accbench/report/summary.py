@@ -19,6 +19,7 @@ class RunSummary:
     model: str
     device: str
     world_size: int
+    devices_per_worker: int
     batch_size: int
     amp: str
     status: str
@@ -80,6 +81,7 @@ def summarize_records(name: str, run_records: list[records.Record]) -> RunSummar
         model=run.model,
         device=run.device_name,
         world_size=run.world_size,
+        devices_per_worker=run.devices_per_worker,
         batch_size=run.batch_size,
         amp=f"{run.amp_level} {run.amp_dtype}" if run.amp_dtype else run.amp_level,
         status=end.status if end else "killed",
@@ -87,7 +89,7 @@ def summarize_records(name: str, run_records: list[records.Record]) -> RunSummar
         units_per_sample=run.counted[1],
         samples_per_s=samples_per_s,
         tflop_per_s=tflop_per_s,
-        peak_share=tflop_per_s / (peak * run.world_size) if tflop_per_s and peak else None,
+        peak_share=tflop_per_s / (peak * run.num_devices) if tflop_per_s and peak else None,
         step_ms=1e3 * wall_s / sum(window.num_steps for window in steady) if steady else None,
         data_wait_share=sum(window.data_wait_s for window in steady) / wall_s if steady else None,
         time_to_first_step_s=end.time_to_first_step_s if end else None,

@@ -68,18 +68,21 @@ def columns(rows: list[RunSummary]) -> dict[str, Cell]:
 
 def caption(rows: list[RunSummary]) -> list[str]:
     """Return what the rows share and what the numbers are, one line each."""
-    settings = {
-        f"{r.model}, {r.world_size} x {r.device}, {r.amp}, batch {r.batch_size} a worker"
-        for r in rows
-    }
+    settings = {_setting(row) for row in rows}
     lines = sorted(settings) if len(settings) == 1 else ["settings differ between the rows:"]
     if len(settings) > 1:
-        lines += [f"{r.name}: {r.model}, {r.world_size} x {r.device}, {r.amp}, "
-                  f"batch {r.batch_size} a worker" for r in rows]  # fmt: skip
+        lines += [f"{row.name}: {_setting(row)}" for row in rows]
     lines.append(
         f"{_common_unit(rows)[0]}/s of all workers after the warm-up; ratio to the first row"
     )
     return lines + [f"{row.name}: {row.error}" for row in rows if row.error]
+
+
+def _setting(row: RunSummary) -> str:
+    num = row.devices_per_worker
+    device = f"{row.world_size * num} x {row.device}"
+    worker = "a worker" if num == 1 else f"a worker of {num} devices"
+    return f"{row.model}, {device}, {row.amp}, batch {row.batch_size} {worker}"
 
 
 def render(rows: list[RunSummary], format: str, mixed: Sequence[str] = ()) -> str:

@@ -16,7 +16,12 @@ def open_engine(task: TaskConfig, topology: Topology) -> Engine:
 
 def open_first_engine(task: TaskConfig, topology: Topology) -> Engine:
     """Open the first engine of a worker's process, with garbage collection paused."""
+    import_dynamo()
     with pause_gc():
-        import torch._dynamo  # noqa: F401  # otherwise the first optimizer imports it
-
         return open_engine(task, topology)
+
+
+def import_dynamo() -> None:
+    """Import what the first optimizer imports otherwise, with garbage collection paused."""
+    with pause_gc():
+        import torch._dynamo  # noqa: F401

@@ -73,8 +73,9 @@ class Reporter:
 def log_start(task: TaskConfig, engine: Engine, topology: Topology, model_name: str) -> None:
     """Log what begins to train, on what, and what was changed in this process for it."""
     dtype = f" {task.amp_dtype}" if engine.precision.autocast_dtype else ""
+    num_devices = topology.world_size * config.devices_per_worker(task)
     log.info(
-        f"{task.engine} on {topology.world_size} x {engine.device_name}, {model_name}, "
+        f"{task.engine} on {num_devices} x {engine.device_name}, {model_name}, "
         f"{task.amp_level}{dtype}, batch {task.batch_size} a worker, records in {task.run_dir}"
     )
     if malloc.is_kept:
@@ -110,6 +111,7 @@ def run_record(
         unit=getattr(spec, "unit", "samples"),
         units_per_sample=getattr(spec, "units_per_sample", 1),
         mesh=engine.mesh.sizes,
+        devices_per_worker=config.devices_per_worker(task),
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
+from accbench.data import Loader
 from accbench.distributed import (
     context_parallel,
     process_end,
@@ -39,11 +40,12 @@ from accbench.recording import run_folder, tensorboard_writer, terminal
 from accbench.recording.tensorboard_writer import TensorBoardWriter
 from accbench.recording.terminal import TrainingDisplay, log
 from accbench.system import cache_folders, malloc, standard_streams
+from accbench.system.gc_pause import pause_gc
 from accbench.system.stop_signals import die_with_parent
 from accbench.training import checkpoints, failures, flops, resume, script
 from accbench.training.epochs import Epochs
 from accbench.training.label_counts import LabelCounts
-from accbench.training.opening import open_first_engine
+from accbench.training.opening import import_dynamo, open_engine
 from accbench.training.run_report import Reporter, end_record, log_start, run_record
 from accbench.training.step_timer import StepTimer
 
@@ -166,11 +168,16 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         return
     logger = RunLogger(task.run_dir, topology.rank)
     source_name, location = config.data_name(task.data)
-    engine = open_first_engine(task, topology)
+    with pause_gc():
+        engine = open_engine(task, topology)
     data_topology = engine.mesh.data_topology(topology)
     source = plugins.load("data", source_name)(
         location, task, task.options.get(source_name), data_topology
     )
+    train_loader, eval_loader = source.train_loader(), source.eval_loader()
+    if isinstance(train_loader, Loader):
+        train_loader.start_processes()
+    import_dynamo()
     header = run_record(task, engine, topology, source.num_classes)
     logger.write(header)
     log_start(task, engine, topology, task.model)
@@ -182,7 +189,6 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
     tokens = engine.mesh.of_gradients.data_topology(topology)
     engine.seed(task.seed + tokens.rank)  # dropout and the like differ by batch
 
-    train_loader, eval_loader = source.train_loader(), source.eval_loader()
     for loader in (train_loader, eval_loader):
         if loader is not None:
             loader.problems = log.warning

@@ -1,4 +1,4 @@
-"""Inductor's compile cache after a worker was killed while it compiled, and on a full disk."""
+"""Inductor's compile cache: loaded at a second start, after a worker was killed, on a full disk."""
 
 import os
 import shutil
@@ -8,17 +8,26 @@ import threading
 
 import pytest
 
+from accbench.recording import records
 from accbench.report import run as runs
-from tests.conftest import HANG_S, ROOT, TINY, command, end_of, python
+from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, python
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
-# Tries each kind of vector instructions, and prints the one that inductor chooses.
+# Prints how many kinds of vector instructions it tried, and the kind that inductor chooses.
 PICK = """
+import subprocess, sys
+tried = []
+def counted(function):
+    def call(command, *args, **kwargs):
+        tried.extend([1] * (command[0] == sys.executable))
+        return function(command, *args, **kwargs)
+    return call
+subprocess.check_call, subprocess.run = map(counted, (subprocess.check_call, subprocess.run))
 from accbench.engines.inductor import vector_instructions
 vector_instructions.pick()
 from torch._inductor import cpu_vec_isa
-print(cpu_vec_isa.pick_vec_isa())
+print(len(tried), cpu_vec_isa.pick_vec_isa())
 """
 
 
@@ -67,10 +76,35 @@ def check_remade(done, folder, paths, sizes):
     assert sorted(line.split(" is cut off")[0].split()[-1] for line in said) == [*map(str, paths)]
 
 
-def test_two_workers_make_again_what_a_killed_one_left(tmp_path, temporary):
-    cache = tmp_path / "cache"
-    first = train(tmp_path / "cold", cache, temporary, "--nproc_per_node=2")
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory, temporary):
+    """A run of two workers that had to compile, and its cache."""
+    folder = tmp_path_factory.mktemp("cold")
+    first = train(folder / "run", folder / "cache", temporary, "--nproc_per_node=2")
     assert first.returncode == 0, first.stderr
+    return folder / "run", folder / "cache"
+
+
+def test_two_workers_compile_once_and_a_second_start_loads_it(cold, temporary, tmp_path):
+    run, cache = cold
+    libraries = {path for path in cache.rglob("*.so") if "precompiled" not in path.name}
+    assert libraries
+    warm = train(tmp_path, cache, temporary, "--nproc_per_node=2")
+    assert warm.returncode == 0, warm.stderr
+    for folder in (run, tmp_path):
+        end = end_of(folder)
+        assert (end.status, end.num_recompiles, end.num_fallbacks) == ("ok", 0, 0)
+        assert end.num_graphs >= 1
+        (kept,) = cache.iterdir()  # a folder a processor
+        assert of_kind(folder, records.RunRecord)[0].compile_cache == str(kept)
+    now = {path for path in cache.rglob("*.so") if "precompiled" not in path.name}
+    assert now == libraries
+    # the same code on the same batches
+    assert losses(tmp_path) == losses(run)
+
+
+def test_two_workers_make_again_what_a_killed_one_left(cold, temporary, tmp_path):
+    run, cache = cold
     libraries = kernels(cache)
     assert len(libraries) >= 3
     # The source too, which a power failure may cut off.
@@ -84,14 +118,13 @@ def test_two_workers_make_again_what_a_killed_one_left(tmp_path, temporary):
     cut(libraries[2], 4096)
     cut(next(path for path in broken if path.suffix == ".py"), 1000)
 
-    again = train(tmp_path / "again", cache, temporary, "--nproc_per_node=2")
-    check_remade(again, tmp_path / "again", broken, sizes)
-    assert losses(tmp_path / "again") == losses(tmp_path / "cold")
+    again = train(tmp_path, cache, temporary, "--nproc_per_node=2")
+    check_remade(again, tmp_path, broken, sizes)
+    assert losses(tmp_path) == losses(run)
 
 
-def test_a_precompiled_header_that_is_cut_off_is_made_again(tmp_path, temporary):
-    first = train(tmp_path / "first", tmp_path / "cache", temporary)
-    assert first.returncode == 0, first.stderr
+@pytest.mark.usefixtures("cold")
+def test_a_precompiled_header_that_is_cut_off_is_made_again(temporary, tmp_path):
     (header,) = temporary.rglob("*.gch")
     size = header.stat().st_size
     cut(header, size // 2)
@@ -99,25 +132,31 @@ def test_a_precompiled_header_that_is_cut_off_is_made_again(tmp_path, temporary)
     check_remade(again, tmp_path / "again", [header], [size])
 
 
-def test_a_try_of_vector_instructions_that_was_cut_off_counts_for_nothing(tmp_path, monkeypatch):
-    """They would seem to be missing, and what was compiled with them would not compile again."""
+def test_vector_instructions_are_tried_once_a_cache_unless_a_try_was_cut_off(tmp_path, monkeypatch):
+    """Those of a try that was cut off would seem to be missing, and what was compiled with them
+    would not compile again. torch 2.15 remembers tries by itself, and 2.8 by our file."""
     monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK", raising=False)  # our tests' own
 
     def pick():
+        # Not forked from a process that has tried already.
         done = subprocess.run(
             [sys.executable, "-c", PICK], cwd=ROOT, capture_output=True, text=True, check=True,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=HANG_S,
         )  # fmt: skip
-        return done.stdout.strip()
+        num_tried, *picked = done.stdout.split()
+        return int(num_tried), picked
 
-    whole = pick()
+    num_tried, whole = pick()
+    assert num_tried > 0
+    assert pick() == (0, whole)
+    assert whole
     tries = [*tmp_path.rglob("*.so")]
     assert tries
     for path in tries:
         cut(path, 1000)
     for marker in tmp_path.rglob("*.load_ok"):
         marker.unlink()
-    assert pick() == whole
+    assert pick()[1] == whole
     assert all(path.stat().st_size > 1000 for path in tries)
 
 
@@ -158,12 +197,14 @@ def can_mount():
     [("cache", "nr_inodes=1"), ("cache", "size=4k"), ("cache", "size=100k"),
      ("temporary", "size=20m")],
 )  # fmt: skip
-def test_a_full_disk_is_a_line_with_its_remedy(tmp_path, full, limit):
+def test_a_full_disk_is_a_line_with_its_remedy(tmp_path, temporary, full, limit):
     if not can_mount():
         pytest.skip("a small file system cannot be mounted here")
-    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
-    for folder in (cache, temporary):
-        folder.mkdir()
+    cache = tmp_path / "cache"
+    if full == "temporary":
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+    cache.mkdir()
     done = subprocess.run(
         [
             *MOUNT, f'mount -t tmpfs -o {limit} none "$0" && exec "$@"', str(tmp_path / full),

@@ -1,16 +1,11 @@
 """torch.compile in whole runs: graphs that ran are counted, and what was not compiled."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from accbench.recording import records
-from accbench.report import run as runs
-from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, python, run
+from tests.conftest import TINY, end_of, python, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
@@ -26,29 +21,6 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("inductor") / "cache"
 
 
-def test_two_workers_compile_once_and_a_second_start_loads_it(tmp_path, cache):
-    compiled = []
-    for name in ("cold", "warm"):
-        result = run(
-            *TINY, "--engine=inductor", "--data=synthetic", "--nproc_per_node=2",
-            f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path / name}",
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr
-        end = end_of(tmp_path / name)
-        assert (end.status, end.num_recompiles, end.num_fallbacks) == ("ok", 0, 0)
-        assert end.num_graphs >= 1
-        (kept,) = cache.iterdir()  # a folder a processor
-        assert of_kind(tmp_path / name, records.RunRecord)[0].compile_cache == str(kept)
-        compiled.append({path for path in cache.rglob("*.so") if "precompiled" not in path.name})
-    assert compiled[0]
-    assert compiled[1] == compiled[0]
-    # the same code on the same batches
-    losses = [
-        [window.loss for window in runs.read(tmp_path / name).windows] for name in ("cold", "warm")
-    ]
-    assert losses[0] == losses[1]
-
-
 def test_the_workers_of_one_machine_compile_the_model_whole(tmp_path, cache):
     """Cut where DDP's buckets end it would be traced at every start."""
     result = run(
@@ -58,41 +30,6 @@ def test_the_workers_of_one_machine_compile_the_model_whole(tmp_path, cache):
     assert result.returncode == 0, result.stderr
     assert end_of(tmp_path).num_graphs == 1
     assert "DDPOptimizer" not in result.stdout
-
-
-def test_vector_instructions_are_tried_once_a_cache(tmp_path, monkeypatch):
-    """In Pythons of their own; torch 2.15 remembers by itself, and 2.8 by our file."""
-    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK", raising=False)  # our tests' own
-    script = """
-import subprocess, sys
-tried = []
-def counted(function):
-    def call(command, *args, **kwargs):
-        tried.extend([1] * (command[0] == sys.executable))
-        return function(command, *args, **kwargs)
-    return call
-subprocess.check_call, subprocess.run = map(counted, (subprocess.check_call, subprocess.run))
-from accbench.engines.inductor import vector_instructions
-vector_instructions.pick()
-from torch._inductor import cpu_vec_isa
-print(len(tried), cpu_vec_isa.pick_vec_isa())
-"""
-    # Not forked from a process that has tried already.
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-            timeout=HANG_S,
-        ).stdout.split()
-        for _ in range(2)
-    )
-    assert int(first[0]) > 0
-    assert second[0] == "0"
-    assert second[1:] == first[1:] != []
 
 
 def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):

@@ -2,6 +2,7 @@
 
 from benchmarks.nets import dropping, tied, tiny, transformer
 from tests.nets.faults import (
+    counts_loading_processes,
     counts_threads,
     deaf,
     hungry,
@@ -91,6 +92,7 @@ __all__ = [
     "checkpointed_dropping",
     "checkpointed_reentrant",
     "computed_again",
+    "counts_loading_processes",
     "counts_threads",
     "cumulative",
     "deaf",

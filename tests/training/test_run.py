@@ -97,6 +97,17 @@ def test_gloos_threads_end_before_their_process(tmp_path):
         assert int(at_the_end) <= int(during) - num_gloo
 
 
+def test_data_is_loaded_by_processes_that_start_before_the_model_is_built(images, tmp_path):
+    """What they import takes seconds, as does what compilers import."""
+    result = run(
+        *TINY, "--model=tests.nets:counts_loading_processes", f"--data=mock:{images}",
+        "--workers=2", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "loading processes: 2" in result.stdout
+    assert end_of(tmp_path).num_steps == 6
+
+
 @pytest.fixture(scope="module")
 def accbench_run(tmp_path_factory):
     """The folder of a run by `accbench run`."""

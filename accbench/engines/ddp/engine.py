@@ -1,7 +1,6 @@
 """The baseline: eager PyTorch under DistributedDataParallel, as a careful user sets it up."""
 
 import contextlib
-import dataclasses
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accbench import engines, models
-from accbench.config import TaskConfig
-from accbench.config.field import flag
+from accbench.config import TaskConfig, devices_per_worker
 from accbench.data import moving, prefetch
 from accbench.data.prefetch import BackgroundGenerator
 from accbench.distributed import complex_parameters, mesh
@@ -33,6 +31,7 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.training_state import TrainingState
 from accbench.engines.ddp import layouts, strategies
+from accbench.engines.ddp.options import DdpOptions, TorchOptions, data_parallel_problem
 from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError
 from accbench.recording import provenance
@@ -64,21 +63,7 @@ class Engine(LoopEngine):
 
     pins_batches = True
 
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        """Options of the engine ddp."""
-
-        channels_last: bool = flag(
-            True,
-            "Keep images and weights as NHWC in memory, the fastest layout for convolutions. A "
-            "model that joins channels and pixels by `view` still gets NCHW. A script decides "
-            "memory formats itself.",
-        )
-        find_unused_parameters: bool = flag(
-            False,
-            "With several workers: look in every step for parameters that the loss does not depend "
-            "on. Models that have such parameters need it; others are slower with it.",
-        )
+    Options = DdpOptions
 
     @classmethod
     def find_device(cls, requested: str) -> str:
@@ -99,7 +84,7 @@ class Engine(LoopEngine):
                     f"--nproc_per_node {task.nproc_per_node} is more than the "
                     f"{num_devices} CUDA devices here"
                 )
-        return None
+        return data_parallel_problem(task)
 
     @classmethod
     def mesh_problem(cls, task: TaskConfig, shape: MeshShape) -> str | None:
@@ -127,7 +112,7 @@ class Engine(LoopEngine):
             "--dp_shard, --tp, --cp and --pp out"
         )
 
-    def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
+    def __init__(self, task: TaskConfig, options: TorchOptions, topology: Topology) -> None:
         super().__init__(task, options, topology)
         self.device = torch.device("cpu")
         self._optimizer: torch.optim.Optimizer | None = None
@@ -152,6 +137,12 @@ class Engine(LoopEngine):
         may_be_last = task.script is None and not self.strategy.is_contiguous
         is_last = options.channels_last and may_be_last
         self.memory_format = torch.channels_last if is_last else torch.contiguous_format
+
+    @property
+    def _other_devices(self) -> list[torch.device]:
+        """Devices of this worker besides its first (`--ddp.data_parallel`)."""
+        numbers = range(1, devices_per_worker(self.task))
+        return [torch.device("cuda", number) for number in numbers]
 
     @property
     def device_name(self) -> str:
@@ -479,6 +470,9 @@ class Engine(LoopEngine):
     def seed(self, seed: int) -> None:
         stage = self.mesh.coordinates(self.topology.rank)["pp"]
         super().seed(seed + _SEED_STRIDE * stage)  # or all stages' blocks would have the same masks
+        for index, device in enumerate(self._other_devices, start=1):
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed + index)  # torch has given it the seed of the first
 
     def share_buffers(self, net: nn.Module) -> None:
         if self._pipeline is None:
@@ -493,9 +487,11 @@ class Engine(LoopEngine):
 
     def reset_peak_memory(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for device in (self.device, *self._other_devices):
+                torch.cuda.reset_peak_memory_stats(device)
 
     def peak_memory_bytes(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            devices = (self.device, *self._other_devices)
+            return max(map(torch.cuda.max_memory_allocated, devices))
         return peak_resident_bytes()

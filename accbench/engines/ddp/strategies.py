@@ -5,11 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, devices_per_worker
 from accbench.distributed import mesh, process_group
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies.data_parallel import DataParallel
+from accbench.distributed.strategies.one_process import OneProcess
 from accbench.distributed.strategies.sharded_optimizer import ShardedOptimizer
 from accbench.distributed.strategies.torch_strategy import TorchStrategy
 
@@ -28,6 +29,8 @@ def build(
         shards_classes: whether each rank keeps some of the model's classes (PartialFC).
         find_unused_parameters: see `DataParallel`.
     """
+    if devices_per_worker(task) > 1:
+        return OneProcess(topology, device, devices_per_worker(task))
     settings = (device, task.engine, find_unused_parameters)
     is_cut = max(shape.shard, shape.tp, shape.pp) > 1 or shards_classes
     if not is_cut and task.offload == "none":

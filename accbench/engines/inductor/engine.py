@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import shutil
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,6 +38,7 @@ from accbench.engines.common import (
 )
 from accbench.engines.common.double_backward import DifferentiableGraph
 from accbench.engines.ddp import engine as ddp
+from accbench.engines.ddp.options import TorchOptions
 from accbench.engines.inductor import (
     compile_cache_files,
     full_disk,
@@ -133,6 +135,29 @@ def _raise_model_error(error: Exception, model: nn.Module, call: Callable[[], An
         ) from error
 
 
+def _begin_digests() -> None:
+    """Have threads compute the digests of torch's and Triton's files, for keys of torch's cache.
+
+    Hashing lets other threads run meanwhile, where the first step would wait for it else.
+    """
+    from torch._inductor import codecache
+
+    def triton_key() -> None:
+        if hasattr(codecache, "triton_key"):
+            codecache.triton_key()
+        else:  # torch 2.8
+            from triton.compiler.compiler import triton_key as key
+
+            key()
+
+    def compute(key: Callable[[], Any]) -> None:
+        with contextlib.suppress(Exception):  # the main thread will meet it, too
+            key()
+
+    for key in (triton_key, codecache.torch_key):
+        threading.Thread(target=compute, args=(key,), name="digest", daemon=True).start()
+
+
 class _Decompositions(dict[Any, Callable[..., Any]]):
     """Decompositions, which torch 2.15 pickles for the key of its cache and cannot pickle.
 
@@ -147,7 +172,7 @@ class Engine(ddp.Engine):
     """torch.compile with inductor under DistributedDataParallel; the rest as in ddp."""
 
     @dataclasses.dataclass(frozen=True)
-    class Options(ddp.Engine.Options):
+    class Options(TorchOptions):
         """Options of the engine inductor."""
 
         mode: Literal["default", "reduce-overhead", "max-autotune"] = flag(
@@ -245,6 +270,7 @@ class Engine(ddp.Engine):
 
     def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
         """Return the function that compiles dynamo's graphs; it counts graphs and their runs."""
+        _begin_digests()
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
