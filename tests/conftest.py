@@ -129,6 +129,7 @@ def images(tmp_path_factory) -> Path:
 
 # Files that take minutes, longest first: begun last, one of them would keep a core to itself.
 LONGEST = (
+    "test_sharding", "test_compile_cache_files", "test_inductor", "test_jax",
     "test_numerics", "test_resume", "test_elastic", "test_compile_caches", "test_own_libraries",
     "test_launcher", "test_fourier", "test_first_hour", "test_rounds", "test_faults",
     "test_own_loop", "test_raising", "test_stateful", "test_indices", "test_wrapped",

@@ -48,6 +48,7 @@ def rank1_raises() -> None:
 
 
 def rank1_raises_and_cannot_leave() -> None:
+    dist.barrier()  # or rank 0 may be gone while rank 1 still connects
     if dist.get_rank() == 1:
         dist.destroy_process_group = _cannot_leave
         raise KeyError("planted fault")
