@@ -118,11 +118,13 @@ def _numerics_jobs(
     for row, row_task in rows:
         parsed = _parsed(row_task)
         shared = mesh.workers_per_batch(parsed)
-        kind = f"{shared} workers a batch" if shared > 1 else ""
-        merged = {**exact, "batch_size": exact["batch_size"] * shared}
-        wanted = f"{num_ranks // shared}x{shared}{reuse}"
-        if config.devices_per_worker(parsed) > 1:  # whose threads cannot be given masks
-            kind, merged, wanted = "without dropout", exact, f"{num_ranks}:undropped{reuse}"
+        kind, merged = "", exact
+        if shared > 1:
+            kind = f"{shared} workers a batch"
+            merged = {**exact, "batch_size": exact["batch_size"] * shared}
+            wanted = f"{num_ranks // shared}x{shared}{reuse}"
+        elif config.devices_per_worker(parsed) > 1:  # whose threads cannot be given masks
+            kind, wanted = "without dropout", f"{num_ranks}:undropped{reuse}"
         if kind not in references:
             references[kind] = reference.with_name(f"{REFERENCE}-{kind.replace(' ', '-')}")
             label = f"numerics  float64 reference, {kind}"
