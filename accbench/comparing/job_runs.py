@@ -75,9 +75,9 @@ def _prepare(job: jobs.Job, cache: Path, turns: Path | None = None) -> JobProces
     log.write_bytes(b"")  # a launcher that is killed at once leaves none
     flags = config.as_flags(job.task)
     task = config.parse(flags)
-    num_devices = task.nproc_per_node * config.devices_per_worker(task)
-    if task.device != "cuda":
-        num_devices = 0
+    num_devices: int | None = 0
+    if task.device == "cuda":
+        num_devices = task.nproc_per_node * config.devices_per_worker(task)
     if plugins.load("launchers", job.task["launcher"]).elsewhere:
         num_devices = None  # the run is on other machines
     return JobProcess(job.kind, job.argument, flags, job.folder, log, num_devices, turns)

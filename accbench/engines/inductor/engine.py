@@ -146,9 +146,7 @@ def _begin_digests() -> None:
         if hasattr(codecache, "triton_key"):
             codecache.triton_key()
         else:  # torch 2.8
-            from triton.compiler.compiler import triton_key as key
-
-            key()
+            importlib.import_module("triton.compiler.compiler").triton_key()
 
     def compute(key: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception):  # the main thread will meet it, too
