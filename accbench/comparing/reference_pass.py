@@ -70,13 +70,13 @@ class ReferenceFacts:
     workers_per_batch: int = 1
     """Workers that share a batch; if several, nothing is dropped, as their masks are other ones."""
     is_undropped: bool = False
-    """Whether nothing is dropped for a worker of several devices, whose masks cannot be given."""
+    """True for a worker of several devices, whose dropout takes no masks and so drops nothing."""
     cache_key: str | None = None
     """Name of the entry that keeps it for later comparisons, see `reference_cache`."""
 
     @property
     def drops(self) -> bool:
-        """Whether dropout drops."""
+        """Return whether dropout drops."""
         return self.workers_per_batch == 1 and not self.is_undropped
 
 

@@ -111,7 +111,7 @@ class _EpochKeys(Sampler[int]):
     def __init__(self, sampler: DistributedSampler, size: int) -> None:
         self.sampler, self.size = sampler, size
         self.holds_back = False
-        """Whether it gives no key at all."""
+        """Set while loading processes start, which then get no key yet."""
 
     def __len__(self) -> int:
         return len(self.sampler)

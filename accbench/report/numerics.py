@@ -316,7 +316,7 @@ def describe_coverage(numerics: Numerics) -> str | None:
     ):
         return None
     other_tests = [_OTHER_PHASES[phase] for phase in numerics.tested if _OTHER_PHASES[phase]]
-    undropped = "; these without dropout, whose masks differ where workers share a batch"
+    undropped = "; these without dropout, whose masks differ where a batch is shared"
     missing = "; not tested, of a script: evaluation, overflow in float16, its own dropout"
     return (
         f"{numerics.num_steps} steps beside float64, {numerics.num_sharp_steps} of them sharp "
