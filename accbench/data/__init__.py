@@ -7,8 +7,10 @@ int64).
 
 import abc
 import dataclasses
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -123,9 +125,15 @@ class _EpochKeys(Sampler[int]):
         return (begin + index for index in self.sampler)
 
 
-def _ignore_ctrl_c(_worker: int) -> None:
-    """Ignore Ctrl-C: the training process handles it, and needs batches to finish its step."""
+def _begin_loading(training_pid: int, _worker: int) -> None:
+    """Ignore Ctrl-C, which the training process handles, and end if that has been killed.
+
+    torch's loading processes watch whatever process is their parent by now. One whose parent was
+    killed while this one imported torch would wait forever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getppid() != training_pid:
+        os._exit(1)  # nobody is there to be told
 
 
 def seed_of_rank(task: TaskConfig, topology: Topology) -> int:
@@ -242,7 +250,7 @@ class Loader:
             # outlive a parent that is killed, because they watch only the server.
             multiprocessing_context="spawn" if task.workers else None,
             persistent_workers=train and task.workers > 0,
-            worker_init_fn=_ignore_ctrl_c,
+            worker_init_fn=partial(_begin_loading, os.getpid()),
             generator=torch.Generator().manual_seed(task.seed + topology.rank),
         )
 

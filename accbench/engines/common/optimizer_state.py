@@ -116,5 +116,5 @@ class AveragedModel(nn.Module):
         self.net = net
         self.tensors = averages(net, optimizer)
 
-    def forward(self, *args: Any) -> Any:
-        return torch.func.functional_call(self.net, self.tensors, args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.net, self.tensors, args, kwargs)

@@ -151,7 +151,7 @@ class ShardedAverages(nn.Module):
         self.net, self._optimizer, self._strategy = net, optimizer, strategy
 
     @torch.no_grad()
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         kept = {n: shard.local.clone() for n, shard in self._strategy.shards.items()}
         self._put({
@@ -159,7 +159,7 @@ class ShardedAverages(nn.Module):
             for name, shard in self._strategy.shards.items()
         })  # fmt: skip
         try:
-            return self.net(*args)
+            return self.net(*args, **kwargs)
         finally:
             self._strategy.after_evaluation(self.net)
             self._put(kept)
