@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -72,6 +72,15 @@ def pytest_unconfigure() -> None:
     forker().close()
 
 
+# Which a fixture of a module has started anew, in place of such as a test has killed.
+_OF_FIXTURES: set[psutil.Process] = set()
+
+
+def leave_to_fixture(processes: Iterable[psutil.Process]) -> None:
+    """Have a module's fixture end these, so that the test has not left them."""
+    _OF_FIXTURES.update(processes)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     environment = dict(os.environ)
@@ -82,7 +91,7 @@ def _nothing_left_behind():
     after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert after == environment, "the test changed the environment"
-    _, alive = psutil.wait_procs(_children() - children, timeout=60)
+    _, alive = psutil.wait_procs(_children() - children - _OF_FIXTURES, timeout=60)
     assert not alive, "the test left processes"
 
 
@@ -127,15 +136,16 @@ def images(tmp_path_factory) -> Path:
     return folder
 
 
-# Files that take minutes, longest first: begun last, one of them would keep a core to itself.
+# Files that take long, longest first: begun last, one of them would keep a core to itself.
 LONGEST = (
-    "test_sharding", "test_compile_cache_files", "test_inductor", "test_jax",
-    "test_numerics", "test_resume", "test_elastic", "test_compile_caches", "test_own_libraries",
-    "test_launcher", "test_fourier", "test_first_hour", "test_rounds", "test_faults",
-    "test_own_loop", "test_raising", "test_stateful", "test_indices", "test_wrapped",
-    "test_extending", "test_containers", "test_command", "test_policies",
-    "test_recipes", "test_notebook", "test_doctor", "test_steps",
-    "test_graphs", "test_operations", "test_any_model", "test_accelerate", "test_export",
+    "test_sharding", "test_compile_cache_files", "test_launcher", "test_elastic", "test_jax",
+    "test_numerics", "test_resume", "test_compile_caches", "test_own_libraries", "test_steps",
+    "test_fourier", "test_rounds", "test_inductor", "test_data_parallel", "test_slurm",
+    "test_first_hour", "test_autograd", "test_faults", "test_own_loop", "test_raising",
+    "test_stateful", "test_indices", "test_wrapped", "test_extending", "test_containers",
+    "test_command", "test_policies", "test_recipes", "test_notebook", "test_doctor",
+    "test_any_model", "test_step_cache", "test_graphs", "test_operations", "test_accelerate",
+    "test_export",
 )  # fmt: skip
 
 

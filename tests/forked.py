@@ -8,7 +8,8 @@ a launcher that was forked is forked from it, if its environment asks for nothin
 reads when it starts; in all else it is the process that the launcher would have started.
 
 Of comparisons, `tests.compared` has the workers forked. What a test sends signals to starts as
-anyone's (`under_way`), and so do its workers, those of several nodes, of Dask and of Slurm.
+anyone's by `tests.conftest.under_way`, or is forked by `tests.signals`; workers of Dask and of
+Slurm start as anyone's.
 """
 
 import atexit
@@ -37,8 +38,14 @@ ROOT = Path(__file__).parent.parent
 # What they import, and so what a forked one has at hand.
 _IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.local",
              "accbench.launchers.common.run", "accbench.report.publish", "accbench.training.worker",
-             "torch._dynamo", "torch.distributed.nn.functional", "torchvision.models")  # fmt: skip
-_WORKERS = ([str(ROOT / "main.py")], ["-m", "accbench.training.worker_process"])
+             "accbench.comparing.numerics_worker", "torch._dynamo", "torch.distributed.fsdp",
+             "torch.distributed.nn.functional", "torch.distributed.pipelining",
+             "torchvision.models")  # fmt: skip
+_WORKERS = (
+    [str(ROOT / "main.py")],
+    ["-m", "accbench.training.worker_process"],
+    ["-m", "accbench.comparing.numerics_worker_process"],
+)
 # What Python is asked to run: launchers, commands, the tests' own programs.
 _OURS = ("launch_single_task.py", "main.py", "accbench", "benchmarks", "tests")
 # Of these a worker sets itself what it needs, or they change nothing but its speed.

@@ -1,5 +1,6 @@
 """The command as it is installed, in somebody's folder and in a pipe."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from accbench import cli
 from accbench.recording import records
-from tests.conftest import ROOT, TINY, end_of, of_kind
+from tests.conftest import ROOT, TINY, end_of, of_kind, python
 
 SMALL = (*TINY[1:], "--data=synthetic")
 
@@ -40,11 +41,21 @@ def test_a_net_in_the_current_folder_trains(mine):
     assert end_of(mine / "run").status == "ok"
 
 
-def test_nets_in_the_current_folder_are_compared(mine):
-    flags = ("--engines=ddp,ddp:channels_last=false", "--repeats=2", "--numerics_steps=0")
-    result = accbench(mine, "compare", *SMALL, *flags, "--model=my_nets:tiny", "--output_dir=c")
+# Of the installed command, each process imports torch anew.
+@pytest.mark.parametrize("command", ["forked", pytest.param("installed", marks=pytest.mark.soak)])
+def test_nets_in_the_current_folder_are_compared(mine, command):
+    # Other tests beside this one disturb its rounds.
+    flags = (*SMALL, "--engines=ddp,ddp:channels_last=false", "--repeats=2", "--numerics_steps=0",
+             "--no-repeat_disturbed", "--model=my_nets:tiny", "--output_dir=c")  # fmt: skip
+    if command == "installed":
+        result = accbench(mine, "compare", *flags)
+    else:
+        there = ("-m", "tests.started", json.dumps({"folder": str(mine)}))
+        result = python(*there, "-m", "tests.all_forked", "-m", "accbench", "compare", *flags)
     assert result.returncode in (0, 1), result.stderr  # two rounds may judge nothing
     assert "2 rounds" in result.stdout
+    rows = json.loads((mine / "c" / "report.json").read_text())["rows"]
+    assert [row["rounds_ok"] for row in rows] == [2, 2]
 
 
 def reader_that_leaves(*arguments: object, lines: int) -> tuple[int, str]:
@@ -60,7 +71,9 @@ def reader_that_leaves(*arguments: object, lines: int) -> tuple[int, str]:
     return process.returncode, errors
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["doctor"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], pytest.param(["doctor"], marks=pytest.mark.soak)]
+)
 def test_a_command_ends_quietly_with_its_reader(arguments):
     assert reader_that_leaves(*arguments, lines=0) == (141, "")
 

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.system import folders
-from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, processes_of, wait_until
+from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, processes_of, run, wait_until
 
 NOTEBOOK = ROOT / "notebooks" / "resnet50.ipynb"
 
@@ -73,10 +73,9 @@ def test_interrupted_cell_is_saved(kernel, tmp_path):
     """A kernel kills what a cell started half a second after Ctrl-C; a step here takes longer."""
     manager, client = kernel
     run_dir = tmp_path / "run"
-    flags = (*TINY, "--model=tests.nets:deaf", "--data=synthetic", "--nproc_per_node=2",
-             "--warmup_steps=1", "--log_interval=1", f"--output_dir={run_dir}")  # fmt: skip
-    training = f"!python launch_single_task.py {' '.join(flags)}"
-    request = client.execute(training)
+    flags = (*TINY, "--model=tests.nets:deaf", "--data=synthetic", "--warmup_steps=1",
+             "--log_interval=1", f"--output_dir={run_dir}")  # fmt: skip
+    request = client.execute(f"!python launch_single_task.py {' '.join(flags)}")
     text = printed(client, request, until="step 1/6")
     manager.interrupt_kernel()
     text += printed(client, request)
@@ -97,8 +96,8 @@ def test_interrupted_cell_is_saved(kernel, tmp_path):
     (saved,) = of_kind(run_dir, records.CheckpointRecord)
     assert end.status == "interrupted"
     assert 0 < saved.step == end.num_steps < 6
-    text = printed(client, client.execute(f"{training} --resume=auto"))
-    assert "done: 6 steps" in text
+    resumed = run(*flags, "--resume=auto")
+    assert "done: 6 steps" in resumed.stdout, resumed.stderr
     assert end_of(run_dir).status == "ok"
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -22,29 +23,35 @@ from accbench.comparing.plan import parse
 from accbench.report import analysis, comparison, publish
 from accbench.report import run as runs
 from benchmarks import planted
-from tests.conftest import HANG_S, ROOT, TINY, processes_of, wait_until
+from tests.conftest import HANG_S, ROOT, TINY, processes_of, python, wait_until
 from tests.engine_params import NEEDS_XLA
 from tests.report import fakes
+from tests.signals import Signalled
 
 # Other tests beside these would disturb their rounds.
 FAST = (*TINY, "--data=synthetic", "--repeats=2", "--device=cpu", "--no-repeat_disturbed")
+COMMAND = ("-m", "accbench", "compare")
+FORKED = ("-m", "tests.all_forked", *COMMAND)
 
 
-def start(folder, *flags, plugins=None, script=("tests.compared",)) -> subprocess.Popen:
+def compare(folder, *flags, plugins=None) -> tuple[int, str, str]:
+    """Compare to the end, all forked; the exit status, and what was said as output and errors."""
     path = os.pathsep.join(map(str, filter(None, (plugins, ROOT))))
-    return subprocess.Popen(
-        [sys.executable, "-m", *script, *FAST, f"--output_dir={folder}", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    done = python(*FORKED, *FAST, f"--output_dir={folder}", *flags, PYTHONPATH=path)
+    return done.returncode, done.stdout, done.stderr
 
 
-def finish(process, timeout_s: float = HANG_S) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout_s)
-    return process.returncode, out, err
+@pytest.fixture
+def refused(monkeypatch, capsys) -> Callable[..., str]:
+    """A function of flags: the errors of a comparison that they are refused for."""
+    # Nothing is launched, and the server would import torch all the same.
+    monkeypatch.setattr(rounds, "start_fork_server", lambda: None)
+
+    def refuse(*flags: str) -> str:
+        assert cli.main(["compare", *flags]) == 2
+        return capsys.readouterr().err
+
+    return refuse
 
 
 ONE_RUN = """
@@ -75,9 +82,12 @@ def test_file_here_does_not_hide_a_module_of_pythons(tmp_path):
     assert "unknown model 'no_such'" in (tmp_path / "log").read_text()
 
 
+# Each begins with the same lines.
 @pytest.mark.parametrize(
-    "module", ["comparing.numerics_worker_process", "preflight.child", "training.worker_process"]
-)
+    "module",
+    [pytest.param("comparing.numerics_worker_process", marks=pytest.mark.soak),
+     pytest.param("preflight.child", marks=pytest.mark.soak), "training.worker_process"],
+)  # fmt: skip
 def test_file_here_does_not_hide_a_module_from_a_worker(tmp_path, module):
     (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
     what = {
@@ -103,7 +113,7 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     folder = tmp_path / "c"
     flags = ("--engines=ddp,ddp:channels_last=false,crashes", "--numerics_steps=2")
     flags = (*flags, "--order_seed=6", "--fail_if=crashes slower, crashes failed")
-    status, out, err = finish(start(folder, *flags, plugins=plugins))
+    status, out, err = compare(folder, *flags, plugins=plugins)
     assert status == 3, err
     (line,) = err.splitlines()
     assert "--fail_if 'crashes failed' holds: crashes is failed (" in line
@@ -135,10 +145,10 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     assert not any(r.phase.startswith("noise") for r in passes.rows[0].numerics.numerics)
 
 
-def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
+def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path, refused):
     folder = tmp_path / "c"
     flags = ("--engines=ddp,ddp", "--numerics_steps=0")
-    process = start(folder, *flags)
+    process = Signalled([*FORKED, *FAST, f"--output_dir={folder}", *flags])
     first = folder / "rounds" / "01" / "ddp" / "records.jsonl"
     deadline = time.monotonic() + HANG_S
     while not (first.exists() and '"kind": "device"' in first.read_text()):
@@ -146,14 +156,14 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    status, out, err = finish(process)
-    assert status == 130
+    out, err = process.communicate(HANG_S)
+    assert process.returncode == 130
     assert f"--output_dir {folder}" in err
     assert "Traceback" not in err
     kept = first.read_text()
     order_seed = comparison.ComparisonPlan.read(folder).order_seed
     assert f"--order_seed {order_seed}\n" in out
-    status, out, err = finish(start(folder, *flags, "--format=json"))
+    status, out, err = compare(folder, *flags, "--format=json")
     assert json.loads(out) == json.loads((folder / "report.json").read_text())
     verdicts = {row["verdict"] for row in rows_of(folder).values()}
     assert status == int("not valid" in verdicts), err
@@ -166,15 +176,14 @@ def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
     assert f"--order_seed {order_seed}\n" in (folder / "report.md").read_text()
 
     for other in ("--min_effect=0.5", f"--order_seed={order_seed + 1}"):
-        status, _, err = finish(start(folder, *flags, other))
-        assert status == 2
-        assert "other settings" in err
+        assert "other settings" in refused(*FAST, f"--output_dir={folder}", *flags, other)
 
 
 PRESSED = """
 import os, signal
 from accbench.comparing import run
 from multiprocessing import forkserver
+run._PRELOADED.clear()  # nothing is forked from it
 def pressed():
     os.kill(os.getpid(), signal.SIGINT)
     return ensure_running()
@@ -201,7 +210,7 @@ def test_an_engine_that_does_not_learn_is_found_by_its_losses(tmp_path, images):
     flags = ("--engines=ddp,ddp,frozen", "--numerics_steps=0", "--no-input_round", "--seed=5")
     learning = (f"--data=mock:{images}", "--batch_size=16", "--max_steps=60", "--lr=0.03")
     plugins = planted.install(tmp_path / "plugins")
-    status, _, err = finish(start(folder, *flags, *learning, plugins=plugins))
+    status, _, err = compare(folder, *flags, *learning, plugins=plugins)
     assert status == 1, err
     rows = rows_of(folder)
     assert "frozen: losses part from the baseline's: " in " ".join(rows["frozen"]["reasons"])
@@ -223,20 +232,36 @@ def lines_below(pid: int) -> list[str]:
     return lines
 
 
-def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_path, monkeypatch):
+def write_all_runs_but_the_last(folder: Path, flags: Sequence[str]) -> None:
+    """Write made-up runs, so that a comparison with these flags has one left to make."""
+    with rounds.claim(parse([*FAST, *flags], "accbench compare").plan, str(folder)):
+        plan = comparison.ComparisonPlan.read(folder)
+        orders = round_orders(plan.rows, plan.repeats, plan.order_seed)
+        *made, _ = [(number, row) for number, order in enumerate(orders, 1) for row in order]
+        for number, row in made:
+            fakes.write_run(comparison.round_folder(folder, number, row), fakes.run("ddp", number))
+
+
+def test_killed_comparison_leaves_no_process_and_another_goes_on(
+    images, tmp_path, monkeypatch, refused
+):
     folder = tmp_path / "two words, #1: ☃ 🙂"
     flags = ("--engines=ddp,ddp", "--numerics_steps=0", "--no-input_round", "--workers=1",
              f"--data=mock:{images}", "--model=tests.nets:slow")  # fmt: skip
+    write_all_runs_but_the_last(folder, flags)
     with monkeypatch.context() as patch:
         patch.setenv("SLOW_NET_S", "600")
-        first = start(folder, *flags, script=("accbench", "compare"))
+        first = subprocess.Popen(  # as anyone starts it, processes of its own and all
+            [sys.executable, *COMMAND, *FAST, f"--output_dir={folder}", *flags], cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
     begun: list[psutil.Process] = []
     try:
         wait_until(lambda: any("spawn_main" in line for line in lines_below(first.pid)))
         # Its fork server, the launcher, a worker and what loads for it.
         begun = psutil.Process(first.pid).children(recursive=True)
-        status, _, err = finish(start(folder, *flags))
-        assert status == 2
+        err = refused(*FAST, f"--output_dir={folder}", *flags)
         assert f"another process is at work in {folder}" in err
         assert len(err.splitlines()) == 1
     finally:
@@ -247,8 +272,9 @@ def test_killed_comparison_leaves_no_process_and_another_goes_on(images, tmp_pat
         first.communicate()
     assert not alive
     assert not processes_of(folder)
-    status, _, err = finish(start(folder, *flags))
+    status, out, err = compare(folder, *flags)
     assert status in (0, 1), err  # two rounds may judge nothing
+    assert out.count("round 2/2") == 1, "more than the last run was made"
     assert {row["rounds_ok"] for row in rows_of(folder).values()} == {2}
 
 
@@ -336,10 +362,8 @@ def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
         (["--lr=fast"], "lr"),
     ],
 )
-def test_bad_request_is_one_line(flags, message, capsys, tmp_path):
-    argv = ["compare", "--data=synthetic", f"--output_dir={tmp_path / 'c'}", *flags]
-    assert cli.main(argv) == 2
-    err = capsys.readouterr().err
+def test_bad_request_is_one_line(flags, message, refused, tmp_path):
+    err = refused("--data=synthetic", f"--output_dir={tmp_path / 'c'}", *flags)
     assert message in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "c").exists()
@@ -380,8 +404,6 @@ def test_quick_says_what_it_did_not_test(tmp_path):
     assert "did not test whether the rows train the same, what the input costs, differences" in page
 
 
-def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
+def test_a_folder_with_something_else_is_refused(tmp_path, refused):
     (tmp_path / "mine.txt").write_text("mine")
-    argv = ["compare", *FAST, "--engines=ddp,ddp", f"--output_dir={tmp_path}"]
-    assert cli.main(argv) == 2
-    assert "not empty" in capsys.readouterr().err
+    assert "not empty" in refused(*FAST, "--engines=ddp,ddp", f"--output_dir={tmp_path}")

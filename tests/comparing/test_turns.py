@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from accbench.comparing.run import StopRequest
 from accbench.recording import records
 from accbench.report import analysis, comparison, publish
 from accbench.system.turns import SOCKET_VARIABLE
-from tests.conftest import HANG_S, ROOT, TINY, command, of_kind
+from tests.conftest import HANG_S, ROOT, TINY, of_kind, start_python
 from tests.report import fakes
 
 WORKER = """
@@ -118,23 +119,44 @@ def test_a_worker_without_a_comparison_goes_on(tmp_path):
     assert len((tmp_path / "log").read_text().splitlines()) == 12
 
 
+class ForkedRun:
+    """A worker that trains, forked, with the part of a run's handle that a giver looks at."""
+
+    def __init__(self, giver: turns.TurnGiver, *flags: str):
+        self.process = start_python("main.py", *flags, **{SOCKET_VARIABLE: str(giver.path)})
+        self.sentinel, self._ends = os.pipe()  # of which the end is read once it has ended
+        self._waiter = threading.Thread(target=self._wait)
+        self._waiter.start()
+
+    def _wait(self) -> None:
+        try:
+            self.process.wait(HANG_S)
+        finally:
+            os.close(self._ends)
+
+    def close(self) -> int | None:
+        """Wait for its end; its status."""
+        self._waiter.join()
+        self.process.end()
+        os.close(self.sentinel)
+        return self.process.returncode
+
+
 def test_windows_leave_out_what_others_do_between_them(tmp_path):
     giver, wait_s = turns.TurnGiver(1), 0.4
     flags = (*TINY, "--data=synthetic", "--max_steps=8", "--warmup_steps=2", "--log_interval=2")
     folder = tmp_path / "run"
-    trained = Run("", 0, tmp_path, giver)
-    trained.command = command(*flags, f"--output_dir={folder}", script="main.py")
-    trained.start(StopRequest())
+    trained = ForkedRun(giver, *flags, f"--output_dir={folder}")
     num_turns = 0
     try:
         while giver.wait(trained):
             num_turns += 1
             time.sleep(wait_s)
             giver.give(is_alone=False)
-        assert trained.process.wait(timeout=HANG_S) == 0
     finally:
-        trained.close()
-        giver.close()
+        giver.close()  # without which nothing waits any more
+        status = trained.close()
+    assert status == 0
     assert num_turns == 4
     end = of_kind(folder, records.EndRecord)[0]
     assert wait_s * num_turns <= end.waited_s < wait_s * num_turns + 2

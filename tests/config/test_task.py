@@ -271,21 +271,25 @@ def tasks(draw) -> config.TaskConfig:
     )  # fmt: skip
 
 
-# A parse takes a tenth of a second, so few examples, and none is looked for that is smaller.
-@settings(max_examples=20, deadline=None, phases=[Phase.generate])
-@given(task=tasks())
-def test_config_json_of_a_run_reads_back_as_the_same_task(task):
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = dataclasses.replace(task, output_dir=str(Path(folder) / "run"))
-        with run_folder.claim_output_dir(wanted) as written:
-            pass
-        file, expected = written.run_dir / "config.json", config.as_mapping(written)
-        assert config.as_mapping(config.parse(["--config", str(file)])) == expected
-        # The same in YAML.
-        values = json.loads(file.read_text())
-        for style in (None, '"'):
-            file.write_text(yaml.safe_dump(values, default_style=style))
+@pytest.mark.parametrize("max_examples", [6, pytest.param(20, marks=pytest.mark.soak)])
+def test_config_json_of_a_run_reads_back_as_the_same_task(max_examples):
+    # A parse takes a tenth of a second, so few examples, and none is looked for that is smaller.
+    @settings(max_examples=max_examples, deadline=None, phases=[Phase.generate])
+    @given(task=tasks())
+    def read_back(task):
+        with tempfile.TemporaryDirectory() as folder:
+            wanted = dataclasses.replace(task, output_dir=str(Path(folder) / "run"))
+            with run_folder.claim_output_dir(wanted) as written:
+                pass
+            file, expected = written.run_dir / "config.json", config.as_mapping(written)
             assert config.as_mapping(config.parse(["--config", str(file)])) == expected
+            # The same in YAML.
+            values = json.loads(file.read_text())
+            for style in (None, '"'):
+                file.write_text(yaml.safe_dump(values, default_style=style))
+                assert config.as_mapping(config.parse(["--config", str(file)])) == expected
+
+    read_back()
 
 
 def test_a_scripts_arguments_may_begin_as_flags_do():

@@ -13,7 +13,7 @@ from accbench.data.convert import convert
 from accbench.data.recordio import RecordIODataset
 from accbench.data.recordio.file import MAGIC
 from accbench.errors import RequestError
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import ROOT, python
 from tests.data.pictures import jpeg, pixels
 
 
@@ -30,10 +30,7 @@ def folder(tmp_path):
 
 
 def accbench(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "accbench", "data", "convert", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
+    return python("-m", "accbench", "data", "convert", *arguments)
 
 
 def test_every_file_is_kept_to_the_byte(folder, tmp_path):

@@ -1,15 +1,13 @@
 """The mock ImageNet: real files, the same for a seed, whole or taken up again."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from PIL import Image
 
 from accbench.data import mock_images
 from accbench.errors import RequestError
-from tests.conftest import ROOT, processes_of, run, wait_until
+from tests.conftest import HANG_S, run, wait_until
+from tests.signals import Signalled
 
 SMALL = mock_images.MockImagePlan(num_classes=2, num_train=3, num_val=1)
 
@@ -40,24 +38,21 @@ def test_spread_is_that_of_photographs():
 
 def test_interrupted_making_is_taken_up(tmp_path):
     folder = tmp_path / "mock"
-    command = [sys.executable, "-m", "accbench", "data", "mock", str(folder), "--classes=4"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+    arguments = ("-m", "accbench", "data", "mock", folder, "--classes=4", "--train_images=40")
+    process = Signalled(arguments)
     wait_until(lambda: len(list(folder.rglob("*.jpg"))) > 5)
     process.kill()  # no chance to tidy up
-    process.communicate()
-    wait_until(lambda: not processes_of(folder))  # its pool's processes notice
+    process.communicate(HANG_S)
     assert not mock_images.is_complete(folder)
     kept = next(iter(folder.rglob("*.jpg")))
     changed = kept.stat().st_mtime_ns
 
-    result = run("-m", "accbench", "data", "mock", folder, "--classes=4", script="-B")
+    result = run(*arguments, script="-B")
     assert result.returncode == 0, result.stderr
     assert kept.stat().st_mtime_ns == changed
     assert mock_images.is_complete(folder)
     files = list(folder.rglob("*.jpg"))
-    assert len(files) == 4 * (64 + 16)
+    assert len(files) == 4 * (40 + 16)
     for file in files:
         Image.open(file).load()
 

@@ -22,7 +22,7 @@ from accbench.data.loader import DataLoaderX, name_dead_workers
 from accbench.data.nested import tensors_of
 from accbench.data.prefetch import BackgroundGenerator, move
 from accbench.data.samplers import DistributedSampler, IterationBasedBatchSampler
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import HANG_S, ROOT, python
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
@@ -419,14 +419,10 @@ list(DataLoaderX(0, device="cpu", dataset=Dying(), batch_size=2, num_workers=1))
 """
 
 
-def test_killed_worker_process_is_an_error_not_a_hang():
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_WORKER],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+def test_killed_worker_process_is_an_error_not_a_hang(tmp_path):
+    script = tmp_path / "killed_worker.py"
+    script.write_text(KILLED_WORKER)
+    done = python("-m", "tests.started", "{}", script)
     assert done.returncode == 1
     assert re.search(r"RuntimeError: DataLoader worker .*(killed|exited)", done.stderr)
 
@@ -467,8 +463,9 @@ def test_lost_connection_of_a_data_set_is_not_called_a_dead_worker(num_workers):
         next(iter(loader))
 
 
+# Each case in a process that is forked when torch is there; its errors go to FOLDER/CASE.
 FULL_SHM = """
-import os, signal, time
+import os, signal, sys, time
 import torch
 from accbench.data.loader import DataLoaderX
 
@@ -481,24 +478,39 @@ class BusErrors(torch.utils.data.Dataset):  # as torch 2.8 has them in full shar
         os.kill(os.getpid(), signal.SIGBUS)
 
 
-large = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
-loader = DataLoaderX(0, device="cpu", dataset=DATA, batch_size=16, num_workers=1)
-batches = iter(loader)
+def in_the_loop():
+    data = torch.utils.data.TensorDataset(torch.zeros(64, 256, 256))
+    list(DataLoaderX(0, device="cpu", dataset=data, batch_size=16, num_workers=1))
+
+
+def elsewhere():
+    loader = DataLoaderX(0, device="cpu", dataset=BusErrors(), batch_size=16, num_workers=1)
+    batches = iter(loader)
+    time.sleep(HANG_S)
+
+
+statuses = []
+for case in (in_the_loop, elsewhere):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(f"{sys.argv[1]}/{case.__name__}", os.O_WRONLY | os.O_CREAT), 2)
+        case()
+        sys.exit(0)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(statuses)
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
-@pytest.mark.parametrize(("data", "then"), [
-    ("large", "list(batches)"),
-    ("BusErrors()", f"time.sleep({HANG_S})"),
-])  # fmt: skip
-def test_full_shared_memory_is_an_error_wherever_the_main_thread_is(data, then):
+def test_full_shared_memory_is_an_error_wherever_the_main_thread_is(tmp_path):
     mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"']
     if subprocess.run([*mount, "sh", "true"], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     done = subprocess.run(
-        [*mount, "sh", sys.executable, "-c", FULL_SHM.replace("DATA", data) + then],
+        [*mount, "sh", sys.executable, "-c", FULL_SHM.replace("HANG_S", str(HANG_S)), tmp_path],
         cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert "RequestError: the loading processes hand batches over in shared memory" in done.stderr
+    assert done.stdout.strip() == "[1, 1]", done.stderr
+    told = "RequestError: the loading processes hand batches over in shared memory"
+    for case in ("in_the_loop", "elsewhere"):
+        assert told in (tmp_path / case).read_text()

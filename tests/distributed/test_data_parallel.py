@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from accbench.engines.ddp.options import data_parallel_problem
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.report import comparison
-from tests.conftest import HANG_S, ROOT, TINY
+from tests.conftest import ROOT, TINY, python
 from tests.distributed import data_parallel_on_cpu
 
 TWO = "--ddp.data_parallel=2"
@@ -96,13 +94,11 @@ def test_compare_judges_a_row_of_one_process(tmp_path):
     plugins = data_parallel_on_cpu.install(tmp_path / "plugins")
     folder = tmp_path / "compared"
     engines = "--engines=ddp,on_cpu:data_parallel=2"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compared", *TINY, "--data=synthetic", "--device=cpu",
-         "--repeats=2", "--no-repeat_disturbed", "--nproc_per_node=2", engines,
-         "--model=tests.nets:dropping", "--numerics_steps=2",
-         f"--output_dir={folder}"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT)))},
-        capture_output=True, text=True, timeout=HANG_S,
+    done = python(
+        "-m", "tests.compared", *TINY, "--data=synthetic", "--device=cpu",
+        "--repeats=2", "--no-repeat_disturbed", "--nproc_per_node=2", engines,
+        "--model=tests.nets:dropping", "--numerics_steps=2", f"--output_dir={folder}",
+        PYTHONPATH=os.pathsep.join((str(plugins), str(ROOT))),
     )  # fmt: skip
     report = json.loads((folder / "report.json").read_text())
     _, row = report["rows"]

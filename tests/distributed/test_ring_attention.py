@@ -1,7 +1,7 @@
 """Ring attention is attention: four processes with parts of sequences, beside whole ones."""
 
 import json
-from importlib.util import find_spec
+import os
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from accbench.distributed import attention_blocks
 from accbench.distributed.collectives import RankGroup
 from accbench.distributed.ring_attention import chunks_per_rank
 from tests.conftest import ROOT, python, several_ranks
-from tests.scripts.ring_attention_ranks import CASES, Case
+from tests.engine_params import NEEDS_JAX
+from tests.scripts.ring_attention_ranks import ALL_CASES, CASES, LOWERED, REPEATED, Case
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ring")
-    script = ROOT / "tests" / "scripts" / "ring_attention_ranks.py"
-    done = several_ranks(4, script, folder)
+    done = several_ranks(4, "-m", "tests.scripts.ring_attention_ranks", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text())
 
@@ -34,36 +34,50 @@ def check_distances(of: dict, case: Case, bar: dict[torch.dtype, float]) -> None
         assert of[result] < (1e-2 if case.autocast else bar[case.dtype]), result
 
 
-NEEDS_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
-LOWERED = ("one head of keys", "scaled steeply", "narrow values", "few scores at a time",
-           "a query at a time", "float32", "bfloat16", "autocast", "shared keys", "every key",
-           )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def lowered(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("lowered")
+def run_lowered(folder, kind: str, xla_flags: str = "") -> dict:
+    flags = f"{xla_flags} --xla_force_host_platform_device_count=4"
     done = python(
-        ROOT / "tests" / "scripts" / "ring_attention_devices.py", folder, PYTHONPATH=str(ROOT),
-        JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1",
-        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        "-m", "tests.scripts.ring_attention_devices", folder, kind, PYTHONPATH=str(ROOT),
+        JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1", XLA_FLAGS=flags.strip(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("lowered")
+    return run_lowered(folder, "LOWERED", os.environ.get("XLA_FLAGS", ""))
+
+
+def check_lowered(of: dict, name: str) -> None:
+    # Weights and gradients are rounded to bfloat16 before they are multiplied, as by a GPU's.
+    bars = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3}
+    check_distances(of, ALL_CASES[name], bars)
+
+
 @NEEDS_JAX
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowered_to_jax_attention_is_that_of_whole_sequences(lowered, name):
-    # Weights and gradients are rounded to bfloat16 before they are multiplied, as by a GPU's.
-    bars = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3}
-    check_distances(lowered[name], CASES[name], bars)
+    check_lowered(lowered[name], name)
 
 
 @NEEDS_JAX
 def test_lowered_to_jax_results_have_the_types_of_torchs(lowered):
     assert lowered["autocast"]["dtypes"] == ["bfloat16"] + ["float32"] * 3
-    assert lowered["bfloat16"]["dtypes"] == ["bfloat16"] * 4
+
+
+@NEEDS_JAX
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["LOWERED", "REPEATED"])
+def test_optimised_too_lowered_attention_is_that_of_whole_sequences(tmp_path, kind):
+    """As LLVM optimises what users run."""
+    names = {"LOWERED": LOWERED, "REPEATED": REPEATED}[kind]
+    of_cases = run_lowered(tmp_path, kind)
+    for name in names:
+        check_lowered(of_cases[name], name)
+    if "bfloat16" in names:
+        assert of_cases["bfloat16"]["dtypes"] == ["bfloat16"] * 4
 
 
 @NEEDS_JAX

@@ -3,12 +3,12 @@
 import itertools
 import json
 import random
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from accbench import config, launchers
 from accbench.comparing import jobs, plan
 from accbench.config import TaskConfig
 from accbench.data import mock_images
@@ -17,7 +17,7 @@ from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import checkpoint_file
 from tests.conftest import ROOT, TINY, end_of, of_kind, processes_of, run, several_ranks
-from tests.engine_params import NEEDS_XLA
+from tests.engine_params import NEEDS_JAX, NEEDS_XLA
 from tests.scripts import sharded_ranks
 from tests.scripts.sharded_ranks import RING
 
@@ -41,7 +41,7 @@ SHARES = {
 
 
 def run_ranks(folder, kind: str) -> dict:
-    done = several_ranks(4, ROOT / "tests" / "scripts" / "sharded_ranks.py", folder, kind)
+    done = several_ranks(4, "-m", "tests.scripts.sharded_ranks", folder, kind)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text())
 
@@ -61,6 +61,18 @@ def test_compiled_updates_are_those_of_unsharded_training(tmp_path):
     found = run_ranks(tmp_path, "SOAKED")
     for case, asked in sharded_ranks.SOAKED.items():
         check_case(found[case], case, asked)
+
+
+@pytest.mark.soak
+def test_ways_to_shard_that_repeat_others_are_as_right(tmp_path):
+    found = run_ranks(tmp_path, "REPEATED")
+    for case, asked in sharded_ranks.REPEATED.items():
+        check_case(found[case], case, asked)
+        if "jax" not in case:
+            check_share(found[case], case)
+        if "ends" in case:
+            check_ends(found[case], case)
+    check_sequence_parallelism(found, "tp adamw", "sequence tied adamw")
 
 
 def check_case(of: dict, case: str, asked: sharded_ranks.Case) -> None:
@@ -84,24 +96,33 @@ def check_case(of: dict, case: str, asked: sharded_ranks.Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in sharded_ranks.CASES if "jax" not in case])
 def test_a_rank_keeps_its_share_of_the_optimizers_state(found, case):
-    sharded, whole = found[case]["bytes"]
+    check_share(found[case], case)
+
+
+def check_share(of: dict, case: str) -> None:
+    sharded, whole = of["bytes"]
     assert sharded < whole * SHARES.get(case, 0.5 if "2 x 2" in case else 0.25) * 1.05
 
 
 @pytest.mark.parametrize("case", [case for case in sharded_ranks.CASES if "ends" in case])
 def test_a_large_embedding_and_head_are_gathered_by_themselves(found, case):
-    sharded, whole = found[case]["score"]
+    check_ends(found[case], case)
+
+
+def check_ends(of: dict, case: str) -> None:
+    sharded, whole = of["score"]
     assert sharded == pytest.approx(whole, rel=1e-5)
-    between_passes, parameters = found[case]["whole"]
+    between_passes, parameters = of["whole"]
     outside_of_blocks = [name for name in parameters if not name.startswith("blocks.")]
     expected = {"ends zero 2": parameters, "ends tied": outside_of_blocks}
     assert between_passes == expected.get(case, ["norm.weight", "norm.bias"])
 
 
-@pytest.mark.parametrize(("layers", "sequence"), [
-    ("tp sgd", "sequence sgd"), ("tp adamw", "sequence tied adamw")
-])  # fmt: skip
-def test_sequence_parallelism_sums_in_parts_and_keeps_less(found, layers, sequence):
+def test_sequence_parallelism_sums_in_parts_and_keeps_less(found):
+    check_sequence_parallelism(found, "tp sgd", "sequence sgd")
+
+
+def check_sequence_parallelism(found: dict, layers: str, sequence: str) -> None:
     of_layers, of_sequence = found[layers]["passes"], found[sequence]["passes"]
     assert "reduce_scatter_tensor" not in of_layers
     # Of two layers, each with attention and an MLP, forward and backward. What is left is the
@@ -126,9 +147,6 @@ def test_sequence_parallelism_sums_in_parts_and_keeps_less(found, layers, sequen
     (("--sequence_parallel", "--tp=2", "--model=vit_s_16", "--image_size=224"),
      "--sequence_parallel: sequences of 197 are no multiple of --tp 2; leave --sequence_parallel "
      "out"),
-    (("--sequence_parallel", "--tp=2", "--model=tests.nets:small_vit"), "--model "
-     "tests.nets:small_vit has no plan for --sequence_parallel; leave it out, or give the network "
-     "a sequence_parallel_plan (docs/parallel.md)"),
     (("--dp_shard=3",), "4 workers are no multiple of --dp_shard 3; use auto or one of 1, 2, 4"),
     (("--dp_shard=half",), "--dp_shard must be auto or a number of workers, not 'half'"),
     (("--zero=2",), "--zero 2 shards nothing without --dp_shard auto"),
@@ -137,22 +155,7 @@ def test_sequence_parallelism_sums_in_parts_and_keeps_less(found, layers, sequen
      "auto or one of 1, 2"),
     (("--tp=2", "--cp=2", "--dp_shard=auto"), "--dp_shard auto shards nothing: 1 of 4 workers is "
      "left after --tp 2 and --cp 2; leave --dp_shard out, or start more workers"),
-    (("--tp=2",), "--model tests.nets:tiny has no plan for --tp 2; use --dp_shard, or give the "
-     "network a tensor_parallel_plan (docs/parallel.md)"),
-    (("--cp=2",), "--cp 2: --model tests.nets:tiny has no sequences to cut; leave --cp out"),
-    (("--cp=2", "--model=bert_tiny"), "--cp 2: --model bert_tiny needs whole sequences; leave --cp "
-     "out"),
-    (("--cp=4", "--model=llama_tiny"), "--cp 4: --model llama_tiny has 2 num_key_value_heads; use "
-     "a divisor of them, or --cp_attention ring"),
-    (("--cp=2", "--tp=2", "--model=llama_tiny"), "--cp 2: --model llama_tiny has 2 "
-     "num_key_value_heads, 1 with --tp 2; use a divisor of them, or --cp_attention ring"),
     (("--cp_attention=ring",), "--cp_attention ring shares nothing without --cp 2"),
-    (("--cp=2", RING, "--model=gpt2_tiny"), "--cp 2 --cp_attention ring: --model gpt2_tiny drops "
-     "attention's weights with probability 0.1, which the ring cannot; use --cp_attention ulysses"),
-    (("--cp=2", RING, "--model=llama_tiny", "--seq_len=18"), "--cp 2 --cp_attention ring: "
-     "--seq_len 18 is no multiple of 4"),
-    (("--tp=4", "--model=llama_tiny"), "--tp 4: model.layers.0.self_attn.k_proj has 2 heads; use "
-     "--tp 1 or 2"),
     pytest.param(
         ("--dp_shard=auto", "--engine=xla"), "--dp_shard auto: engine xla keeps the whole model on "
         "each worker; use --engine ddp, inductor or jax", marks=[pytest.mark.xla, NEEDS_XLA]),
@@ -174,6 +177,24 @@ def test_sequence_parallelism_sums_in_parts_and_keeps_less(found, layers, sequen
     (("--model=arcface_r18", "--arcface.sample_rate=0.1", "--dp_shard=auto"),
      "--arcface.sample_rate shards the classes over all workers, and nothing else; leave "
      "--dp_shard, --tp, --cp and --pp out"),
+])  # fmt: skip
+def test_flags_that_do_not_go_together_are_refused(flags, line):
+    task = config.parse([*TINY, "--data=synthetic", "--nproc_per_node=4", "--device=cpu", *flags])
+    with pytest.raises(RequestError) as caught:
+        launchers.resolve(task)
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(("flags", "line"), sharded_ranks.REFUSED.items())
+def test_what_a_model_cannot_is_refused(found, flags, line):
+    assert found["refused"][" ".join(flags)] == line
+
+
+@pytest.mark.parametrize(("flags", "line"), [
+    # By the launcher, and by the workers, who build the model.
+    (("--dp_shard=3",), "4 workers are no multiple of --dp_shard 3; use auto or one of 1, 2, 4"),
+    (("--tp=2",), "--model tests.nets:tiny has no plan for --tp 2; use --dp_shard, or give the "
+     "network a tensor_parallel_plan (docs/parallel.md)"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(tmp_path, flags, line):
     done = run(
@@ -217,10 +238,20 @@ def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):
     assert on_device == pytest.approx(ends["ddp"].state_bytes / 4, rel=0.2)
 
 
-LANGUAGE = (*TINY, "--model=llama_tiny", "--seq_len=16", "--warmup_steps=1", "--log_interval=1",
-            "--optimizer=sgd", "--lr=0.1", "--ema_decay=0.9", "--eval_interval=0")  # fmt: skip
-# Eight samples a step in all of them.
+LANGUAGE = (*TINY, "--model=tests.distributed.decoders:decoder", "--seq_len=16",
+            "--warmup_steps=1", "--log_interval=1", "--optimizer=sgd", "--lr=0.1",
+            "--ema_decay=0.9", "--eval_interval=0")  # fmt: skip
+# Eight samples a step in all of them. Between them every kind of state is written, and read.
 LEGS = (
+    ("--nproc_per_node=1", "--batch_size=8"),
+    ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=1", "--offload=optimizer"),
+    ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=2", "--offload=all"),
+    ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto", "--engine=jax"),
+    ("--nproc_per_node=4", "--batch_size=4", "--tp=2", "--dp_shard=auto"),
+    ("--nproc_per_node=2", "--batch_size=8", "--pp=2", "--accumulate=2"),
+    ("--nproc_per_node=2", "--batch_size=4"),
+)
+MORE_LEGS = (
     ("--nproc_per_node=4", "--batch_size=2", "--dp_shard=auto"),
     ("--nproc_per_node=2", "--batch_size=4", "--dp_shard=auto", "--zero=1", "--offload=optimizer"),
     ("--nproc_per_node=1", "--batch_size=8"),
@@ -238,24 +269,35 @@ LEGS = (
 )
 
 
-@pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
-def test_a_run_goes_on_in_every_other_way_to_shard(tmp_path):
-    """4 -> 2 -> 1 -> 2 x 2 -> jax -> 2 -> tp -> 4 workers: one run of two steps each."""
+@NEEDS_JAX
+def test_a_run_goes_on_in_other_ways_to_shard(tmp_path):
+    check_goes_on(tmp_path, LEGS)
+
+
+@NEEDS_JAX
+@pytest.mark.soak
+def test_a_run_of_llama_goes_on_in_every_other_way_to_shard(tmp_path):
+    """4 -> 2 -> 1 -> 2 x 2 -> jax -> 2 -> tp -> 4 workers."""
+    check_goes_on(tmp_path, MORE_LEGS, "--model=llama_tiny")
+
+
+def check_goes_on(tmp_path: Path, legs: tuple[tuple[str, ...], ...], *more: str) -> None:
+    """Train one run, two steps in each way, and the same one at once."""
     words = random.Random(0).choices(("shard", "gather", "rank", "mesh", "stage"), k=2000)
     (tmp_path / "text").write_text(" ".join(words))
     # At 0.1 rounding alone grows to 1e-5 in these steps, without any sharding too.
-    text = (f"--data=tokens:{tmp_path / 'text'}", "--lr=0.01")
-    for number, flags in enumerate(LEGS, start=1):
-        done = run(*LANGUAGE, *text, *flags, f"--max_steps={2 * number}", "--resume=auto",
+    common = (*LANGUAGE, *more, f"--data=tokens:{tmp_path / 'text'}", "--lr=0.01")
+    for number, flags in enumerate(legs, start=1):
+        done = run(*common, *flags, f"--max_steps={2 * number}", "--resume=auto",
                    f"--output_dir={tmp_path / 'legs'}")  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    unbroken = run(*LANGUAGE, *text, "--batch_size=8", f"--max_steps={2 * len(LEGS)}",
+    unbroken = run(*common, "--batch_size=8", f"--max_steps={2 * len(legs)}",
                    f"--output_dir={tmp_path / 'whole'}")  # fmt: skip
     assert unbroken.returncode == 0, unbroken.stderr
     losses = [[w.loss for w in of_kind(tmp_path / name, records.WindowRecord)]
               for name in ("legs", "whole")]  # fmt: skip
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    last = f"step-{2 * len(LEGS):09}"
+    last = f"step-{2 * len(legs):09}"
     states = [checkpoint_file.read(tmp_path / name / "checkpoints" / last).state
               for name in ("legs", "whole")]  # fmt: skip
     for kind in ("model", "optimizer"):
@@ -273,18 +315,18 @@ def test_a_run_goes_on_in_every_other_way_to_shard(tmp_path):
 
 
 def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
-    """PartialFC with all classes, of 7 over 4, 2 and 1 workers, beside the whole head on one."""
+    """PartialFC with all classes, of 7 over 4, 1 and 2 workers, beside the whole head on one."""
     images = mock_images.MockImagePlan(num_classes=7, num_train=4, num_val=1)
     mock_images.make(tmp_path / "images", images)
     common = (*TINY, f"--data=imagefolder:{tmp_path / 'images'}", "--image_size=16",
               "--optimizer=sgd", "--lr=0.01", "--momentum=0.5", "--ema_decay=0.5",
               "--warmup_steps=1", "--log_interval=1", "--max_steps=100")  # fmt: skip
-    for number, workers in enumerate((4, 2, 1, 4), start=1):
+    for number, workers in enumerate((4, 1, 2), start=1):
         done = run(*common, "--model=tests.nets:PartialFace", f"--nproc_per_node={workers}",
                    f"--batch_size={8 // workers}", f"--epochs={number}", "--resume=auto",
                    f"--output_dir={tmp_path / 'shared'}")  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    done = run(*common, "--model=tests.nets:TinyFace", "--batch_size=8", "--epochs=4",
+    done = run(*common, "--model=tests.nets:TinyFace", "--batch_size=8", "--epochs=3",
                f"--output_dir={tmp_path / 'whole'}")  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses, evaluations, states = [], [], []
@@ -293,7 +335,7 @@ def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
         evaluations.append(of_kind(tmp_path / name, records.EvalRecord))
         last = max((tmp_path / name / "checkpoints").iterdir())
         states.append(checkpoint_file.read(last).state)
-    assert len(losses[1]) == 12
+    assert len(losses[1]) == 9
     # Logits are cosines times 64, and rounding grows likewise.
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     for of, expected in zip(*evaluations, strict=True):
@@ -304,26 +346,36 @@ def test_classes_are_shared_out_over_any_number_of_workers(tmp_path):
     assert states[0].optimizer["net.classes"]["momentum_buffer"].shape == (7, 512)
 
 
+def samples_and_losses(folder: Path, *flags: str) -> tuple[list[int], list[float]]:
+    (folder / "text").write_text((ROOT / "docs" / "architecture.md").read_text()[:700])
+    done = run(*LANGUAGE, f"--data=tokens:{folder / 'text'}", "--epochs=1", "--max_steps=99",
+               "--batch_size=4", "--eval_interval=1", "--save_interval=0",
+               f"--output_dir={folder / 'run'}", *flags)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    evaluations = of_kind(folder / "run", records.EvalRecord)
+    assert evaluations
+    logged = (*of_kind(folder / "run", records.WindowRecord), *evaluations)
+    num_samples = [end_of(folder / "run").num_samples, *(r.num_samples for r in logged)]
+    return num_samples, [record.loss for record in logged]
+
+
+@pytest.fixture(scope="module")
+def of_one_worker(tmp_path_factory) -> tuple[list[int], list[float]]:
+    return samples_and_losses(tmp_path_factory.mktemp("alone"))
+
+
+# Ranks that share a batch are counted alike whatever they share of it.
 @pytest.mark.parametrize("shared", [
-    ("--tp=2",), ("--tp=2", "--sequence_parallel"), ("--cp=2",), ("--cp=2", RING),
+    pytest.param(("--tp=2",), marks=pytest.mark.soak), ("--tp=2", "--sequence_parallel"),
+    pytest.param(("--cp=2",), marks=pytest.mark.soak), ("--cp=2", RING),
     ("--pp=2", "--accumulate=2"),
 ])  # fmt: skip
-def test_samples_that_workers_share_count_once(tmp_path, shared):
-    records_of = {}
-    (tmp_path / "text").write_text((ROOT / "docs" / "architecture.md").read_text()[:700])
-    for name, flags in {"alone": (), "shared": ("--nproc_per_node=2", *shared)}.items():
-        done = run(*LANGUAGE, f"--data=tokens:{tmp_path / 'text'}", "--epochs=1",
-                   "--batch_size=4", "--eval_interval=1", "--save_interval=0",
-                   f"--output_dir={tmp_path / name}", *flags)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        windows = of_kind(tmp_path / name, records.WindowRecord)
-        evaluations = of_kind(tmp_path / name, records.EvalRecord)
-        records_of[name] = [end_of(tmp_path / name).num_samples, *(w.num_samples for w in windows)]
-        records_of[name] += [e.num_samples for e in evaluations]
-        records_of[f"losses {name}"] = [r.loss for r in (*windows, *evaluations)]
-    assert len(records_of["alone"]) > 3
-    assert records_of["shared"] == records_of["alone"]
-    assert records_of["losses shared"] == pytest.approx(records_of["losses alone"], rel=1e-5)
+def test_samples_that_workers_share_count_once(tmp_path, of_one_worker, shared):
+    num_samples, losses = of_one_worker
+    assert len(num_samples) > 3
+    of_shared, losses_of_shared = samples_and_losses(tmp_path, "--nproc_per_node=2", *shared)
+    assert of_shared == num_samples
+    assert losses_of_shared == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_step_logs_the_mean_over_all_of_its_labels(tmp_path):
@@ -357,7 +409,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_workers(tmp_path, sharded)
     assert "cannot write a checkpoint" in done.stderr
 
 
-KILLED_TEXT = ("--model=tests.nets:text_killed_on_rank1", "--seq_len=16")
+KILLED_TEXT = ("--model=tests.distributed.decoders:killed_on_rank1", "--seq_len=16")
 
 
 @pytest.mark.parametrize("flags", [

@@ -136,46 +136,16 @@ def test_a_plan_is_found_in_a_part_of_the_network():
     assert tensor_parallel.find_plan(nn.Linear(2, 2)) == {}
 
 
-# In a process of its own: the import changes the environment.
-QWEN = """
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from accbench.distributed.collectives import RankGroup
-from accbench.engines.common import tensor_parallel
-net = Qwen2ForCausalLM(Qwen2Config(
-    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=2,
-))
-plan = tensor_parallel.find_plan(net)
-slices = tensor_parallel.parallelize(net, plan, RankGroup("", 1, 2))
-print(slices["model.layers.0.self_attn.k_proj.weight"].axis)
-print(slices["model.layers.0.mlp.down_proj.weight"].axis)
-"""
-
-
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-def test_transformers_own_plan_is_taken():
-    done = python("-c", QWEN)
+def test_transformers_own_plans_are_taken():
+    """That of stages, too: the import takes longer than all else."""
+    done = python("-m", "tests.distributed.apart", "plans")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["0", "1"]
-
-
-GATHERED = """
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from accbench.distributed.collectives import RankGroup
-from accbench.engines.common import tensor_parallel
-
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-net = torch.nn.Sequential(torch.nn.Linear(4, 6))
-tensor_parallel.parallelize(net, {"0": "colwise_gather_output"}, RankGroup.of(dist.group.WORLD))
-logits = net(torch.ones(2, 3, 4))
-print([*logits.shape], logits._is_view(), logits.is_contiguous())
-dist.destroy_process_group()
-"""
+    stages = ["model.embed_tokens", "model.layers.*", "model.norm", "lm_head"]
+    assert done.stdout.split() == [*stages, "0", "1"]
 
 
 def test_gathered_logits_are_no_view():
     # FSDP's hook on an output goes where a model changes a view of it in place.
-    done = python("-c", GATHERED)
+    done = python("-m", "tests.distributed.apart", "logits")
     assert done.stdout.strip() == "[2, 3, 6] False True", done.stderr

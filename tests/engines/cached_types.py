@@ -1,9 +1,13 @@
-"""Three steps of a small net through engine inductor: `ENGINE-FLAGS... FOLDER`, losses as JSON.
+"""Three steps of a small net through engine inductor, in two types with a cache that they share.
 
-python -m tests.engines.cached_types AMP_DTYPE FOLDER
+    python -m tests.engines.cached_types FOLDER
+
+All is in one process, which forgets what it has compiled before each start but for what is on disk.
+Prints JSON: TYPE-CACHE -> losses.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,14 +17,15 @@ from torch import nn
 import accbench
 
 
-def main() -> None:
-    dtype, folder = sys.argv[1:]
+def losses_of(dtype: str, cache: Path, folder: Path) -> list[float]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    torch.compiler.reset()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    net = nn.Sequential(nn.Linear(16, 4))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     run = accbench.accelerate(
         net, optimizer, engine="inductor", amp_level="O1", amp_dtype=dtype, device="cpu",
-        tensorboard="off", output_dir=folder,
+        tensorboard="off", output_dir=str(folder),
     )  # fmt: skip
     losses, inputs = [], torch.randn(8, 16)
     for _ in range(3):
@@ -29,7 +34,17 @@ def main() -> None:
         run.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-    Path(f"{folder}.json").write_text(json.dumps(losses))
+    run.close()
+    return losses
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = {}
+    for dtype, cache in (("bfloat16", "shared"), ("float16", "shared"), ("float16", "fresh")):
+        name = f"{dtype}-{cache}"
+        found[name] = losses_of(dtype, folder / cache, folder / name)
+    print(json.dumps(found))
 
 
 main()

@@ -1,6 +1,6 @@
 """Models of which something of Python's changes while they train, in one engine.
 
-    python -m tests.engines.changing_models ENGINE
+    python -m tests.engines.changing_models ENGINE CASE...
 
 Prints one line of JSON: case -> the losses of its steps and of those in plain torch, or what was
 raised.
@@ -136,9 +136,10 @@ def train(case: str, engine_name: str) -> dict[str, Any]:
 
 def main() -> None:
     found = {}
-    for case in CASES:
+    engine, *cases = sys.argv[1:]
+    for case in cases:
         try:
-            found[case] = train(case, sys.argv[1])
+            found[case] = train(case, engine)
         except Exception as error:
             found[case] = {"raised": f"{type(error).__name__}: {error}"}
     print(json.dumps(found))

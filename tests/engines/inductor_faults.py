@@ -1,14 +1,15 @@
 """In a process of its own, which dies where the heap is broken: faults of torch's inductor.
 
-    python -m tests.engines.inductor_faults CACHE_FOLDER
+    python -m tests.engines.inductor_faults CACHE_FOLDER kernels|labels
 
-Prints JSON: how far evaluations and gradients are from eager's, and what dropout in place made of
-its input.
+Prints JSON: how far evaluations are from eager's; of kernels also how far gradients are, and what
+dropout in place made of its input.
 """
 
 import copy
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,35 +53,43 @@ def gradient(model: Net) -> torch.Tensor:
     return found
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    plain = Net()
-    batches = torch.randn(8, 3, 8, 8)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
-    eager = copy.deepcopy(plain)
-    run = accbench.accelerate(
-        plain, optimizer, DataLoader(batches, batch_size=2), engine="inductor", amp_level="O0",
-        device="cpu", tensorboard="off", output_dir=f"{sys.argv[1]}/run",
-        inductor={"cache_dir": sys.argv[1], "find_unused_parameters": True},
-    )  # fmt: skip
+def train(run: Any, eager: Net) -> dict[str, list[float]]:
     model, optimizer, loader = run
-    kept, gradients, outputs = [], [], []
+    kept, gradients = [], []
     for images in loader:
         run.backward(model(images).square().mean())
         optimizer.step()
         eager(images).square().mean().backward()
-        own, right = gradient(plain), gradient(eager)
+        own, right = gradient(model), gradient(eager)
         gradients.append(float((own - right).norm() / right.norm()))
         whole = eager.batch_norm(eager.left(images)).mean([2, 3])
         kept += (model(images, drops=True) / whole).flatten().tolist()
+    return {"kept": kept, "gradients": gradients}
+
+
+def main() -> None:
+    cache, faults = sys.argv[1:]
+    torch.manual_seed(0)
+    model = Net()
+    batches = torch.randn(8, 3, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    eager = copy.deepcopy(model)
+    run = accbench.accelerate(
+        model, optimizer, DataLoader(batches, batch_size=2), engine="inductor", amp_level="O0",
+        device="cpu", tensorboard="off", output_dir=f"{cache}/run-{faults}",
+        inductor={"cache_dir": cache, "find_unused_parameters": True},
+    )  # fmt: skip
+    if faults == "kernels":
+        found = train(run, eager)
+        evaluated: list[Any] = [(images,) for images in batches.split(2)]
+    else:
+        found = {}
+        evaluated = [(batches, False, torch.tensor([[3, 0, -1, 2], [1, -1, 0, 3]] * 4))]
     model.eval()
     eager.eval()
     with torch.no_grad():
-        for images in batches.split(2):
-            outputs.append(float((model(images) - eager(images)).abs().max()))
-        given = (batches, False, torch.tensor([[3, 0, -1, 2], [1, -1, 0, 3]] * 4))
-        outputs.append(float((model(*given) - eager(*given)).abs().max()))
-    print(json.dumps({"kept": kept, "gradients": gradients, "outputs": outputs}))
+        outputs = [float((model(*of) - eager(*of)).abs().max()) for of in evaluated]
+    print(json.dumps({**found, "outputs": outputs}))
 
 
 main()

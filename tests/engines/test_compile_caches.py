@@ -20,6 +20,12 @@ from tests.engines import changing_models, edited_models
 needs_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="needs jax")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 ENGINES = COMPILED
+# Inductor sees these as it does an attribute, or by torch's own guards alone; two of them have it
+# compile in each step.
+LEFT_TO_TORCH = (
+    "function", "nested", "global", "class", "set by the first step", "lazily set", "counted",
+    "drawn", "every step",
+)  # fmt: skip
 REFUSED_BY_JAX = {
     "counted": "every forward pass changes count",
     "drawn": "random numbers of Python's or numpy's",
@@ -33,10 +39,9 @@ def folder(tmp_path_factory):
 
 
 @cache
-def found_by(module: str, engine: str, folder: Path) -> dict:
+def found_by(module: str, engine: str, folder: Path, *arguments: object) -> dict:
     done = python(
-        "-m", f"tests.engines.{module}", engine,
-        *([folder / "code"] if module == "edited_models" else []),
+        "-m", f"tests.engines.{module}", engine, *arguments,
         NPROC="1", OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(folder / engine),
         TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
     )  # fmt: skip
@@ -44,11 +49,25 @@ def found_by(module: str, engine: str, folder: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("case", changing_models.CASES)
+def is_left_to_torch(engine: str, case: str) -> bool:
+    return engine == "inductor" and case in LEFT_TO_TORCH
+
+
+def cases_beside(engine: str, case: str) -> list[str]:
+    """Those that one process has together with this one."""
+    left = is_left_to_torch(engine, case)
+    return [other for other in changing_models.CASES if is_left_to_torch(engine, other) == left]
+
+
+@pytest.mark.parametrize(("case", "engine"), [
+    pytest.param(case, *engine.values, marks=[
+        *engine.marks, *([pytest.mark.soak] if is_left_to_torch(*engine.values, case) else []),
+    ])
+    for case in changing_models.CASES for engine in ENGINES
+])  # fmt: skip
 def test_what_changes_between_two_steps_counts_from_there_on(engine, case, folder):
     """Attributes, nests of them, functions, hooks, globals, closures: as in plain torch."""
-    found = found_by("changing_models", engine, folder)[case]
+    found = found_by("changing_models", engine, folder, *cases_beside(engine, case))[case]
     if engine == "jax" and case in REFUSED_BY_JAX:
         assert found["raised"].startswith("RequestError: --engine jax captures ")
         assert REFUSED_BY_JAX[case] in found["raised"]
@@ -59,7 +78,7 @@ def test_what_changes_between_two_steps_counts_from_there_on(engine, case, folde
 
 @pytest.mark.parametrize("engine", ENGINES[:2])
 def test_code_that_is_edited_between_two_starts_counts(engine, folder):
-    found = found_by("edited_models", engine, folder)
+    found = found_by("edited_models", engine, folder, folder / "code")
     assert found.keys() == set(edited_models.OF_ENGINE[engine])
     for edit, steps in found.items():
         assert steps["losses"] == pytest.approx(steps["plain"], rel=1e-4), edit

@@ -1,11 +1,10 @@
 """Models that cannot have their images in channels_last train all the same."""
 
-import shutil
-
 import pytest
 
 from accbench.recording import records
 from tests.conftest import of_kind, run
+from tests.engine_params import NEEDS_COMPILER
 
 FLAGS = (
     "--model=tests.nets:joined", "--image_size=16", "--data=synthetic", "--batch_size=4",
@@ -14,14 +13,18 @@ FLAGS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", [
-    "ddp",
-    pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++")),
+# Of two workers DDP's wrapper is called first, of one alone the compiled model itself.
+@pytest.mark.parametrize(("engine", "num_workers"), [
+    ("ddp", 2),
+    pytest.param("inductor", 1, marks=NEEDS_COMPILER),
+    pytest.param("inductor", 2, marks=[NEEDS_COMPILER, pytest.mark.soak]),
 ])  # fmt: skip
-def test_channels_and_pixels_joined_by_view_are_as_without_channels_last(engine, tmp_path):
+def test_channels_and_pixels_joined_by_view_are_as_without_channels_last(
+    engine, num_workers, tmp_path
+):
     losses = []
     for name, more in (("asked", [f"--{engine}.no-channels_last"]), ("found", [])):
-        flags = (*FLAGS, "--nproc_per_node=2", f"--engine={engine}", *more)
+        flags = (*FLAGS, f"--nproc_per_node={num_workers}", f"--engine={engine}", *more)
         done = run(*flags, f"--output_dir={tmp_path / name}")
         assert done.returncode == 0, done.stderr
         assert (f"--{engine}.no-channels_last" in done.stderr + done.stdout) == (name == "found")

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,19 +16,23 @@ from accbench.machine import doctor, self_test
 from accbench.pjrt import nvidia
 from accbench.system import extras
 from tests import containers
-from tests.conftest import HANG_S, ROOT
+from tests.conftest import ROOT, python
 from tests.engine_params import HAS_JAX
 
 
-def ask(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "accbench", "doctor", *flags],
-        cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
+@pytest.fixture
+def _forked_runs(monkeypatch) -> None:
+    """Fork the self-test's runs, each of which would import torch twice."""
+
+    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        return python(*command[1:])
+
+    there = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(self_test, "subprocess", there)
 
 
 def test_json_names_every_engine_and_nothing_private() -> None:
-    done = ask("--format=json", CUDA_VISIBLE_DEVICES="")
+    done = python("-m", "accbench", "doctor", "--format=json", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["cores"] >= 1
@@ -85,6 +90,7 @@ def test_what_a_container_lacks_is_told(monkeypatch, tmp_path) -> None:
     assert "shared memory none: use --workers 0" in told
 
 
+@pytest.mark.usefixtures("_forked_runs")
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("jax", marks=pytest.mark.soak)])
 def test_the_self_test_trains_alone_and_in_pairs(monkeypatch, engine) -> None:
     """By the engine of each kind: eager, and with collectives in the graph. All that can train
@@ -119,6 +125,7 @@ def test_cudnn_is_that_of_torchs_cuda(monkeypatch, cuda, found) -> None:
     assert doctor.examine()["cudnn"] == found
 
 
+@pytest.mark.usefixtures("_forked_runs")
 def test_a_worker_that_fails_is_told_of(monkeypatch) -> None:
     monkeypatch.setattr(self_test, "_FLAGS", (*self_test._FLAGS, "--lr=nan"))
     monkeypatch.setattr(doctor, "check_engines", lambda: [doctor.EngineSupport("ddp", "cpu", None)])

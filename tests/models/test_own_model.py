@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from accbench.recording import records
-from tests.conftest import HANG_S, ROOT, command, end_of, of_kind
+from tests.conftest import HANG_S, ROOT, command, end_of, of_kind, python
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,7 @@ def installed(tmp_path_factory):
 
 
 def start(installed, *flags):
-    path = os.pathsep.join([str(installed), str(ROOT)])
-    return subprocess.run(
-        command(*flags), cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
+    return python(*command(*flags)[1:], PYTHONPATH=os.pathsep.join([str(installed), str(ROOT)]))
 
 
 def test_it_trains_by_its_name(installed, tmp_path):

@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
 
-from tests.conftest import HANG_S, ROOT, run
+from tests.conftest import HANG_S, ROOT, python
 
 SCHEMA = json.loads((ROOT / "accbench/report/preflight.schema.json").read_text())
+# Run the command with a tracing process that is a copy of it, and has its imports.
+FORKED = ("-m", "tests.all_forked")
+WITH_LLAMA = (*FORKED, "--import=transformers:LlamaForCausalLM")
 
 
 def start(*flags: object, **env: str) -> "subprocess.Popen[str]":
@@ -26,14 +30,19 @@ def end(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def completed(*flags: object) -> tuple[int, str, str]:
-    """Return (status, output, errors) of a process that nobody sends signals to."""
-    done = run("accbench", "preflight", *flags, script="-m")
+def completed(*flags: object, by: Sequence[str] = ()) -> tuple[int, str, str]:
+    """Return (status, output, errors) of a process that nobody sends signals to.
+
+    Args:
+        flags: of the command.
+        by: what Python runs, to run the command.
+    """
+    done = python(*by, "-m", "accbench", "preflight", *flags)
     return done.returncode, done.stdout, done.stderr
 
 
-def result_of(*flags: object) -> dict[str, Any]:
-    status, out, err = completed("--format=json", *flags)
+def result_of(*flags: object, by: Sequence[str] = ()) -> dict[str, Any]:
+    status, out, err = completed("--format=json", *flags, by=by)
     assert status == 0, err
     assert err == ""
     result: dict[str, Any] = json.loads(out)

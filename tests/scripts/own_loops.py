@@ -1,14 +1,16 @@
 """Loops as users write them, each by plain torch and through `accbench.accelerate`.
 
-    own_loops.py OUT ENGINE
+    own_loops.py OUT ENGINE [CASE ...]
 
-Writes OUT/found.json: case -> [the largest distance of a loss, of a parameter], relative.
+Writes OUT/found.json: case -> [the largest distance of a loss, of a parameter], relative. Without
+a CASE it is all of them.
 """
 
 import copy
 import json
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -174,23 +176,27 @@ class Cases:
         on_host = run.to_host(net.state_dict())
         assert all(torch.equal(t, on_host[n]) for n, t in copied.state_dict().items())
 
-    def all(self):
-        for name, make in OPTIMIZERS.items():
-            self.both(name, make)
-        self.both("scheduler before", before=cosine)
-        self.both("scheduler after", after=cosine)
-        self.both("accumulation", accumulate=3)
-        self.both("accumulation held back", accumulate=3, hold_back=True)
-        self.both("clipping", sgd, clip=0.1)
-        self.both("zero_grad behind the step", zero_last=True)
-        self.both("gradients that add up", accumulate=NUM_SAMPLES // BATCH)
-        data = TensorDataset(torch.randn(9, 6), torch.zeros(9))
-        self.both("evaluation", evaluate=DataLoader(data, 3))
-        self.both("state from before", early=self.early)
-        self.overflow()
-        self.dropout()
+    def run(self, names):
+        """Those of these names, or all."""
+        held_out = TensorDataset(torch.randn(9, 6), torch.zeros(9))
+        cases = {
+            **{name: partial(self.both, make=make) for name, make in OPTIMIZERS.items()},
+            "scheduler before": partial(self.both, before=cosine),
+            "scheduler after": partial(self.both, after=cosine),
+            "accumulation": partial(self.both, accumulate=3),
+            "accumulation held back": partial(self.both, accumulate=3, hold_back=True),
+            "clipping": partial(self.both, make=sgd, clip=0.1),
+            "zero_grad behind the step": partial(self.both, zero_last=True),
+            "gradients that add up": partial(self.both, accumulate=NUM_SAMPLES // BATCH),
+            "evaluation": partial(self.both, evaluate=DataLoader(held_out, 3)),
+            "state from before": partial(self.both, early=self.early),
+            "overflow": self.overflow,
+            "dropout": self.dropout,
+        }
+        for name in names or cases:
+            cases[name](name)
 
-    def dropout(self):
+    def dropout(self, name):
         """Right in rate and scale, another in every step, and the same from the same seed."""
         kept = []
         for attempt in range(2):
@@ -215,9 +221,9 @@ class Cases:
         assert not torch.equal(kept[0], kept[1])
         assert torch.equal(kept[0], kept[2])
         rate = (torch.cat(kept[:2]) == 0).double().mean().item()
-        self.found["dropout"] = [0.0, 0.0 if abs(rate - 0.25) < 0.01 else rate]
+        self.found[name] = [0.0, 0.0 if abs(rate - 0.25) < 0.01 else rate]
 
-    def overflow(self):
+    def overflow(self, name):
         """A step whose float16 gradients are infinite changes nothing, the next one does."""
         net, optimizer, loader = of_parts(adamw)
         run = accbench.accelerate(
@@ -239,7 +245,7 @@ class Cases:
                 max((a - b).abs().max().item() for a, b in zip(before, after, strict=True))
             )
         run.close()
-        self.found["overflow"] = [moved[0], 0.0 if moved[1] > 0 else 1.0]
+        self.found[name] = [moved[0], 0.0 if moved[1] > 0 else 1.0]
 
     def early(self, net, optimizer):
         for _ in range(2):
@@ -249,11 +255,11 @@ class Cases:
 
 
 if __name__ == "__main__":
-    out, engine = Path(sys.argv[1]), sys.argv[2]
+    out, engine, *names = Path(sys.argv[1]), *sys.argv[2:]
     if engine == "xla":  # which has to be there before a process's first backward pass
         import torch_xla
 
         torch_xla.device()
     cases = Cases(out, engine)
-    cases.all()
+    cases.run(names)
     (out / "found.json").write_text(json.dumps(cases.found))

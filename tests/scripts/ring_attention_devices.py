@@ -1,8 +1,9 @@
 """The ring of engine jax over devices of one process, beside torch's attention of whole sequences.
 
-    ring_attention_devices.py OUT      (with JAX_ENABLE_X64 and four devices by XLA_FLAGS)
+    python -m tests.scripts.ring_attention_devices OUT LOWERED|REPEATED
 
-It writes OUT/found.json: case -> distances and dtypes; and of programs, what is in them.
+With JAX_ENABLE_X64, and four devices by XLA_FLAGS. It writes OUT/found.json: case -> distances and
+dtypes; with LOWERED, of programs, what is in them.
 """
 
 import json
@@ -23,16 +24,15 @@ from accbench.distributed.ring_attention import chunks_per_rank, ring_attention
 from accbench.engines.jax.lowering import dtypes, run_graph
 from accbench.engines.jax.lowering.rows import ring_attention as rows
 from accbench.engines.jax.lowering.rows.collectives import CP_AXIS
-from tests.scripts.ring_attention_ranks import CASES, Case, inputs_of, of_whole_sequences
+from tests.scripts.ring_attention_ranks import (
+    ALL_CASES,
+    LOWERED,
+    REPEATED,
+    Case,
+    inputs_of,
+    of_whole_sequences,
+)
 
-LOWERED = [
-    (name, 4) for name in (
-        "one head of keys", "scaled steeply", "narrow values", "few scores at a time",
-        "a query at a time", "float32", "bfloat16", "autocast",
-    )
-]  # fmt: skip
-LOWERED += [("shared keys", 2), ("every key", 2)]
-"""Cases and the number of ranks."""
 NAMES = ("out", "q", "k", "v")
 
 
@@ -97,9 +97,11 @@ def program(num_ranks: int) -> dict[str, Any]:
     }
 
 
-def main(out: str) -> None:
-    found: dict[str, Any] = {name: distances(CASES[name], of) for name, of in LOWERED}
-    found["program"] = {num_ranks: program(num_ranks) for num_ranks in (3, 4)}
+def main(out: str, kind: str) -> None:
+    cases = {"LOWERED": LOWERED, "REPEATED": REPEATED}[kind]
+    found: dict[str, Any] = {name: distances(ALL_CASES[name], of) for name, of in cases.items()}
+    if kind == "LOWERED":
+        found["program"] = {num_ranks: program(num_ranks) for num_ranks in (3, 4)}
     Path(out, "found.json").write_text(json.dumps(found))
 
 

@@ -1,6 +1,6 @@
 """A rank of four that attend by the ring, beside torch's attention of whole sequences.
 
-    ring_attention_ranks.py OUT
+    python -m tests.scripts.ring_attention_ranks OUT
 
 Rank 0 writes OUT/found.json: case -> the largest of the ranks' distances, and what they kept.
 """
@@ -53,6 +53,22 @@ CASES = {
     "autocast": Case(heads=(4, 2), dtype=torch.float32, num_tokens=256, autocast=True),
     "compiled": Case(heads=(4, 2), is_compiled=True),
 }
+# Lowered to JAX each is compiled for seconds. So there three of them are one, and those whose code
+# the others go through as well are for `make soak`.
+ALL_CASES = {
+    **CASES,
+    "steep, narrow, one head": Case(heads=(5, 1), widths=(7, 3), num_tokens=24, scale=3.0),
+}
+LOWERED = {
+    "steep, narrow, one head": 4, "few scores at a time": 4, "a query at a time": 4,
+    "autocast": 4, "shared keys": 2,
+}  # fmt: skip
+"""Case -> number of ranks."""
+REPEATED = {
+    "one head of keys": 4, "scaled steeply": 4, "narrow values": 4, "float32": 4, "bfloat16": 4,
+    "every key": 2,
+}  # fmt: skip
+"""Likewise."""
 
 
 def inputs_of(case: Case) -> list[torch.Tensor]:

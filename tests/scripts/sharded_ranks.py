@@ -1,8 +1,9 @@
 """A rank of four that train in every way to shard, beside training that shards nothing.
 
-    sharded_ranks.py OUT [CASES|SOAKED [CASE ...]]
+    python -m tests.scripts.sharded_ranks OUT [CASES|REPEATED|SOAKED [CASE ...]]
 
-Rank 0 writes OUT/found.json: case -> relative distances of losses and of all updates together.
+Rank 0 writes OUT/found.json: case -> relative distances of losses and of all updates together. With
+CASES it has `refused` as well: flags -> what a rank is refused with.
 """
 
 import json
@@ -22,6 +23,7 @@ from accbench.config import plugins
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
 from accbench.distributed.whole_tensors import is_sharded
+from accbench.errors import RequestError
 from accbench.training import worker
 from accbench.training.label_counts import LabelCounts
 from accbench.training.train_loop import train_step
@@ -166,8 +168,9 @@ CASES |= {
 }
 INDUCTOR, VIT = "--engine=inductor", ("--model=tests.nets:small_vit", *SGD)
 CASES["inductor tp 2 x 2"] = (SGD_CLIPPED, (INDUCTOR, "--tp=2", "--dp_shard=2"), "whole")
+# Of one layer, as it compiles.
 CASES["inductor sequence 2 x 2"] = (
-    SGD_CLIPPED, (INDUCTOR, *TP_PARTS, "--dp_shard=2"), "whole"
+    (HEADS, *SGD, "--clip_norm=0.5"), (INDUCTOR, *TP_PARTS, "--dp_shard=2"), "whole"
 )  # fmt: skip
 """Case -> flags of both, flags of the sharded run, and what it is held against."""
 # They compile for a minute each.
@@ -215,9 +218,10 @@ if find_spec("jax"):
     CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*LATE, "--tp=2"), "whole")
     CASES["jax ignored labels"] = (SGD_CLIPPED, ("--engine=jax", TWICE), "whole")
     CASES["jax sequence 2 x 2"] = (SGD_CLIPPED, (*LATE, *TP_PARTS), "whole")
+    CASES["jax ignored labels sequence 2 x 2"] = CASES["jax sequence 2 x 2"]
     CASES["jax cp 4 ring"] = (SGD_CLIPPED, ("--engine=jax", "--cp=4", RING), "whole")
     CASES["jax cp 2 ring x tp 2"] = (
-        (UNTIED, *SGD, TWICE, "--checkpoint_modules=LlamaDecoderLayer"),
+        (HEADS, *SGD, TWICE, "--checkpoint_modules=LlamaDecoderLayer"),
         (*JAX, "--cp=2", RING),
         "whole",
     )
@@ -242,6 +246,52 @@ if find_spec("jax"):
         "jax tp 2 x 2 adamw": (ADAMW_TIED, (*JAX, "--dp_shard=auto"), "whole"),
         "jax tp vit": (VIT, JAX, "whole"),
     }
+# Case -> one of the others that goes through the same code; `make soak` has these.
+_REPEATS = {
+    "zero 1 sgd": "2 x 2 zero 1", "zero 1 adamw": "offload optimizer zero 1 overflow",
+    "zero 2 sgd": "ends zero 2", "zero 3 sgd": "ends 2 x 2 zero 3", "zero 3 adamw": "cp adamw",
+    "zero 1 overflow": "offload optimizer zero 1 overflow", "zero 3 overflow": "2 x 2 skipped",
+    "2 x 2 zero 3": "ends 2 x 2 zero 3", "zero 1 accumulated": "sequence 2 x 2 zero 1",
+    "zero 3 accumulated": "ends read", "tp adamw": "tp 2 x 2 zero 1",
+    "tp 2 x 2 zero 3": "ignored labels 2 x 2 zero 3", "tp 2 x 2 adamw": "offload all tp 2 x 2",
+    "tp bert": "sequence bert", "tp vit": "sequence vit",
+    "tp overflow": "offload optimizer zero 1 overflow", "tp accumulated": "ends read",
+    "cp sgd": "ignored labels cp", "cp 2 x tp 2": "sequence cp 2 x tp 2",
+    "ignored labels": "ignored labels 2 x 2 zero 3",
+    "ignored labels accumulated": "ignored labels cp",
+    "cp 4 ring sgd": "cp 4 ring ignored labels", "cp ring adamw": "cp adamw",
+    "sequence adamw": "sequence sgd", "sequence tied adamw": "sequence 2 x 2 zero 1",
+    "offload optimizer": "offload optimizer zero 3", "offload all": "offload all tp 2 x 2",
+    "partial fc uneven adamw": "partial fc sgd", "ends in turns": "ends 2 x 2 zero 3",
+    "ends offload all": "offload all tp 2 x 2", "pp 4 sgd": "pp 4 batchnorm",
+    "inductor tp 2 x 2": "inductor sequence 2 x 2",
+    "jax tp 2 x 2": "jax ignored labels sequence 2 x 2",
+    "jax ignored labels": "jax ignored labels sequence 2 x 2",
+    "jax sequence 2 x 2": "jax ignored labels sequence 2 x 2",
+    "jax cp 4 ring": "jax cp 2 ring x tp 2",
+}  # fmt: skip
+REPEATED = {case: CASES.pop(case) for case in _REPEATS if case in CASES}
+
+# Flags -> what a rank is refused with when it has the model.
+REFUSED = {
+    ("--sequence_parallel", "--tp=2", "--model=tests.nets:small_vit"): "--model "
+    "tests.nets:small_vit has no plan for --sequence_parallel; leave it out, or give the network "
+    "a sequence_parallel_plan (docs/parallel.md)",
+    ("--cp=2", "--model=tests.nets:tiny"): "--cp 2: --model tests.nets:tiny has no sequences to "
+    "cut; leave --cp out",
+    ("--cp=2", "--model=bert_tiny"): "--cp 2: --model bert_tiny needs whole sequences; leave --cp "
+    "out",
+    ("--cp=4", "--model=llama_tiny"): "--cp 4: --model llama_tiny has 2 num_key_value_heads; use "
+    "a divisor of them, or --cp_attention ring",
+    ("--cp=2", "--tp=2", "--model=llama_tiny"): "--cp 2: --model llama_tiny has 2 "
+    "num_key_value_heads, 1 with --tp 2; use a divisor of them, or --cp_attention ring",
+    ("--cp=2", RING, "--model=gpt2_tiny"): "--cp 2 --cp_attention ring: --model gpt2_tiny drops "
+    "attention's weights with probability 0.1, which the ring cannot; use --cp_attention ulysses",
+    ("--cp=2", RING, "--model=llama_tiny", "--seq_len=18"): "--cp 2 --cp_attention ring: "
+    "--seq_len 18 is no multiple of 4",
+    ("--tp=4", "--model=llama_tiny"): "--tp 4: model.layers.0.self_attn.k_proj has 2 heads; use "
+    "--tp 1 or 2",
+}
 
 
 MEASURED = ("tp sgd", "sequence sgd", "tp adamw", "sequence tied adamw")
@@ -249,7 +299,10 @@ KEPT = ("applied", "scale", "bytes", "rereads", "starts", "deferred", "names", "
 
 
 def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, Any]:
-    """Losses of five steps, parameters and buffers before and after, and what was kept."""
+    """Losses of five steps, parameters and buffers before and after, and what was kept.
+
+    A topology of one rank is for one process, for which the others may wait: it talks to none.
+    """
     task = resolving.resolve(config.parse([*FLAGS, *flags, f"--batch_size={BATCH}"]))
     engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
     engine.strategy.prove()
@@ -269,7 +322,13 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     whole = build()
     names = sorted({n for n, _ in (*whole.named_parameters(), *whole.named_buffers())})
     before = {name: tensor.detach().clone() for name, tensor in whole.named_parameters()}
-    net, model = worker.build_model(engine, build)
+    is_alone = topology.world_size == 1
+    if is_alone:
+        torch.manual_seed(task.seed)
+        net = build()
+        model = engine.prepared(net)
+    else:
+        net, model = worker.build_model(engine, build)
     optimizer = engine.build_optimizer(model)
     start = engine.training_state(net, optimizer).model
     data = engine.mesh.data_topology(topology)
@@ -287,11 +346,7 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
         if step == 2 and ("overflow" in case or "skipped" in case):
             plant_infinity(engine, topology)
         loss = engine.run_step(train_step, model, spec, optimizer, batch).detach()
-        (mean,) = [
-            sum(v) / len(v)
-            for v in zip(*process_group.all_gather_values([loss.item()]), strict=True)
-        ]
-        losses.append(mean if topology.world_size > 1 else loss.item())
+        losses.append(loss.item() if is_alone else mean_over_ranks(loss.item()))
     state = engine.training_state(net, optimizer)
     found = {
         "losses": losses, "before": before, "after": state.model,
@@ -318,6 +373,24 @@ def train(flags: tuple[str, ...], topology: Topology, case: str) -> dict[str, An
     found["bytes"] = sum(t.numel() * t.element_size() for t in kept)
     found["passes"] = measured_passes(model, spec, loader[-1]) if case in MEASURED else None
     return found
+
+
+def mean_over_ranks(value: float) -> float:
+    values = [of_rank for (of_rank,) in process_group.all_gather_values([value])]
+    return sum(values) / len(values)
+
+
+def refusal(flags: tuple[str, ...], topology: Topology) -> str | None:
+    """What a worker is refused with while it builds its model; None if it is not."""
+    task = resolving.resolve(config.parse([*FLAGS, *flags, f"--batch_size={BATCH}"]))
+    try:
+        engine = plugins.load("engines", task.engine)(task, task.options[task.engine], topology)
+        spec = models.of_task(task)
+        net, _ = worker.build_model(engine, lambda: spec.build(64))
+        worker.share_sequences(engine, spec, net)
+    except RequestError as error:
+        return str(error)
+    return None
 
 
 class Batches(list):
@@ -419,17 +492,24 @@ def distances(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def main(out: str, kind: str = "CASES", *chosen: str) -> None:
     topology = Topology.from_env()
     torch.set_num_threads(1)
-    process_group.init_distributed(topology, "cpu", 120)
-    found, references = {}, {}
+    process_group.init_distributed(topology, "cpu", 600)
+    found: dict[str, Any] = {}
+    references: dict[Any, dict[str, Any]] = {}
+    if kind == "CASES" and not chosen:
+        found["refused"] = {" ".join(flags): refusal(flags, topology) for flags in REFUSED}
     for case, (flags, sharded, beside) in globals()[kind].items():
         if chosen and case not in chosen:
             continue
         key = (flags, beside, "overflow" in case, "ignored" in case, "uneven" in case)
-        if key not in references:
+        # Rank 0 alone looks at distances, and so trains what is not shared out, for all.
+        is_here = beside != "whole" or topology.rank == 0
+        if is_here and key not in references:
             alone = Topology() if beside == "whole" else topology
             unlike = beside.split() if beside.startswith("--") else []
             references[key] = train((*flags, *unlike), alone, case)
-        found[case] = distances(train((*flags, *sharded), topology, case), references[key])
+        trained = train((*flags, *sharded), topology, case)
+        if topology.rank == 0:
+            found[case] = distances(trained, references[key])
     if topology.rank == 0:
         Path(out, "found.json").write_text(json.dumps(found))
     if find_spec("jax"):

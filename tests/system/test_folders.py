@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -35,15 +36,22 @@ def test_a_folder_belongs_to_one_run_until_it_is_killed(script, tmp_path):
     assert f"{run_dir} already holds a run" in third.stderr
 
 
-@pytest.mark.parametrize("environment", [{}, ASCII], ids=["locale", "no locale"])
-def test_names_of_any_characters(environment, images, tmp_path):
-    data, run_dir = tmp_path / f"{ODD_NAME} data", tmp_path / ODD_NAME
+def flags_with_odd_names(images: Path, tmp_path: Path) -> tuple[str, ...]:
+    data = tmp_path / f"{ODD_NAME} data"
     shutil.copytree(images, data)
-    flags = (*TINY, "--workers=1", f"--data=mock:{data}", f"--output_dir={run_dir}")
+    return (*TINY, "--workers=1", f"--data=mock:{data}", f"--output_dir={tmp_path / ODD_NAME}")
+
+
+def test_names_of_any_characters(images, tmp_path):
+    result = run(*flags_with_odd_names(images, tmp_path))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert end_of(tmp_path / ODD_NAME).status == "ok"
+
+
+def test_names_of_any_characters_without_a_locale(images, tmp_path):
     result = subprocess.run(
-        command(*flags), cwd=ROOT, env={**os.environ, **environment}, capture_output=True,
-        timeout=600,
+        command(*flags_with_odd_names(images, tmp_path)), cwd=ROOT, env={**os.environ, **ASCII},
+        capture_output=True, timeout=600,
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == b""
-    assert end_of(run_dir).status == "ok"
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert end_of(tmp_path / ODD_NAME).status == "ok"

@@ -1,9 +1,10 @@
 """Loops of one's own whose batches hold indices that are out of range, or only seem to be.
 
-    python -m tests.training.own_indices ENGINE FOLDER
+    python -m tests.training.own_indices ENGINE FOLDER [CASE ...]
 
 Writes JSON to FOLDER/found.json: case -> what was raised (class and message) or null, the number of
-steps taken, and whether the weights are those of so many good steps of a plain loop.
+steps taken, and whether the weights are those of so many good steps of a plain loop. Without a CASE
+it is all of them.
 """
 
 import copy
@@ -146,9 +147,9 @@ def _steps(
 
 
 def main() -> None:
-    engine, folder = sys.argv[1], Path(sys.argv[2])
+    engine, folder, *cases = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     torch.set_num_threads(1)
-    found = {case: trained(case, engine, folder) for case in CASES}
+    found = {case: trained(case, engine, folder) for case in cases or CASES}
     (folder / "found.json").write_text(json.dumps(found))
 
 

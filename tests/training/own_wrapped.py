@@ -1,9 +1,9 @@
 """Loops with optimizers and loaders of other kinds: what is counted, and whether it trains right.
 
-    python -m tests.training.own_wrapped ENGINE FOLDER
+    python -m tests.training.own_wrapped ENGINE FOLDER [CASE ...]
 
 Writes JSON to FOLDER.json: case -> steps and samples that the record counts, and how far the
-weights are from those of the plain loop; or the error.
+weights are from those of the plain loop; or the error. Without a CASE it is all of them.
 """
 
 import copy
@@ -188,8 +188,9 @@ def counted(loop: Any, engine: str, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    engine, folder = sys.argv[1:]
-    found = {loop.__name__: counted(loop, engine, f"{folder}-{loop.__name__}") for loop in CASES}
+    engine, folder, *names = sys.argv[1:]
+    loops = {loop.__name__: loop for loop in CASES}
+    found = {name: counted(loops[name], engine, f"{folder}-{name}") for name in names or loops}
     Path(f"{folder}.json").write_text(json.dumps(found))
 
 

@@ -21,6 +21,7 @@ from accbench.recording import records
 from accbench.training import accelerated_loader
 from tests import conftest
 from tests.conftest import HANG_S, ROOT, end_of, of_kind, run
+from tests.engine_params import NEEDS_JAX
 
 OWN_SCRIPT = ROOT / "tests/scripts/own_script.py"
 TINY_RUN = ("--amp_level=O0", "--threads=1", "--tensorboard=off", "--warmup_steps=2")
@@ -30,38 +31,53 @@ if importlib.util.find_spec("jax"):
     ENGINES.append("jax")
 
 
-def python(*arguments, cwd=ROOT, **environment):
-    """Start Python as a person does."""
-    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, env={**os.environ, **paths},
-        capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
+def python(*arguments, folder=ROOT):
+    """Run what a person starts by `python`, in a forked process."""
+    options = json.dumps({"folder": str(folder)})
+    return conftest.python("-m", "tests.started", options, *arguments, OMP_NUM_THREADS="1")
 
 
 def launched(*arguments):
     return run("-m", "accbench", "run", *TINY_RUN, *arguments, script="-B")
 
 
+# Of engine jax, which compiles the model alone: a graph to train, one to evaluate, several backward
+# passes a step, clipping, a model that was trained before, float16 and dropout. What optimizers and
+# schedulers do is torch's; `make soak` has all of them.
+OF_JAX = (
+    "adamw", "sgd", "scheduler before", "accumulation", "clipping", "evaluation",
+    "state from before", "overflow", "dropout",
+)  # fmt: skip
+NUM_LOOPS = 20
+
+
 @pytest.fixture(scope="module", params=[
-    pytest.param(engine, marks=pytest.mark.soak) if engine == "inductor" else engine
-    for engine in ENGINES
+    pytest.param(("ddp", ()), id="ddp"),
+    pytest.param(("inductor", ()), id="inductor", marks=pytest.mark.soak),
+    pytest.param(("xla", ()), id="xla", marks=pytest.mark.xla),
+    pytest.param(("jax", OF_JAX), id="jax", marks=NEEDS_JAX),
+    pytest.param(("jax", ()), id="jax-all", marks=[NEEDS_JAX, pytest.mark.soak]),
 ])  # fmt: skip
 def own_loops(request, tmp_path_factory):
-    """(engine, case -> [distance of losses, of parameters]), of many loops in one process."""
-    out = tmp_path_factory.mktemp(f"own-loops-{request.param}")
+    """(engine, case -> [distance of losses, of parameters], folder), of many loops in one process.
+
+    Of a parameter without cases it is all of them.
+    """
+    engine, cases = request.param
+    out = tmp_path_factory.mktemp(f"own-loops-{engine}")
     result = conftest.python(
-        "tests/scripts/own_loops.py", out, request.param, PJRT_DEVICE="CPU", OMP_NUM_THREADS="1"
+        "tests/scripts/own_loops.py", out, engine, *cases, PJRT_DEVICE="CPU", OMP_NUM_THREADS="1"
     )
     assert result.returncode == 0, result.stderr
-    return request.param, json.loads((out / "found.json").read_text()), out
+    found = json.loads((out / "found.json").read_text())
+    assert len(found) == (len(cases) or NUM_LOOPS)
+    return engine, found, out
 
 
 def test_loops_train_as_by_plain_torch(own_loops):
     """Optimizers, schedulers made before and after, tied weights, accumulation, clipping, dropout,
     and evaluation in between; by ddp to the last bit."""
     engine, found, _ = own_loops
-    assert len(found) == 20
     limit = 0 if engine == "ddp" else 1e-5
     assert {case: d for case, d in found.items() if not max(d) <= limit} == {}
 
@@ -183,9 +199,12 @@ def test_a_comparison_judges_the_script(tmp_path):
 
 
 def test_torchrun_starts_a_script(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    keywords = ("amp_level=O0", "threads=1", "max_steps=6", f"output_dir={tmp_path}/run")
-    result = python(*torchrun, OWN_SCRIPT, "nothing", *keywords)
+    torchrun = ("-m", "tests.all_forked", "-m", "torch.distributed.run", "--standalone")
+    keywords = ("amp_level=O0", "threads=1", "tensorboard=off", "max_steps=6")
+    result = conftest.python(
+        *torchrun, "--nproc_per_node=2", OWN_SCRIPT, "nothing", *keywords,
+        f"output_dir={tmp_path}/run", OMP_NUM_THREADS="1",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert end_of(tmp_path / "run").num_samples == 6 * 4 * 2
     assert (tmp_path / "run/logs/rank1.log").exists()
@@ -194,13 +213,13 @@ def test_torchrun_starts_a_script(tmp_path):
 def test_a_script_alone_is_a_run(tmp_path):
     """Started by Python, it ends with its record; also where it raises, or at --max_steps."""
     for how, status, told in (("nothing", 0, "ok"), ("raise", 1, "error")):
-        result = python(OWN_SCRIPT, how, "tensorboard=off", f"output_dir={how}", cwd=tmp_path)
+        result = python(OWN_SCRIPT, how, "tensorboard=off", f"output_dir={how}", folder=tmp_path)
         assert result.returncode == status, result.stderr
         end = end_of(tmp_path / how)
         assert (end.status, end.num_steps) == (told, 16)
     assert "ValueError: the script's own trouble" in result.stderr
     assert end.error == "rank 0: ValueError: the script's own trouble"
-    result = python(OWN_SCRIPT, "raise", "max_steps=7", cwd=tmp_path)
+    result = python(OWN_SCRIPT, "raise", "max_steps=7", folder=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("-ddp-own_script")
@@ -294,7 +313,10 @@ def test_importing_accbench_changes_nothing():
         "accbench.accelerate; assert dict(os.environ) == before; "
         "assert torch.optim.SGD.step is step and torch.nn.Module.__call__ is call"
     )
-    result = python("-c", code)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
 
 
@@ -315,11 +337,15 @@ run.close()
 """
 
 
-def test_a_closed_run_leaves_no_process_group_that_would_abort_the_script(tmp_path):
+@pytest.mark.parametrize("words", [
+    pytest.param(("-m", "tests.started", "{}"), id="forked"),
+    pytest.param((), id="anew", marks=pytest.mark.soak),  # where they might abort it
+])  # fmt: skip
+def test_a_closed_run_leaves_no_process_group_that_would_abort_the_script(words, tmp_path):
     """Gloo's threads did so in four of twelve scripts that called `run.close()`."""
     script = tmp_path / "closed.py"
     script.write_text(CLOSED)
-    done = conftest.several_ranks(2, script, tmp_path / "run")
+    done = conftest.several_ranks(2, *words, script, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("group at the end: False") == 2
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from tests.conftest import python, two_ranks
-from tests.engine_params import ALL
+from tests.engine_params import ALL, JAX, NEEDS_COMPILER, XLA
 from tests.training import autograd_cases
 
 ENGINES = ALL
@@ -58,7 +58,10 @@ def test_second_derivatives_of_dropout_are_refused(engine, distances):
     assert "use --engine ddp or xla" in error
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+# Engine jax averages as engine inductor does, for it is one with other code for a graph.
+@pytest.mark.parametrize("engine", [
+    "ddp", pytest.param("inductor", marks=[NEEDS_COMPILER, pytest.mark.soak]), JAX, XLA,
+])  # fmt: skip
 def test_second_derivatives_are_averaged_over_workers(engine, tmp_path):
     done = two_ranks(
         "-m", "tests.training.autograd_cases", engine, "O0", tmp_path / "run", "0", *TWICE

@@ -1,5 +1,6 @@
 """A fault in one worker ends the others, is told once, and leaves nothing behind."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints
+from tests import conftest
 from tests.conftest import (
     HANG_S,
     ROOT,
@@ -22,10 +24,12 @@ from tests.conftest import (
     free_port,
     of_kind,
     processes_of,
+    python,
     run,
     small_disk,
-    under_way,
+    start_python,
 )  # fmt: skip
+from tests.signals import left_of, under_way
 
 # Trains for hours: only what the test does can end it before HANG_S.
 ENDLESS = ("--model=tests.nets:slow", "--max_steps=1000000", "--epochs=1000000")
@@ -119,20 +123,32 @@ def test_disk_that_gets_full_and_is_the_temporary_folders_too(tmp_path, monkeypa
         assert "No space left on device" in lines[0]
 
 
-@pytest.mark.parametrize("model", ["sleeps_on_rank1", "stopped_on_rank1"])
-def test_worker_that_hangs(tmp_path, model):
+def test_worker_that_hangs(tmp_path):
+    """One sleeps, in another run one is stopped; the others of both wait at the same time."""
     timeout_s = 20  # the ranks may be seconds apart when they start
-    result, run_dir = run_fault(tmp_path, model, f"--timeout_s={timeout_s}")
-    ended = time.time()
-    assert result.returncode == 1
-    # The other rank is the one that could tell.
-    assert "rank 0 failed" in result.stderr
-    assert "imed out" in result.stderr
-    assert end_of(run_dir).status == "error"
-    hung = (run_dir / "records.jsonl").stat().st_mtime
-    assert ended - hung < HANG_S  # far from the hour for which it would sleep
-    first_window = of_kind(run_dir, records.WindowRecord)[0]
-    assert first_window.num_steps == 2
+    with contextlib.ExitStack() as stack:
+        started, workers = {}, []
+        for model in ("sleeps_on_rank1", "stopped_on_rank1"):
+            run_dir = tmp_path / model
+            flags = (*SYNTHETIC, f"--model=tests.nets:{model}", f"--timeout_s={timeout_s}")
+            arguments = command(*flags, f"--output_dir={run_dir}")
+            started[run_dir] = stack.enter_context(under_way(run_dir, arguments, 1))
+            workers += started[run_dir].below()
+        assert len(workers) == 2 * 2
+        for run_dir, process in started.items():
+            _, stderr = process.communicate(timeout=HANG_S)
+            ended = time.time()
+            assert process.returncode == 1
+            # The other rank is the one that could tell.
+            assert "rank 0 failed" in stderr
+            assert "imed out" in stderr
+            assert end_of(run_dir).status == "error"
+            hung = (run_dir / "records.jsonl").stat().st_mtime
+            assert ended - hung < HANG_S  # far from the hour for which it would sleep
+            first_window = of_kind(run_dir, records.WindowRecord)[0]
+            assert first_window.num_steps == 2
+            assert not processes_of(run_dir)
+        assert not left_of(workers, timeout_s=0)
 
 
 def listening_at(pid: int) -> set[str]:
@@ -147,15 +163,18 @@ def listening_at(pid: int) -> set[str]:
 
 
 @pytest.mark.usefixtures("hangups_come")
-@pytest.mark.parametrize("number", [
-    signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
-    pytest.param(signal.SIGHUP, marks=pytest.mark.soak),
+@pytest.mark.parametrize(("number", "start"), [
+    (signal.SIGINT, under_way),
+    # These start as anyone's do, with all their imports.
+    pytest.param(signal.SIGTERM, conftest.under_way, marks=pytest.mark.soak),
+    pytest.param(signal.SIGHUP, conftest.under_way, marks=pytest.mark.soak),
 ])  # fmt: skip
-def test_interruption_where_nothing_is_saved(tmp_path, number):
+def test_interruption_where_nothing_is_saved(tmp_path, number, start):
     run_dir = tmp_path / "run"
     flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}", "--save_interval=0")
-    with under_way(run_dir, command(*flags), 2) as process:
+    with start(run_dir, command(*flags), 2) as process:
         assert listening_at(process.pid) == {"127.0.0.1"}  # nobody was asked for more
+        workers = psutil.Process(process.pid).children(recursive=True)
         sent = time.monotonic()
         process.send_signal(number)
         _, stderr = process.communicate(timeout=HANG_S)
@@ -168,16 +187,18 @@ def test_interruption_where_nothing_is_saved(tmp_path, number):
     assert end.num_steps >= 2
     assert not (run_dir / "checkpoints").exists()
     assert not processes_of(run_dir)
+    assert len(workers) == 2
+    assert not left_of(workers, timeout_s=0)
 
 
 def test_workers_die_with_a_killed_launcher(images, tmp_path):
     run_dir = tmp_path / "run"
-    flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}")
+    flags = (*TINY, *ENDLESS, "--eval_interval=0", f"--output_dir={run_dir}")
     loading = ("--workers=1", f"--data=mock:{images}")
-    with under_way(run_dir, command(*flags, *loading), 2):
-        pass
-    _, alive = psutil.wait_procs(processes_of(run_dir), timeout=HANG_S)
-    assert not alive
+    with under_way(run_dir, command(*flags, *loading), 2) as process:
+        below = process.below()
+        assert sum("spawn_main" in " ".join(one.cmdline()) for one in below) == 1  # it loads
+    assert not left_of(below)
     # Nobody was left to write how it ended; what was done stands there all the same.
     assert of_kind(run_dir, records.WindowRecord)
     assert not of_kind(run_dir, records.EndRecord)
@@ -185,47 +206,52 @@ def test_workers_die_with_a_killed_launcher(images, tmp_path):
 
 def test_workers_die_with_a_killed_agent(tmp_path):
     run_dir = tmp_path / "run"
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "main.py")
-    arguments = [sys.executable, *torchrun, *SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}"]
-    with under_way(run_dir, arguments, 2, env={**os.environ, "OMP_NUM_THREADS": "1"}):
-        pass
-    _, alive = psutil.wait_procs(processes_of(run_dir), timeout=HANG_S)
-    assert not alive
+    torchrun = ("-m", "tests.all_forked", "-m", "torch.distributed.run", "--standalone")
+    flags = (*SYNTHETIC, *ENDLESS, f"--output_dir={run_dir}")
+    arguments = [sys.executable, *torchrun, "--nproc_per_node=2", "main.py", *flags]
+    with under_way(run_dir, arguments, 2, OMP_NUM_THREADS="1") as process:
+        workers = process.below()
+        assert len(workers) == 2
+    assert not left_of(workers)
 
 
 def test_worker_whose_launcher_was_killed_before_it_began(tmp_path):
     file = tmp_path / "error.json"
     file.touch()
     environment = {"ACCBENCH_ERROR_FILE": str(file), "ACCBENCH_LAUNCHER_PID": str(2**22 + 1)}
-    result = subprocess.run(
-        [sys.executable, "main.py", *TINY, "--data=synthetic", f"--output_dir={tmp_path}"],
-        cwd=ROOT, env={**os.environ, **environment}, timeout=600,
-    )  # fmt: skip
+    result = python("main.py", *TINY, "--data=synthetic", f"--output_dir={tmp_path}", **environment)
     assert result.returncode == -signal.SIGKILL
 
 
 def test_rank_that_never_joins_and_a_port_in_use(tmp_path):
-    flags = (*TINY, "--data=synthetic", "--timeout_s=5", f"--output_dir={tmp_path / 'run'}")
+    flags = (*TINY, "--data=synthetic", "--timeout_s=5")
+    first = free_port()
+    second = next(port for port in iter(free_port, None) if port != first)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         in_use = taken.getsockname()[1]
-        for rank, port, cause in (
-            (0, free_port(), "1/2 clients joined"),
-            (1, free_port(), "rank 1 of 2 did not meet the others"),
+        cases = (
+            (0, first, "1/2 clients joined"),
+            (1, second, "rank 1 of 2 did not meet the others"),
             (0, in_use, "address already in use"),
-        ):
+        )
+        started = []  # all of them, which wait at the same time
+        for number, (rank, port, _) in enumerate(cases):
             place = {
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
                 "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
             }  # fmt: skip
-            result = subprocess.run(
-                command(*flags, script="main.py"), cwd=ROOT, env={**os.environ, **place},
-                capture_output=True, text=True, timeout=HANG_S,
-            )  # fmt: skip
-            assert result.returncode == 2
-            *_of_torch, line = result.stderr.strip().splitlines()
-            assert "Traceback" not in result.stderr
+            output = f"--output_dir={tmp_path / str(number)}"
+            started.append(start_python("main.py", *flags, output, **place))
+        for (_, port, cause), process in zip(cases, started, strict=True):
+            try:
+                status = process.wait(HANG_S)
+            finally:
+                _, stderr = process.end()
+            assert status == 2
+            *_of_torch, line = stderr.strip().splitlines()
+            assert "Traceback" not in stderr
             assert line.startswith("main.py: rank ")
             assert cause in line
             assert f"127.0.0.1:{port}" in line
@@ -291,12 +317,16 @@ def test_clock_that_steps(images, tmp_path, monkeypatch):
     script += "print(max(seen) - min(seen))"
     stepped = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert float(stepped.stdout) > 3000  # it does
-    flags = (*TINY, "--model=tests.nets:slow", "--nproc_per_node=2", "--log_interval=1",
+    flags = (*TINY, "--model=tests.nets:slow", "--log_interval=1",
              f"--data=imagefolder:{images}", "--epochs=2", "--save_steps=2",
              f"--output_dir={tmp_path / 'run'}")  # fmt: skip
     began = time.monotonic()
-    for more in (("--max_steps=5",), ("--max_steps=10", "--resume=auto")):
-        result = run(*flags, *more)
+    # Two workers by a launcher; then one alone goes on, for each starts anew with the library.
+    for script, more in (
+        ("launch_single_task.py", ("--max_steps=5", "--nproc_per_node=2")),
+        ("main.py", ("--max_steps=10", "--resume=auto")),
+    ):
+        result = run(*flags, *more, script=script)
         assert result.returncode == 0, result.stderr
         assert not result.stderr
     passed_s = time.monotonic() - began

@@ -5,20 +5,31 @@ import json
 import pytest
 
 from tests.conftest import TINY, python, run
+from tests.engine_params import NEEDS_JAX, XLA
 from tests.training.own_indices import CASES
 from tests.training.test_own_loop import ENGINES
 
 COMPILED = ENGINES[2:]
+# Of jax, which compiles the model alone: the others' loss is torch's own, of the same graph.
+OF_JAX = (
+    "label", "label of the model", "label of the model at once", "ignored label of the model",
+    "label that is shifted away", "word", "longer than places",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], *COMPILED])
-def test_a_loop_of_ones_own_ends_where_torch_on_the_host_would_end_it(engine, tmp_path):
-    done = python("-m", "tests.training.own_indices", engine, tmp_path)
+@pytest.mark.parametrize(("engine", "cases"), [
+    pytest.param("ddp", tuple(CASES), id="ddp"),
+    pytest.param("jax", OF_JAX, id="jax", marks=NEEDS_JAX),
+    pytest.param("jax", tuple(CASES), id="jax-all", marks=[NEEDS_JAX, pytest.mark.soak]),
+    pytest.param(*XLA.values, tuple(CASES), id="xla", marks=XLA.marks),
+])  # fmt: skip
+def test_a_loop_of_ones_own_ends_where_torch_on_the_host_would_end_it(engine, cases, tmp_path):
+    done = python("-m", "tests.training.own_indices", engine, tmp_path, *cases)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found.keys() == CASES.keys()
-    for case, (_, _, is_wrong) in CASES.items():
-        one = found[case]
+    assert [*found] == [*cases]
+    for case, one in found.items():
+        is_wrong = CASES[case][2]
         assert (one["error"] is not None) == is_wrong, (case, one)
         assert one["steps"] == (3 if not is_wrong else 0 if "at once" in case else 2), case
         assert one["far"] < 1e-6, case

@@ -6,12 +6,16 @@ import json
 import pytest
 
 from tests.conftest import python, two_ranks
-from tests.engine_params import ALL
+from tests.engine_params import ALL, JAX, NEEDS_COMPILER, NEEDS_JAX, XLA
 
 ENGINES = ALL
+# Engine jax is engine inductor with other code for a graph: what finds graphs, and what averages
+# gradients, is the same. So one of them is tried alone and one over workers; `make soak` has both.
+SOAKED_INDUCTOR = pytest.param("inductor", marks=[NEEDS_COMPILER, pytest.mark.soak])
+SOAKED_JAX = pytest.param("jax", marks=[NEEDS_JAX, pytest.mark.soak])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["ddp", ENGINES[1], SOAKED_JAX, XLA])
 def test_losses_and_weights_are_those_of_the_plain_loop(engine, tmp_path):
     done = python("-m", "tests.training.own_loop", engine, tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -21,7 +25,7 @@ def test_losses_and_weights_are_those_of_the_plain_loop(engine, tmp_path):
     assert found["far"] < 1e-5
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["ddp", SOAKED_INDUCTOR, JAX, XLA])
 def test_layers_unfrozen_on_the_way_are_averaged_over_workers(engine, tmp_path):
     done = two_ranks("-m", "tests.training.own_loop", engine, tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -32,7 +36,7 @@ def test_layers_unfrozen_on_the_way_are_averaged_over_workers(engine, tmp_path):
         assert one["far"] < 1e-5
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["ddp", SOAKED_INDUCTOR, JAX, XLA])
 def test_gradients_are_averaged_whatever_of_the_model_a_loop_calls(engine, tmp_path):
     done = two_ranks("-m", "tests.training.own_workers", engine, tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -71,20 +75,38 @@ def test_optimizers_go_on_from_a_plain_ones_state_and_plain_ones_from_theirs(nam
     assert found["far"] < 1e-6
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], *ENGINES[2:]])
+# case -> (steps, samples)
+COUNTED = {
+    "by_sam": (6, 12), "by_lookahead": (6, 12), "two_optimizers": (12, 12), "of_halves": (6, 12),
+    "zipped": (6, 24), "one_within_another": (5, 20),
+}  # fmt: skip
+
+
+def counted(engine, folder, *cases):
+    done = python("-m", "tests.training.own_wrapped", engine, folder / "run", *cases)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_jax_trains_right_and_counts_what_is_not_a_call_and_a_step_each(tmp_path):
+    """Two backward passes a step, and two calls of the model; the optimizers are torch's own."""
+    pytest.importorskip("jax")
+    cases = ("by_sam", "zipped")
+    found = counted("jax", tmp_path, *cases)
+    assert {case: (one["steps"], one["samples"]) for case, one in found.items()} == {
+        case: COUNTED[case] for case in cases
+    }
+    assert max(one["far"] for one in found.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("engine", ["ddp", SOAKED_JAX, XLA])
 def test_steps_of_wrapped_optimizers_and_samples_of_two_loaders_are_counted(engine, tmp_path):
     """SAM, lookahead, two optimizers; a zip of two loaders, batches that nothing is made of."""
-    done = python("-m", "tests.training.own_wrapped", engine, tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "run.json").read_text())
+    found = counted(engine, tmp_path)
     never, before, twice = (
         found.pop(case) for case in ("never_stepped", "built_before", "twice_by_one")
     )
-    assert {case: (one["steps"], one["samples"]) for case, one in found.items()} == {
-        "by_sam": (6, 12), "by_lookahead": (6, 12), "two_optimizers": (12, 12),
-        "of_halves": (6, 12),
-        "zipped": (6, 24), "one_within_another": (5, 20),
-    }  # fmt: skip
+    assert {case: (one["steps"], one["samples"]) for case, one in found.items()} == COUNTED
     assert max(one["far"] for one in found.values()) <= (0 if engine == "ddp" else 1e-5)
     assert "without gradients of run.backward" in twice["error"]
     assert "no optimizer of the model's parameters has stepped" in never["error"]

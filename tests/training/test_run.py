@@ -16,7 +16,7 @@ from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, read, r
 
 def test_two_workers_train_and_evaluate_on_images(images, tmp_path):
     run_dir = tmp_path / "run"
-    flags = (*TINY, "--max_steps=100", "--epochs=2", "--lr=0.01", "--workers=1")
+    flags = (*TINY, "--max_steps=100", "--epochs=2", "--lr=0.01")
     result = run(*flags, "--nproc_per_node=2", f"--data=mock:{images}", f"--output_dir={run_dir}")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -98,14 +98,17 @@ def test_gloos_threads_end_before_their_process(tmp_path):
 
 
 def test_data_is_loaded_by_processes_that_start_before_the_model_is_built(images, tmp_path):
-    """What they import takes seconds, as does what compilers import."""
+    """What they import takes seconds, as does what compilers import; others then evaluate."""
     result = run(
         *TINY, "--model=tests.nets:counts_loading_processes", f"--data=mock:{images}",
-        "--workers=2", f"--output_dir={tmp_path}",
+        "--workers=1", "--max_steps=12", f"--output_dir={tmp_path}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "loading processes: 2" in result.stdout
-    assert end_of(tmp_path).num_steps == 6
+    assert result.stderr == ""
+    assert "loading processes: 1" in result.stdout
+    assert end_of(tmp_path).num_steps == 12
+    (scores,) = of_kind(tmp_path, records.EvalRecord)
+    assert (scores.epoch, scores.num_samples) == (0, 12)
 
 
 @pytest.fixture(scope="module")

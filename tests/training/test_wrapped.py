@@ -5,9 +5,8 @@ import json
 import pytest
 
 from tests.conftest import TINY, end_of, python, run, two_ranks
-from tests.engine_params import JAX, NEEDS_COMPILER, XLA
+from tests.engine_params import NEEDS_COMPILER, NEEDS_JAX, XLA
 
-ENGINES = ("ddp", pytest.param("inductor", marks=[pytest.mark.soak, NEEDS_COMPILER]), JAX, XLA)
 WRAPPED = ("DistributedDataParallel", "DataParallel", "torch.compile", "both",
            "part in DistributedDataParallel", "part in torch.compile")  # fmt: skip
 REFUSED = {
@@ -17,15 +16,26 @@ REFUSED = {
     "hooked": "with a communication hook, which engines do not run",
     "on meta": "model's weight is on the device meta",
 }
+SCRIPTED = ("traced", "scripted part")
+# An engine gets the model without its wrappers; those of torch.compile are what jax's could be
+# taken for.
+COMPILED = ("torch.compile", "part in torch.compile")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_wrapped_trains_as_it_is_inside_and_the_rest_is_told(engine, tmp_path):
-    done = python("-m", "tests.training.wrapped", engine, tmp_path / "run")
+@pytest.mark.parametrize(("engine", "wrapped"), [
+    pytest.param("ddp", WRAPPED, id="ddp"),
+    pytest.param("inductor", WRAPPED, id="inductor", marks=[pytest.mark.soak, NEEDS_COMPILER]),
+    pytest.param("jax", COMPILED, id="jax", marks=NEEDS_JAX),
+    pytest.param("jax", WRAPPED, id="jax-all", marks=[NEEDS_JAX, pytest.mark.soak]),
+    pytest.param(*XLA.values, WRAPPED, id="xla", marks=XLA.marks),
+])  # fmt: skip
+def test_what_is_wrapped_trains_as_it_is_inside_and_the_rest_is_told(engine, wrapped, tmp_path):
+    kinds = (*wrapped, *SCRIPTED, *REFUSED)
+    done = python("-m", "tests.training.wrapped", engine, tmp_path / "run", *kinds)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run-rank0.json").read_text())
-    scripted = {kind: found.pop(kind) for kind in ("traced", "scripted part")}
-    for kind in (*WRAPPED, *(scripted if engine == "ddp" else ())):
+    scripted = {kind: found.pop(kind) for kind in SCRIPTED}
+    for kind in (*wrapped, *(scripted if engine == "ddp" else ())):
         far, *same = found.pop(kind) if kind in found else scripted[kind]
         assert (far < 1e-6, *same) == (True, True, True), kind
     if engine != "ddp":

@@ -1,9 +1,10 @@
 """Models that come wrapped, traced, without shapes or without gradients, through an engine.
 
-    python -m tests.training.wrapped ENGINE FOLDER
+    python -m tests.training.wrapped ENGINE FOLDER [KIND ...]
 
 Writes JSON to FOLDER-rank0.json: kind -> the distance of weights from those of the plain loop, or
-the error; every worker has the same batches. Functions here are also for `--model`.
+the error; every worker has the same batches. Without a KIND it is all of them, and of several
+workers those with a process group. Functions here are also for `--model`.
 """
 
 import contextlib
@@ -151,14 +152,15 @@ def of_kind(kind: str, engine: str, folder: str) -> Any:
 
 
 def main() -> None:
-    engine, folder = sys.argv[1:]
+    engine, folder, *kinds = sys.argv[1:]
     rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
     found = {}
     with tempfile.TemporaryDirectory() as store, contextlib.ExitStack() as stack:
         where = "env://" if world_size > 1 else f"file://{store}/store"
         dist.init_process_group("gloo", where, rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
-        for kind in KINDS if world_size == 1 else ("DistributedDataParallel", "both"):
+        of_workers = ("DistributedDataParallel", "both")
+        for kind in kinds or (KINDS if world_size == 1 else of_workers):
             try:
                 found[kind] = of_kind(kind, engine, folder)
             except RequestError as error:

@@ -163,8 +163,11 @@ def without_cudnn() -> dict:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
-    flags = ("--amp_dtype=bfloat16", "--jax.lean=on", "--jax.attention=cudnn", "--lr=1e-3")
-    return {**compare_with_eager("vit_ti_16", *flags), "told": told}
+    flags = (
+        "--amp_dtype=bfloat16", "--jax.lean=on", "--jax.attention=cudnn", "--lr=1e-3",
+        "--image_size=32",
+    )  # fmt: skip
+    return {**compare_with_eager("tests.nets:shallow_vit", *flags), "told": told}
 
 
 TRIED = {

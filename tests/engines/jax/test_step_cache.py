@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -9,36 +10,30 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accbench.recording import records
-from tests.conftest import TINY, of_kind, run
+from tests.conftest import TINY, python, run, two_ranks
 
 pytest.importorskip("jax")
 
-FLAGS = (*TINY, "--engine=jax", "--device=cpu", "--data=synthetic", "--log_interval=1")
-
-
-def losses_of(folder: Path, cache: Path, *flags: str) -> list[float]:
-    done = run(*FLAGS, f"--jax.cache_dir={cache}", f"--output_dir={folder}", *flags)
-    assert done.returncode == 0, done.stderr
-    return [window.loss for window in of_kind(folder, records.WindowRecord)]
+FLAGS = (*TINY, "--engine=jax", "--device=cpu", "--data=synthetic")
 
 
 def test_another_start_takes_the_step_from_its_file(tmp_path):
-    cache = tmp_path / "cache"
-    losses = losses_of(tmp_path / "first", cache)
-    (kept,) = cache.rglob("*.jaxexport")
-    own = kept.read_bytes()
-    other_losses = losses_of(tmp_path / "other", cache, "--label_smoothing=0.5")
-    (other,) = set(cache.rglob("*.jaxexport")) - {kept}
-    assert other_losses != losses
-    kept.write_bytes(other.read_bytes())
-    assert losses_of(tmp_path / "taken", cache) == other_losses
-    # One that is damaged is made again.
-    kept.write_bytes(own[:-100] + bytes(100))
-    assert losses_of(tmp_path / "damaged", cache) == losses
-    content = kept.read_bytes()
+    done = python("-m", "tests.engines.jax.kept_steps", tmp_path, NPROC="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    losses = {start: of["losses"] for start, of in found.items()}
+    kept = {start: set(of["kept"]) for start, of in found.items()}
+    assert losses["smoothed"] != losses["first"]
+    assert len(kept["first"]) == 1
+    assert kept["smoothed"] > kept["first"]
+    assert len(kept["smoothed"]) == 2
+    # What is in the step's file is what is done, and one that is damaged is made again.
+    assert losses["exchanged"] == losses["smoothed"]
+    assert losses["damaged"] == losses["first"]
+    assert kept["damaged"] == kept["exchanged"] == kept["smoothed"]
+    (path,) = map(Path, kept["first"])
+    content = path.read_bytes()
     assert hashlib.sha256(content[32:]).digest() == content[:32]
-    assert set(cache.rglob("*.jaxexport")) == {kept, other}
 
 
 class Scaled(torch.autograd.Function):
@@ -134,16 +129,28 @@ def test_an_operation_of_ones_own_has_no_digest():
             )  # fmt: skip
 
 
+def losses_of_two(folder: Path, cache: Path) -> list[list[float]]:
+    folder.mkdir()
+    done = two_ranks("tests/scripts/steps.py", folder, *FLAGS, f"--jax.cache_dir={cache}")
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return [rank["losses"] for rank in ranks]
+
+
 def test_every_worker_finds_what_it_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # however fast
     # On a CPU each has keys of its own in the compiler's cache, and JAX lets the first alone write.
     cache = tmp_path / "cache"
-    losses = losses_of(tmp_path / "first", cache, "--nproc_per_node=2")
+    losses = losses_of_two(tmp_path / "first", cache)
     compiled = set(cache.rglob("jit_call-*-cache"))
     assert len(compiled) == 2
     times = {path: path.stat().st_mtime_ns for path in compiled}
-    assert losses_of(tmp_path / "second", cache, "--nproc_per_node=2") == losses
+    # A step that is captured again takes the place of the file.
+    steps = {path: path.stat().st_ino for path in cache.rglob("*.jaxexport")}
+    assert steps
+    assert losses_of_two(tmp_path / "second", cache) == losses
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("jit_call-*-cache")} == times
+    assert {path: path.stat().st_ino for path in cache.rglob("*.jaxexport")} == steps
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 from accbench.recording import records
 from tests.conftest import TINY, end_of, of_kind, python, run, two_ranks
+from tests.engines.jax import steps
 
 pytest.importorskip("jax")
 
@@ -15,16 +16,23 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it")
 STEPS = "tests/scripts/steps.py"
 
 
-@pytest.fixture(scope="module")
-def found() -> dict:
-    done = python("-m", "tests.engines.jax.steps", NPROC="1")
+def found_by(*names: str) -> dict:
+    done = python("-m", "tests.engines.jax.steps", *names, NPROC="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_resnet_is_as_near_to_float64_as_eager(found):
-    assert found["resnet"]["jax"] < 1e-3
-    assert found["resnet"]["jax"] < 3 * found["resnet"]["ddp"]
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return found_by(*(name for name in steps.TRIED if name != "resnet"))
+
+
+# `tests.comparing.test_numerics` has smaller nets beside float64, and sees smaller errors.
+@pytest.mark.soak
+def test_a_resnet_is_as_near_to_float64_as_eager():
+    of = found_by("resnet")["resnet"]
+    assert of["jax"] < 1e-3
+    assert of["jax"] < 3 * of["ddp"]
 
 
 @pytest.mark.parametrize("name", ["recipe", "sgd", "shapes", "keeps"])

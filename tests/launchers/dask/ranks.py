@@ -89,8 +89,13 @@ class Numbers(torch.utils.data.Dataset):
         return index, os.getpid()
 
 
-def load(start_method: str) -> tuple[list[int], bool]:
-    """What a DataLoader with a process gives, and whether that was another than this one."""
+def load(start_methods: list[str]) -> tuple[list[int], bool]:
+    """What a DataLoader with a process gives, and whether that was another than this one.
+
+    Args:
+        start_methods: of the process, by rank.
+    """
+    start_method = start_methods[dist.get_rank()]
     loader = torch.utils.data.DataLoader(
         Numbers(), batch_size=4, num_workers=1, multiprocessing_context=start_method
     )

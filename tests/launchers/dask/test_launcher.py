@@ -20,12 +20,13 @@ from tests.conftest import (
     TINY,
     command,
     end_of,
+    leave_to_fixture,
     of_kind,
     processes_of,
     run,
-    under_way,
     wait_until,
 )
+from tests.signals import under_way
 
 SMALL = (*TINY, "--nproc_per_node=2", "--data=synthetic")
 LONG = (*SMALL, "--max_steps=1000000", "--epochs=100000", "--log_interval=20")
@@ -121,68 +122,75 @@ def test_a_folder_that_no_machine_shares_is_collected(on_tls):
     assert "--resume needs a run's folder that all machines share" in refused.stderr
 
 
-def test_the_first_failing_rank_is_told_once(on_tls, tmp_path):
-    flags = (*SMALL, "--model=tests.nets:raises_on_rank1")
-    done = run(*on_tls.flags, *flags, f"--output_dir={tmp_path / 'run'}")
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert "accbench: rank 1 failed: ValueError: planted fault" in done.stderr
-    assert end_of(tmp_path / "run").error == "rank 1 failed: ValueError: planted fault"
-
-
 def test_a_stopped_run_saves_itself(on_tls, tmp_path):
     folder = tmp_path / "run"
-    arguments = command(*on_tls.flags, *LONG, f"--output_dir={folder}")
+    arguments = command(*on_tls.flags, *LONG, "--nproc_per_node=1", f"--output_dir={folder}")
     with under_way(folder, arguments, num_windows=2) as process:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(HANG_S) == 75, process.stderr.read()
+        _, errors = process.communicate(timeout=HANG_S)
+        assert process.returncode == 75, errors
     assert end_of(folder).status == "interrupted"
     assert list((folder / "checkpoints").iterdir())
     assert not processes_of(folder)
 
 
-def test_nothing_goes_on_when_the_client_is_killed(on_tls, tmp_path):
-    folder = tmp_path / "run"
-    arguments = command(*on_tls.flags, *LONG, "--save_interval=0", f"--output_dir={folder}")
+def test_nothing_goes_on_when_the_client_or_a_dask_worker_is_killed(on_tls, tmp_path):
+    """And each time the cluster is used again, in the end by a run of which a rank fails."""
+    folder = tmp_path / "client"
+    flags = (*on_tls.flags, *LONG, "--save_interval=0")
+    arguments = command(*flags, "--nproc_per_node=1", f"--output_dir={folder}")
     with under_way(folder, arguments, num_windows=2) as process:
         assert processes_of(folder)
         process.kill()
     wait_until(lambda: not processes_of(folder))
-    done = run(*on_tls.flags, *SMALL, f"--output_dir={tmp_path / 'again'}")
-    assert done.returncode == 0, done.stderr
 
+    folder = tmp_path / "worker"
+    with under_way(folder, command(*flags, f"--output_dir={folder}"), num_windows=2) as process:
+        (of_rank1,) = [p for p in processes_of(folder) if p.environ().get("RANK") == "1"]
+        dask_worker = psutil.Process(of_rank1.ppid())
+        keeper = dask_worker.parent()
+        assert keeper is not None
+        kept = {*keeper.children()} - {dask_worker}
+        dask_worker.kill()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1's Dask worker tls://127.0.0.1:" in errors
+    assert "has left the cluster" in errors
+    assert "has left the cluster" in end_of(folder).error
+    wait_until(lambda: not processes_of(folder))
 
-def test_a_killed_dask_worker_is_named_and_the_cluster_is_used_again(tmp_path):
-    folder = tmp_path / "run"
-    with cluster(tmp_path) as own:
-        arguments = command(*own.flags, *LONG, "--save_interval=0", f"--output_dir={folder}")
-        with under_way(folder, arguments, num_windows=2) as process:
-            (of_rank1,) = [p for p in processes_of(folder) if p.environ().get("RANK") == "1"]
-            psutil.Process(of_rank1.ppid()).kill()
-            _, errors = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "rank 1's Dask worker tls://127.0.0.1:" in errors
-        assert "has left the cluster" in errors
-        assert "has left the cluster" in end_of(folder).error
-        wait_until(lambda: not processes_of(folder))
-        flags = (*own.flags, *SMALL, "--max_steps=2")
-        wait_until(lambda: run(*flags, f"--output_dir={tmp_path / 'again'}").returncode == 0)
+    folder = tmp_path / "again"
+    flags = (*on_tls.flags, *SMALL, "--model=tests.nets:raises_on_rank1")
+    tries = []
+
+    def is_taken() -> bool:
+        """Whether there were enough Dask workers, one of which starts again."""
+        tries.append(run(*flags, f"--output_dir={folder}"))
+        return tries[-1].returncode != 2
+
+    wait_until(is_taken)
+    leave_to_fixture({*keeper.children()} - kept)
+    done = tries[-1]
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "accbench: rank 1 failed: ValueError: planted fault" in done.stderr
+    assert end_of(folder).error == "rank 1 failed: ValueError: planted fault"
+    assert end_of(folder).num_steps == 2
 
 
 def test_engines_are_compared_on_a_cluster(on_tls, tmp_path):
     flags = (*TINY, "--data=synthetic", "--repeats=2", "--numerics_steps=0")
     engines = "--engines=ddp,ddp:channels_last=false"
-    done = subprocess.run(
-        [sys.executable, "-m", "accbench", "compare", *on_tls.flags, *flags, engines,
-         f"--output_dir={tmp_path / 'comparison'}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
+    done = run(
+        "tests.launchers.dask.compared", *on_tls.flags, *flags, engines,
+        f"--output_dir={tmp_path / 'comparison'}", script="-m",
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr  # two rounds may judge nothing
-    headers = [
-        of_kind(path.parent, records.RunRecord)[0]
-        for path in (tmp_path / "comparison").rglob("records.jsonl")
-    ]
+    folders = [path.parent for path in (tmp_path / "comparison").rglob("records.jsonl")]
+    headers = [of_kind(folder, records.RunRecord)[0] for folder in folders]
     assert [header.task["launcher"] for header in headers] == ["dask"] * 4
+    ends = [of_kind(folder, records.EndRecord)[-1] for folder in folders]
+    assert [end.status for end in ends] == ["ok"] * 4
 
 
 REFUSED = [

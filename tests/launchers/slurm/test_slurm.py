@@ -13,11 +13,24 @@ from accbench.distributed import slurm_variables
 from accbench.distributed.slurm_variables import as_torchrun, tasks_per_node
 from accbench.errors import RequestError
 from accbench.recording import records
-from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, run, wait_until
+from tests.conftest import (
+    HANG_S,
+    ROOT,
+    TINY,
+    command,
+    end_of,
+    free_port,
+    of_kind,
+    python,
+    run,
+    start_python,
+    wait_until,
+)
 from tests.launchers.slurm import cluster
 
 SYNTHETIC = (*TINY, "--data=synthetic", "--device=cpu", "--nproc_per_node=2")
 FLAGS = (*SYNTHETIC, "--launcher=slurm")
+OWN_SCRIPT = ROOT / "tests/scripts/own_script.py"
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +42,14 @@ def slurm(tmp_path_factory):
         yield environment
 
 
+def launched(environment: dict[str, str], *flags: object) -> "subprocess.CompletedProcess[str]":
+    """Run the launcher, which submits a run, to its end."""
+    return python(*command(*FLAGS, *flags)[1:], SLURM_CONF=environment["SLURM_CONF"])
+
+
 def submit(environment: dict[str, str], *flags: object) -> str:
     """Submit a run; the job's number."""
-    done = subprocess.run(
-        command(*FLAGS, *flags), cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=HANG_S,
-    )  # fmt: skip
+    done = launched(environment, *flags)
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[-1]
     assert line.startswith("submitted job ")
@@ -57,30 +72,29 @@ def windows(run_dir: Path) -> int:
     return path.read_text().count('"kind": "window"') if path.exists() else 0
 
 
-def test_a_job_trains_as_a_run_here(slurm, tmp_path):
+def losses_of(run_dir: Path) -> list[tuple[int, float | None]]:
+    """(step, loss) of each window."""
+    return [(w.first_step, w.loss) for w in of_kind(run_dir, records.WindowRecord)]
+
+
+def test_a_job_that_is_requeued_goes_on_and_trains_as_a_run_here(slurm, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
-    job = submit(slurm, f"--output_dir={there}")
-    assert run(*SYNTHETIC, f"--output_dir={here}").returncode == 0
+    steps = ("--max_steps=20", "--warmup_steps=1", "--log_interval=1")
+    job = submit(slurm, *steps, "--model=tests.nets:slow", f"--output_dir={there}")
+    assert run(*SYNTHETIC, *steps, f"--output_dir={here}").returncode == 0
+    wait_until(lambda: windows(there) >= 2)
+    asked(slurm, "scontrol", "requeue", job)
     assert state_at_end(slurm, job) == "COMPLETED"
-    losses = [[w.loss for w in of_kind(d, records.WindowRecord)] for d in (here, there)]
-    assert losses[0] == losses[1]
-    assert end_of(there).status == "ok"
-    (header,) = of_kind(there, records.RunRecord)
-    assert header.world_size == 2
+    (resumed,) = of_kind(there, records.ResumeRecord)
+    assert 2 <= resumed.step < 20
+    assert losses_of(there) == losses_of(here)
+    assert len(losses_of(there)) == 20
+    end = of_kind(there, records.EndRecord)[-1]
+    assert (end.status, end.num_steps) == ("ok", 20)
+    assert {header.world_size for header in of_kind(there, records.RunRecord)} == {2}
     assert {path.name for path in (there / "logs").iterdir()} == {
         "rank0.log", "rank1.log", f"slurm-{job}.log"
     }  # fmt: skip
-
-
-def test_a_requeued_job_goes_on_from_its_checkpoint(slurm, tmp_path):
-    run_dir = tmp_path / "run"
-    job = submit(slurm, "--model=tests.nets:slow", "--max_steps=12", f"--output_dir={run_dir}")
-    wait_until(lambda: windows(run_dir))
-    asked(slurm, "scontrol", "requeue", job)
-    assert state_at_end(slurm, job) == "COMPLETED"
-    (resumed,) = of_kind(run_dir, records.ResumeRecord)
-    assert resumed.step >= 2
-    assert of_kind(run_dir, records.EndRecord)[-1].num_steps == 12
 
 
 def test_a_workers_error_ends_the_record_and_the_job(slurm, tmp_path):
@@ -92,10 +106,7 @@ def test_a_workers_error_ends_the_record_and_the_job(slurm, tmp_path):
 
 
 def test_what_sbatch_refuses_is_told(slurm, tmp_path):
-    done = subprocess.run(
-        command(*FLAGS, "--slurm.partition=nowhere", f"--output_dir={tmp_path / 'run'}"),
-        cwd=ROOT, env=slurm, capture_output=True, text=True,
-    )  # fmt: skip
+    done = launched(slurm, "--slurm.partition=nowhere", f"--output_dir={tmp_path / 'run'}")
     assert done.returncode == 2
     assert "sbatch refused" in done.stderr
     assert "nowhere" in done.stderr
@@ -146,7 +157,7 @@ def test_a_tasks_place_is_read_from_slurms_variables():
         tasks_per_node("2(x)")
 
 
-def srun(slurm, script, folder, *arguments):
+def srun(slurm, script, *arguments):
     """`srun -n2 python SCRIPT ...` as a person types it; nothing of accbench's launches it."""
     return subprocess.run(
         ["srun", "-n2", "--overcommit", sys.executable, script, *map(str, arguments)],
@@ -157,16 +168,18 @@ def srun(slurm, script, folder, *arguments):
 
 def test_tasks_of_a_plain_srun_are_one_run(slurm, tmp_path):
     flags = [flag for flag in SYNTHETIC if "nproc_per_node" not in flag]
-    done = srun(slurm, "main.py", tmp_path, *flags, f"--output_dir={tmp_path / 'run'}")
+    done = srun(slurm, "main.py", *flags, f"--output_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     assert of_kind(tmp_path / "run", records.RunRecord)[0].world_size == 2
     assert end_of(tmp_path / "run").status == "ok"
 
 
+SCRIPT_WORDS = ("nothing", "threads=1", "tensorboard=off", "max_steps=4")
+
+
+@pytest.mark.soak
 def test_so_are_those_of_a_script_of_ones_own(slurm, tmp_path):
-    script = ROOT / "tests/scripts/own_script.py"
-    words = ("nothing", "threads=1", "max_steps=4", f"output_dir={tmp_path}/run")
-    done = srun(slurm, script, tmp_path, *words)
+    done = srun(slurm, OWN_SCRIPT, *SCRIPT_WORDS, f"output_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr
     assert end_of(tmp_path / "run").num_samples == 4 * 4 * 2
 
@@ -177,6 +190,24 @@ TASK = {
     "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "here",
 }  # fmt: skip
+
+
+def test_a_script_of_ones_own_knows_its_task_by_its_environment(tmp_path):
+    """Which is here that of srun's tasks, without Slurm."""
+    of_both = {**TASK, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    words = ("-m", "tests.started", "{}", OWN_SCRIPT, *SCRIPT_WORDS, f"output_dir={tmp_path}/run")
+    tasks = [
+        start_python(*words, **{**of_both, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        for rank in "01"
+    ]
+    for task in tasks:
+        try:
+            status = task.wait(HANG_S)
+        finally:
+            _, errors = task.end()
+        assert status == 0, errors
+    assert of_kind(tmp_path / "run", records.RunRecord)[0].world_size == 2
+    assert end_of(tmp_path / "run").num_samples == 4 * 4 * 2
 
 
 @pytest.mark.parametrize(("variables", "expected"), [
@@ -211,11 +242,10 @@ def test_what_would_be_separate_runs_is_refused(variables, told, monkeypatch):
 def test_torch_distributed_launch_starts_a_run(tmp_path):
     """It hands a worker --local-rank beside the environment."""
     flags = [flag for flag in SYNTHETIC if "nproc_per_node" not in flag]
-    launch = ["-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port=29517"]
-    done = subprocess.run(
-        [sys.executable, *launch, "main.py", *flags, f"--output_dir={tmp_path / 'run'}"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=HANG_S,
+    launch = ("-m", "tests.all_forked", "-m", "torch.distributed.launch", "--nproc_per_node=2")
+    done = python(
+        *launch, f"--master_port={free_port()}", "main.py", *flags,
+        f"--output_dir={tmp_path / 'run'}", OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert of_kind(tmp_path / "run", records.RunRecord)[0].world_size == 2

@@ -1,5 +1,7 @@
 """A step of engine jax, traced for GPUs that are not here."""
 
+from functools import partial
+
 import pytest
 
 from accbench.pjrt import nvidia
@@ -17,12 +19,17 @@ GOLDEN = {
     "jax-cuda12-pjrt": {"bytes": 2.643e9, "launches": 402, "peak_bytes": 3.776e8, "early": 0.95},
     "jax-cuda13-pjrt": {"bytes": 2.694e9, "launches": 500, "peak_bytes": 3.703e8, "early": 0.596},
 }
+result_of = partial(running.result_of, "--engine=jax", "--gpu=h100", by=running.FORKED)
+result_of_llama = partial(
+    running.result_of, "--engine=jax", "--gpu=h100", "--model=llama_tiny", "--seq_len=64",
+    "--batch_size=4", "--amp_dtype=bfloat16", by=running.WITH_LLAMA,
+)  # fmt: skip
 
 
 def test_jaxs_step_compiles_for_eight_gpus() -> None:
     # Smaller batches fit into the GPU's cache, where XLA writes float32 rather than compute twice.
     flags = ("--model=resnet18", "--image_size=64", "--batch_size=256", "--amp_dtype=float16")
-    found = running.result_of("--engine=jax", *flags, "--gpu=h100", "--nproc_per_node=8")
+    found = result_of(*flags, "--nproc_per_node=8")
     step, reduction = found["step"], found["reduction"]
     now = {"bytes": step["bytes"], "launches": step["launches"],
            "peak_bytes": found["memory"]["peak_bytes"],
@@ -42,11 +49,10 @@ def test_jaxs_step_compiles_for_eight_gpus() -> None:
     assert found["eager"] is not None
 
 
+@pytest.mark.soak  # the model that is traced without memory has its state in parts as well
 def test_a_state_in_parts_takes_an_eighth_of_each_gpu() -> None:
     flags = ("--model=tests.nets:wide", "--image_size=64", "--batch_size=64")
-    found = running.result_of(
-        "--engine=jax", "--jax.shard", *flags, "--gpu=h100", "--nproc_per_node=8"
-    )
+    found = result_of("--jax.shard", *flags, "--nproc_per_node=8")
     num_bytes, reduction = 4 * found["model"]["num_parameters"], found["reduction"]
     images = 64 * 3 * 64 * 64 * 4
     assert found["memory"]["arguments_bytes"] < images + 3 * 0.2 * num_bytes
@@ -56,9 +62,9 @@ def test_a_state_in_parts_takes_an_eighth_of_each_gpu() -> None:
 
 
 def test_a_model_is_traced_without_memory_for_nodes_with_slices_and_shards() -> None:
-    flags = ("--model=tests.nets:huge", "--image_size=64", "--batch_size=8", "--gpu=h100")
+    flags = ("--model=tests.nets:huge", "--image_size=64", "--batch_size=8")
     mesh = ("--nnodes=2", "--nproc_per_node=2", "--dp_shard=auto", "--tp=2")
-    found = running.result_of("--engine=jax", *flags, *mesh)
+    found = result_of(*flags, *mesh)
     part = 2**27  # weights after --tp
     assert (found["num_gpus"], found["num_nodes"]) == (4, 2)
     # Parameters and two moments, over the two that have other data, and images.
@@ -74,10 +80,10 @@ def test_a_model_is_traced_without_memory_for_nodes_with_slices_and_shards() -> 
     assert found["communication"]["bound_s"] > found["step"]["bound_s"]
 
 
+@pytest.mark.soak  # the ring's model has parts of sequences as well
 def test_parts_of_sequences_exchange_heads_and_share_no_state() -> None:
     pytest.importorskip("transformers")
-    flags = ("--model=llama_tiny", "--seq_len=64", "--batch_size=4", "--amp_dtype=bfloat16")
-    found = running.result_of("--engine=jax", *flags, "--gpu=h100", "--nproc_per_node=2", "--cp=2")
+    found = result_of_llama("--nproc_per_node=2", "--cp=2")
     kinds = {row["kind"]: row for row in found["communication"]["kinds"]}
     # Two layers exchange queries, keys, values and results, forward and backward: four, two, two
     # and four heads of 16, of four sequences' 32 positions, in 16 bits. Half of it leaves the GPU.
@@ -89,9 +95,7 @@ def test_parts_of_sequences_exchange_heads_and_share_no_state() -> None:
 
 def test_parts_between_layers_are_sent_in_autocast_s_type() -> None:
     pytest.importorskip("transformers")
-    flags = ("--model=llama_tiny", "--seq_len=64", "--batch_size=4", "--amp_dtype=bfloat16")
-    mesh = ("--nproc_per_node=2", "--tp=2", "--sequence_parallel")
-    found = running.result_of("--engine=jax", *flags, *mesh, "--gpu=h100")
+    found = result_of_llama("--nproc_per_node=2", "--tp=2", "--sequence_parallel")
     kinds = {row["kind"]: row for row in found["communication"]["kinds"]}
     # In each of two layers attention and MLP scatter their sums, and the gradients of what they
     # gathered: four sequences of 64 positions of 64, in 16 bits. Half of it leaves the GPU.
@@ -100,9 +104,8 @@ def test_parts_between_layers_are_sent_in_autocast_s_type() -> None:
 
 def test_a_ring_passes_keys_and_values_on_and_their_gradients_back() -> None:
     pytest.importorskip("transformers")
-    flags = ("--model=llama_tiny", "--seq_len=64", "--batch_size=4", "--amp_dtype=bfloat16")
-    mesh = ("--gpu=h100", "--nproc_per_node=8", "--cp=4", "--cp_attention=ring", "--tp=2")
-    found = running.result_of("--engine=jax", *flags, *mesh)
+    mesh = ("--nproc_per_node=8", "--cp=4", "--cp_attention=ring", "--tp=2")
+    found = result_of_llama(*mesh)
     (permutes,) = (
         row for row in found["communication"]["kinds"] if row["kind"] == "collective-permute"
     )
