@@ -61,6 +61,12 @@ class TurnGiver:
         self._listener.listen(num_workers)
         self._connections: list[socket.socket] = []
         self._waiting: list[socket.socket] = []
+        self._num_finished = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether all workers wait behind their last windows, only to end."""
+        return self._num_finished == self.num_workers
 
     def give(self, is_alone: bool = False) -> None:
         """Let the run go on, and tell it whether it is alone, with no other in between."""
@@ -94,6 +100,7 @@ class TurnGiver:
             heard = b""
         if heard:
             self._waiting.append(connection)
+            self._num_finished += heard == turns.LAST_WINDOW_DONE
         else:
             self._drop(connection)
 
@@ -135,16 +142,27 @@ def take_turns(
 
 
 def _alternate(alive: list[tuple[Process, TurnGiver]]) -> None:
-    """Give turns until all have ended, forwards and backwards: A B C, C B A, A B C."""
+    """Give turns until all have ended, forwards and backwards: A B C, C B A, A B C.
+
+    They end at once, each behind its last window, as nobody times their ends.
+    """
     is_alone = len(alive) == 1
+    finished = [pair for pair in alive if pair[1].is_finished]
+    alive = [pair for pair in alive if pair not in finished]
     for cycle in itertools.count():
         if not alive:
-            return
+            break
         for pair in alive if cycle % 2 == 0 else alive[::-1]:
             process, giver = pair
             giver.give(is_alone)
-            if not giver.wait(process):
+            goes_on = giver.wait(process)
+            if not goes_on or giver.is_finished:
                 alive = [other for other in alive if other is not pair]
+                finished += [pair] if goes_on else []
+    for _, giver in finished:
+        giver.give(is_alone)
+    for process, giver in finished:
+        giver.wait(process)
 
 
 def available_bytes() -> int:

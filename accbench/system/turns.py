@@ -9,7 +9,7 @@ import socket
 
 SOCKET_VARIABLE = "ACCBENCH_TURNS"
 """The path of the socket of the comparison that gives turns; unset where nothing does."""
-WINDOW_DONE, GO, GO_ON_ALONE = b"w", b"g", b"a"
+WINDOW_DONE, LAST_WINDOW_DONE, GO, GO_ON_ALONE = b"w", b"l", b"g", b"a"
 
 
 class Turns:
@@ -37,14 +37,17 @@ class Turns:
         """Say whether a comparison gives turns."""
         return self._socket is not None
 
-    def wait(self) -> bool:
+    def wait(self, is_last: bool = False) -> bool:
         """Say that a window is done, wait for the next turn, and return whether others had theirs.
 
         It returns if the other end is gone: nobody waits for this run then.
+
+        Args:
+            is_last: whether no other window follows, so that the next turn is for the run's end.
         """
         if self._socket is None:
             return False
         with contextlib.suppress(ConnectionError):
-            self._socket.sendall(WINDOW_DONE)
+            self._socket.sendall(LAST_WINDOW_DONE if is_last else WINDOW_DONE)
             return self._socket.recv(1) == GO
         return False

@@ -221,7 +221,7 @@ class StepTimer:
         """Wait as long as other runs have their turns, which no window counts."""
         paused = time.perf_counter()
         self._machine.pause()
-        was_shared = self._turns.wait()
+        was_shared = self._turns.wait(self.num_steps == self.engine.task.max_steps)
         self._machine.resume()
         wait_s = time.perf_counter() - paused
         self._window_started += wait_s

@@ -38,6 +38,8 @@ def main() -> None:
         f"--batch-size={case.batch_size}", "--epochs=1", "--warmup-epochs=0",
         "--opt=adamw", "--opt-kwargs", "fused=True", f"--lr={workload.LR}",
         f"--weight-decay={workload.WEIGHT_DECAY}", "--no-aug", "--smoothing=0", "--workers=0",
+        # A vision transformer has embeddings of the positions in images of one size.
+        *([] if case.model == "resnet18" else ["--model-kwargs", f"img_size={case.image_size}"]),
         "--no-prefetcher", f"--output={case.folder}", "--val-split=", "--log-interval=1000000",
         *(["--torchcompile=inductor"] if case.compiled else []),
     ]  # fmt: skip

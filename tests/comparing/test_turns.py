@@ -35,9 +35,12 @@ for number in range(windows):
         file.write(f"{time.monotonic()}\\n")
     if os.environ.get("DIES_AFTER") == str(number):
         os.kill(os.getpid(), 9)
-    was_shared = own.wait()
+    was_shared = own.wait(number == windows - 1)
     with open(log + ".shared", "a") as file:
         file.write(f"{was_shared}\\n")
+open(f"{log}.{name}", "w").close()
+while not all(os.path.exists(f"{log}.{other}") for other in os.environ.get("ENDS_WITH", "")):
+    time.sleep(0.01)
 """
 
 
@@ -88,6 +91,13 @@ def test_one_window_at_a_time_forwards_and_backwards(tmp_path):
     assert [name for name, _ in order] == [*"abc", *"abc", *"ba"]
     assert [number for name, number in order if name == "a"] == [0, 1, 2]
     assert (tmp_path / "log.shared").read_text().split() == ["True"] * 8
+
+
+def test_runs_end_at_once_behind_the_last_of_all_windows(tmp_path):
+    """Each waits here for the ends of all."""
+    ends = {name: {"ENDS_WITH": "abc"} for name in "abc"}
+    order = in_turn(tmp_path / "log", {"a": 2, "b": 1, "c": 3}, **ends)
+    assert [name for name, _ in order] == [*"abc", *"ac", "c"]
 
 
 def test_a_run_that_dies_keeps_no_other_waiting(tmp_path):
