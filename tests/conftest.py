@@ -138,8 +138,8 @@ def images(tmp_path_factory) -> Path:
 
 # Files that take long, longest first: begun last, one of them would keep a core to itself.
 LONGEST = (
-    "test_sharding", "test_compile_cache_files", "test_launcher", "test_jax",
-    "test_numerics", "test_resume", "test_elastic", "test_compile_caches", "test_own_libraries", "test_steps",
+    "test_sharding", "test_compile_cache_files", "test_launcher", "test_jax", "test_numerics",
+    "test_resume", "test_elastic", "test_compile_caches", "test_own_libraries", "test_steps",
     "test_fourier", "test_rounds", "test_inductor", "test_data_parallel", "test_slurm",
     "test_first_hour", "test_autograd", "test_faults", "test_own_loop", "test_raising",
     "test_stateful", "test_indices", "test_wrapped", "test_extending", "test_containers",
