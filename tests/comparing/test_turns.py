@@ -39,8 +39,13 @@ for number in range(windows):
     with open(log + ".shared", "a") as file:
         file.write(f"{was_shared}\\n")
 open(f"{log}.{name}", "w").close()
+deadline = time.monotonic() + 60
 while not all(os.path.exists(f"{log}.{other}") for other in os.environ.get("ENDS_WITH", "")):
     time.sleep(0.01)
+    if time.monotonic() > deadline:
+        with open(log, "a") as file:
+            file.write(f"{name}-waits-in-vain -1 {deadline} {deadline}\\n")
+        break
 """
 
 
