@@ -12,7 +12,6 @@ may be at work.
 import gc
 import importlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -139,12 +138,7 @@ def _become_fork_server(code: str, descriptors: Iterable[int]) -> NoReturn:
     status = 1
     try:
         gc.freeze()  # or what is open here is closed, by numbers that are others' by then
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        forked.reset_signals()
         first = 3
         for descriptor in sorted(map(int, descriptors)):
             os.closerange(first, descriptor)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -253,6 +254,17 @@ def wait_until(condition) -> None:
         time.sleep(0.1)
 
 
+def wait_for_windows(process: Any, run_dir: Path, num_windows: int) -> None:
+    """Wait until a run has done so many windows, or has ended."""
+    file = run_dir / "records.jsonl"
+    wait_until(
+        lambda: (
+            process.poll() is not None
+            or (file.exists() and len(of_kind(run_dir, records.WindowRecord)) >= num_windows)
+        )
+    )
+
+
 @contextlib.contextmanager
 def under_way(
     run_dir: Path, arguments: Sequence[str], num_windows: int, **options
@@ -266,13 +278,7 @@ def under_way(
     pipe = subprocess.PIPE
     process = subprocess.Popen(arguments, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **options)
     try:
-        file = run_dir / "records.jsonl"
-        wait_until(
-            lambda: (
-                process.poll() is not None
-                or (file.exists() and len(of_kind(run_dir, records.WindowRecord)) >= num_windows)
-            )
-        )
+        wait_for_windows(process, run_dir, num_windows)
         yield process
     finally:
         process.kill()

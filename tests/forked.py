@@ -316,16 +316,21 @@ class _Forked(subprocess.Popen[bytes]):
         self.pid, self._child_created = pid, True
 
 
-def _become_worker(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """What is the launcher's own goes, as it would if another program took its place."""
-    gc.freeze()  # or what the launcher has open is closed, by numbers that are others' by then
-    os.setsid()
+def reset_signals() -> None:
+    """Handle signals as a Python that has just been started."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _become_worker(arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """What is the launcher's own goes, as it would if another program took its place."""
+    gc.freeze()  # or what the launcher has open is closed, by numbers that are others' by then
+    os.setsid()
+    reset_signals()
     atexit._clear()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     tracker = resource_tracker._resource_tracker

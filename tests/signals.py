@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from accbench.recording import records
-from tests.conftest import HANG_S, of_kind, start_python, wait_until
+from tests.conftest import HANG_S, start_python, wait_for_windows, wait_until
 
 
 class Signalled:
@@ -99,13 +98,7 @@ def under_way(
     """
     process = Signalled(arguments[1:], **options)
     try:
-        file = run_dir / "records.jsonl"
-        wait_until(
-            lambda: (
-                process.poll() is not None
-                or (file.exists() and len(of_kind(run_dir, records.WindowRecord)) >= num_windows)
-            )
-        )
+        wait_for_windows(process, run_dir, num_windows)
         yield process
     finally:
         process.kill()
