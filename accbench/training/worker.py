@@ -135,7 +135,10 @@ def apply_environment(task: TaskConfig, topology: Topology) -> None:
         if name == "TMPDIR":
             tempfile.tempdir = None  # it caches the first value
     assert task.threads is not None
-    torch.set_num_threads(task.threads)
+    if torch.get_num_threads() != task.threads:
+        # Setting even the number that is there turns off MKL's choice of fewer threads for small
+        # products, with which a plain loop trains.
+        torch.set_num_threads(task.threads)
     if task.device == "cpu":
         malloc.keep_memory()  # which a launcher says before the process starts
 
