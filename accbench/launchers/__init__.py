@@ -6,6 +6,7 @@ helpers here are what every launcher tells a person and the record.
 
 import abc
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from accbench.config import TaskConfig, plugins
 from accbench.distributed import mesh
 from accbench.errors import RequestError
 from accbench.recording import records
+from accbench.system import malloc
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +165,12 @@ _MALLOC = ("hugetlb=1", f"mmap_threshold={2**32}", f"trim_threshold={2**34}", "a
 
 
 def common_env(task: TaskConfig) -> dict[str, str]:
-    """Return the environment variables of every worker; those that the user set win."""
+    """Return the environment variables of every worker; those that the user set win.
+
+    The heap stays as it is where ACCBENCH_MALLOC is `system`.
+    """
     env = {"OMP_NUM_THREADS": str(task.threads)}
-    if task.device == "cpu":
+    if task.device == "cpu" and os.environ.get(malloc.VARIABLE) != "system":
         # Or the C library asks the kernel for each large tensor's memory, page by page, and gives
         # it back, step after step, which can be felt (docs/measured.md).
         env["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from accbench import config, launchers
 from tests.conftest import ROOT, Fresh
 
 PROGRAM = """
@@ -38,3 +39,11 @@ def test_memory_is_kept_unless_told_otherwise():
     assert least > 1000 or most == 0  # huge pages fault less
     assert run("keep", ACCBENCH_MALLOC="system")[0] == "False"
     assert run("keep", GLIBC_TUNABLES="glibc.malloc.arena_max=1")[0] == "False"
+
+
+def test_a_launcher_leaves_the_heap_alone_where_told(monkeypatch):
+    task = config.parse(["--device=cpu", "--threads=1"])
+    monkeypatch.delenv("ACCBENCH_MALLOC", raising=False)
+    assert "GLIBC_TUNABLES" in launchers.common_env(task)
+    monkeypatch.setenv("ACCBENCH_MALLOC", "system")
+    assert launchers.common_env(task) == {"OMP_NUM_THREADS": "1"}
