@@ -38,7 +38,6 @@ from tests.nets.specs import (
     later_letters,
     many_heads,
     read_ends,
-    text_killed_on_rank1,
     tied_ends,
 )
 from tests.nets.structures import (
@@ -145,7 +144,6 @@ __all__ = [
     "tied",
     "tied_buffers",
     "tied_deep",
-    "text_killed_on_rank1",
     "tied_ends",
     "tiny",
     "transformer",

@@ -1,9 +1,7 @@
 """Specs of losses and batches of their own."""
 
 import dataclasses
-import os
-import signal
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -124,26 +122,6 @@ four_layers = LanguageModel(
     "tests.nets:four_layers", _build_four_layers, max_seq_len=64, seq_len=16, cuts_sequences=True
 )
 """A Llama of four layers, with transformers' plan of its stages."""
-
-
-def _build_killed_on_rank1(num_tokens: int) -> nn.Module:
-    net = _build_four_layers(num_tokens)
-    attention, num_calls = net.model.layers[1].self_attn, 0
-
-    def kill(*_: Any) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 3 and os.environ.get("RANK") == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    attention.register_forward_pre_hook(kill)
-    return net
-
-
-text_killed_on_rank1 = LanguageModel(
-    "tests.nets:text_killed_on_rank1", _build_killed_on_rank1, seq_len=16, cuts_sequences=True
-)
-"""`four_layers`, whose rank 1 is killed amid its third forward pass."""
 
 
 def _build_four_tied_layers(num_tokens: int) -> nn.Module:
