@@ -5,6 +5,7 @@ import ctypes
 import math
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -170,3 +171,16 @@ class _Hungry(nn.Module):
 
 def hungry(num_classes: int) -> nn.Module:
     return _Hungry(num_classes)
+
+
+def fetches_beside(num_classes: int) -> nn.Module:
+    """A net that fails where a thread fetches batches while it computes."""
+    net = tiny(num_classes)
+
+    def look(*_: object) -> None:
+        names = [thread.name for thread in threading.enumerate()]
+        if "prefetch" in names:
+            raise RuntimeError("a thread fetches batches")
+
+    net.register_forward_pre_hook(look)
+    return net
