@@ -220,27 +220,16 @@ class Engine(EngineRequirements, StatefulEngine):
             )
         return model
 
-    @property
-    def _makes_batches_between_steps(self) -> bool:
-        """Whether no thread makes them beside the step: on a CPU, without loading processes.
-
-        It would take a processor from one of torch's threads, for which the others wait at each
-        operation.
-        """
-        return self.task.device == "cpu" and self.task.workers == 0
-
-    def _between_steps(self, loader: Any) -> Generator[Batch, None, None]:
-        for batch in loader:
-            yield self.to_device(batch)
-
     def device_batches(self, loader: Any) -> Generator[Batch, None, None]:
         """Yield the loader's batches on the device; those of a resident loader are copied once.
 
         Close it when leaving early: the copying behind it ends there.
         """
         if not loader.resident:
-            makes_now = self._makes_batches_between_steps
-            yield from self._between_steps(loader) if makes_now else self.stream(loader)
+            # A thread that makes batches beside the step would take a processor from one of torch's
+            # threads, for which the others wait at each operation.
+            between_steps = self.task.device == "cpu" and self.task.workers == 0
+            yield from map(self.to_device, loader) if between_steps else self.stream(loader)
             return
         if not self._resident:
             self._resident = [self.to_device(batch) for batch in loader]

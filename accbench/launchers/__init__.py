@@ -6,7 +6,6 @@ helpers here are what every launcher tells a person and the record.
 
 import abc
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
@@ -170,7 +169,7 @@ def common_env(task: TaskConfig) -> dict[str, str]:
     The heap stays as it is where ACCBENCH_MALLOC is `system`.
     """
     env = {"OMP_NUM_THREADS": str(task.threads)}
-    if task.device == "cpu" and os.environ.get(malloc.VARIABLE) != "system":
+    if task.device == "cpu" and not malloc.is_left_alone():
         # Or the C library asks the kernel for each large tensor's memory, page by page, and gives
         # it back, step after step, which can be felt (docs/measured.md).
         env["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)

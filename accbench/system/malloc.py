@@ -22,13 +22,18 @@ is_kept = False
 """Whether `keep_memory` has changed this process's heap."""
 
 
+def is_left_alone() -> bool:
+    """Return whether the environment asks for the heap as it is."""
+    return os.environ.get(VARIABLE) == "system"
+
+
 def keep_memory() -> bool:
     """Have glibc keep freed memory in this process, and return whether that was done here.
 
     Nothing is done where GLIBC_TUNABLES is set, where ACCBENCH_MALLOC is `system`, or with another
     C library.
     """
-    if "GLIBC_TUNABLES" in os.environ or os.environ.get(VARIABLE) == "system":
+    if "GLIBC_TUNABLES" in os.environ or is_left_alone():
         return False
     global is_kept
     try:
