@@ -11,6 +11,7 @@ import tyro
 from accbench import config
 from accbench.config.field import flag
 from accbench.errors import RequestError, print_interruption, print_refusal
+from accbench.restarting import restart_early
 from accbench.system.standard_streams import quiet_when_closed
 
 PROG = "accbench"
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @quiet_when_closed
 def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = ()) -> int:
     """Train a model, one worker a device; the same as launch_single_task.py."""
+    restart_early(argv)
     from accbench.system.gc_pause import pause_gc
 
     with pause_gc():
@@ -48,6 +50,11 @@ def run(argv: Sequence[str], prog: str = f"{PROG} run", worker: Sequence[str] = 
 @quiet_when_closed
 def compare(argv: Sequence[str], prog: str = f"{PROG} compare") -> int:
     """Measure engines in turn, several times, and say what was shown."""
+    restart_early(argv)
+    if not {"-h", "--help"} & {*argv}:
+        from accbench.comparing.run import start_fork_server
+
+        start_fork_server()  # it imports torch while this process does, and reads the flags
     from accbench.comparing import rounds
 
     return rounds.main(argv, prog)

@@ -1,10 +1,7 @@
 """Resolve a task: fill in what its flags leave open, for this machine."""
 
 import dataclasses
-import os
 import shlex
-import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +31,6 @@ def resolve(task: TaskConfig) -> TaskConfig:
     if task.script is None:
         check_data(task)
     return task
-
-
-def restart_for(engines: Iterable[str], argv: Sequence[str]) -> None:
-    """Start this process's command anew in the environment of an engine whose packages lack here.
-
-    A comparison runs as a whole in one environment, so that all its rows have the same torch.
-    Nothing happens unless the process's own command line ends in `argv`: in a notebook, or in a
-    process that serves several requests, the engine is refused instead.
-
-    Args:
-        engines: names of the engines that are asked for.
-        argv: the arguments that ask for them.
-    """
-    if sys.orig_argv[-len(argv) :] != [*argv]:
-        return
-    for name in engines:
-        python = plugins.load("engines", name).other_python()
-        if python is None:
-            continue
-        notice = f"engine {name} has an environment of its own: continuing with {python}"
-        print(notice, file=sys.stderr, flush=True)
-        os.execv(python, [str(python), *sys.orig_argv[1:]])
 
 
 def check_data(task: TaskConfig) -> None:

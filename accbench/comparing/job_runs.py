@@ -73,8 +73,7 @@ def _prepare(job: jobs.Job, cache: Path, turns: Path | None = None) -> JobProces
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     log = log_of(job.folder)
     log.write_bytes(b"")  # a launcher that is killed at once leaves none
-    flags = config.as_flags(job.task)
-    task = config.parse(flags)
+    flags, task = config.as_flags(job.task), config.task_of_values(job.task)
     num_devices: int | None = 0
     if task.device == "cuda":
         num_devices = task.nproc_per_node * config.devices_per_worker(task)

@@ -116,14 +116,14 @@ def _numerics_jobs(
         floors.append(Job(label, row, at, floor, None, "floor", str(reference)))
     references, checks = {"": reference}, []
     for row, row_task in rows:
-        parsed = _parsed(row_task)
-        shared = mesh.workers_per_batch(parsed)
+        of_row = config.task_of_values(row_task)
+        shared = mesh.workers_per_batch(of_row)
         kind, merged = "", exact
         if shared > 1:
             kind = f"{shared} workers a batch"
             merged = {**exact, "batch_size": exact["batch_size"] * shared}
             wanted = f"{num_ranks // shared}x{shared}{reuse}"
-        elif config.devices_per_worker(parsed) > 1:  # whose threads cannot be given masks
+        elif config.devices_per_worker(of_row) > 1:  # whose threads cannot be given masks
             kind, wanted = "without dropout", f"{num_ranks}:undropped{reuse}"
         if kind not in references:
             references[kind] = reference.with_name(f"{REFERENCE}-{kind.replace(' ', '-')}")
@@ -158,15 +158,11 @@ def _numerics_jobs(
 def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:
     """Return a job that copies plain ddp's pass for a row that is plain ddp; None for others."""
     for floor in floors:
-        if _parsed(check.task) == _parsed(floor.task):
+        if config.task_of_values(check.task) == config.task_of_values(floor.task):
             label = f"{check.label}, as {floor.label.removeprefix('numerics  ')}"
             argument = str(floor.folder)
             return dataclasses.replace(check, label=label, kind="copy", argument=argument)
     return None
-
-
-def _parsed(task: dict[str, Any]) -> config.TaskConfig:
-    return config.parse(config.as_flags(task))
 
 
 def plain_task(task: dict[str, Any]) -> dict[str, Any]:
@@ -175,16 +171,16 @@ def plain_task(task: dict[str, Any]) -> dict[str, Any]:
     Each worker then has the whole model, and a batch of its own.
     """
     of_mesh = {field.name: field.default for field in dataclasses.fields(MeshFlags)}
-    parsed = _parsed(task)
-    num_devices = config.devices_per_worker(parsed)
+    whole = config.task_of_values(task)
+    num_devices = config.devices_per_worker(whole)
     plain = {**task, **of_mesh, "engine": "ddp", "ddp": {}}
     plain["nproc_per_node"] *= num_devices
     if plain.get("threads") is not None:
         plain["threads"] = max(1, plain["threads"] // num_devices)
     if plain.get("batch_size") is not None:
-        plain["batch_size"] //= mesh.workers_per_batch(parsed) * num_devices
+        plain["batch_size"] //= mesh.workers_per_batch(whole) * num_devices
     try:
-        launchers.resolve(config.parse(config.as_flags(plain)))
+        launchers.resolve(config.task_of_values(plain))
     except RequestError:
         return {**plain, "device": "cpu"}
     return plain

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from accbench import config, launchers, resolving
+from accbench import config, launchers, restarting
 from accbench.comparing import defaults, update_rules
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
@@ -89,7 +89,8 @@ class CompareFlags(TaskConfig):
     input_round: bool = flag(
         True,
         "One more round on synthetic data, which shows the cost of loading data; on a CPU of the "
-        "baseline alone.",
+        "baseline alone, and without loading processes none: what making batches costs is measured "
+        "between the steps.",
     )
     price_per_hour: float | None = flag(
         None,
@@ -197,7 +198,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
     specs = [spec.strip() for spec in flags.engines.split(",") if spec.strip()]
     if len(specs) < 2:
         raise RequestError("--engines needs two or more, such as --engines ddp,xla")
-    resolving.restart_for({spec.split(":")[0] for spec in specs}, argv)
+    restarting.restart_for({spec.split(":")[0] for spec in specs}, argv)
     chosen: dict[str, Any] = {}
     rows = [_make_row(name, spec, flags, argv, chosen) for name, spec in _name_rows(specs)]
     baseline = rows[0].name if flags.baseline is None else flags.baseline
@@ -212,7 +213,8 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
     plan = ComparisonPlan(
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps,
-        input_round=flags.input_round and not flags.script and not flags.quick,
+        input_round=flags.input_round and not flags.script and not flags.quick
+        and not config.makes_batches_between_steps(base.task["device"], base.task["workers"]),
         input_round_of_baseline=base.task["device"] == "cpu",
         reuses_reference=flags.numerics_cache,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
@@ -293,7 +295,7 @@ def _make_row(
     del values["output_dir"]
     # Parse once more: only the flags' parser knows each option's name and type.
     try:
-        task = config.parse(config.as_flags(values), "accbench run")
+        task = config.task_of_values(values, "accbench run")
     except RequestError as error:
         raise RequestError(f"--engines {spec}: {error}") from None
     num_devices = config.devices_per_worker(task)

@@ -17,7 +17,6 @@ from accbench import config
 from accbench.comparing import jobs
 from accbench.comparing.job_runs import log_of, run, run_in_turns, run_side_by_side
 from accbench.comparing.plan import CompareRequest, parse
-from accbench.comparing.run import start_fork_server
 from accbench.comparing.time_left import TimeLeftColumn, estimate_s, in_words
 from accbench.config import plugins
 from accbench.errors import RequestError, print_interruption, print_refusal
@@ -33,13 +32,11 @@ _STATES_OF_A_PASS = 3
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Run the command `accbench compare`, and return the exit status."""
-    if not {"-h", "--help"} & {*argv}:
-        start_fork_server()  # it imports torch while this process reads the flags
     with contextlib.ExitStack() as stack:
         try:
             request = parse(argv, prog)
             plan = request.plan
-            task = config.parse(config.as_flags(next(row.task for row in plan.rows if row.task)))
+            task = config.task_of_values(next(row.task for row in plan.rows if row.task))
             launcher = plugins.load("launchers", task.launcher)()
             if launcher.follows(task):
                 from accbench.launchers.common import run as runner

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from accbench.comparing.run import StopRequest
 from accbench.comparing.turns import Process, available_bytes
 
-_MOST = 2
+_MOST = 3
 
 
 def run_all(
     processes: Sequence[Process], needed_bytes: Sequence[int | None], stop: StopRequest,
     ended: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """Run processes to their ends, two at once where memory holds them.
+    """Run processes to their ends, three at once where memory holds them.
 
     Args:
         processes: not started yet.

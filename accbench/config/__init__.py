@@ -1,7 +1,14 @@
 """A task's flags, the values that they take, and the plug-ins that they name."""
 
 from accbench.config.field import expand_home, flag
-from accbench.config.parsing import as_flags, parse, parse_flags, read_flags, task_of
+from accbench.config.parsing import (
+    as_flags,
+    parse,
+    parse_flags,
+    read_flags,
+    task_of,
+    task_of_values,
+)
 from accbench.config.task import (
     CONFIG_FILE,
     RECORDS_FILE,
@@ -11,6 +18,7 @@ from accbench.config.task import (
     as_mapping,
     data_name,
     devices_per_worker,
+    makes_batches_between_steps,
 )
 
 __all__ = [
@@ -25,8 +33,10 @@ __all__ = [
     "devices_per_worker",
     "expand_home",
     "flag",
+    "makes_batches_between_steps",
     "parse",
     "parse_flags",
     "read_flags",
     "task_of",
+    "task_of_values",
 ]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from accbench.config import flag_values, plugins
+from accbench.config import flag_values, plugins, typed_values
 from accbench.config.field import check_ranges, expand_home, expand_homes
 from accbench.config.task import GROUPS, SCRIPTS_OWN, TaskConfig, data_name
 from accbench.errors import RequestError
@@ -33,6 +33,9 @@ def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConf
         RequestError: a flag, or a key of the YAML file, is unknown or of a wrong type.
     """
     flags_class: Any = flags_class_of(base)  # type: ignore[arg-type]
+    flags = _of_a_config_alone(flags_class, argv)
+    if flags is not None:
+        return flags
     flags = parse_flags(flags_class, argv, prog)
     if flags.config is not None:
         content = flag_values.read(Path(expand_home("--config", flags.config) or ""))
@@ -43,6 +46,19 @@ def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConf
         except RequestError as error:
             raise RequestError(f"{flags.config}: {error}") from None
     return flags
+
+
+def _of_a_config_alone(flags_class: Any, argv: Sequence[str]) -> Any | None:
+    """Return the flags of a `config.json` that is all the command line names, as a worker's does.
+
+    None if there is more, or something in it does not fit and needs the parser's words.
+    """
+    name, _, path = argv[0].partition("=") if len(argv) == 1 else ("", "", "")
+    if name != "--config" or not path.endswith(".json"):
+        return None
+    values = typed_values.read(Path(expand_home("--config", path) or ""))
+    flags = typed_values.flags_of(flags_class, values)
+    return None if flags is None else dataclasses.replace(flags, config=path)
 
 
 def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:
@@ -168,6 +184,16 @@ def _from_tyro(flags_class: Any, parsed: Any) -> Any:
         if dataclasses.is_dataclass(hints[field.name]) else values[field.name]
         for field in dataclasses.fields(flags_class)
     })  # fmt: skip
+
+
+def task_of_values(values: Mapping[str, Any], prog: str = "launch_single_task.py") -> TaskConfig:
+    """Return the task of values as `as_mapping` returns them, or as text.
+
+    Raises:
+        RequestError: a value is unknown, of a wrong type or outside of its range.
+    """
+    flags = typed_values.flags_of(flags_class_of(TaskConfig), values)
+    return parse(as_flags(values), prog) if flags is None else task_of(flags)
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

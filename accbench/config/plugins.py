@@ -5,9 +5,9 @@ package outside this repository adds plug-ins through an entry point in the grou
 for example `accbench.engines`.
 """
 
-import ast
 import importlib
 import pkgutil
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -55,16 +55,9 @@ def modules(kind: str) -> dict[str, str]:
 def _defines_plugin(path: Path, module: str, kind: PluginKind) -> bool:
     """Return whether the source defines the kind's class, or imports it from a submodule."""
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == kind.class_name:
-            return True
-        if (
-            isinstance(node, ast.ImportFrom)
-            and (node.module or "").startswith(f"{module}.")
-            and any(alias.name == kind.class_name for alias in node.names)
-        ):
-            return True
-    return False
+    name, inside = kind.class_name, re.escape(module)
+    imported = rf"from {inside}\.[\w.]+ import (\([^)]*|[^(\n]*)\b{name}\b"
+    return bool(re.search(rf"^(class {name}\b|{imported})", source.read_text(), re.MULTILINE))
 
 
 @cache

@@ -520,6 +520,15 @@ def devices_per_worker(task: TaskConfig) -> int:
     return getattr(options, "data_parallel", 1)
 
 
+def makes_batches_between_steps(device: str | None, workers: int | None) -> bool:
+    """Return whether batches are made between the steps, rather than beside them.
+
+    On a CPU without loading processes: a thread that makes them beside the step would take a
+    processor from one of torch's threads, for which the others wait at each operation.
+    """
+    return device == "cpu" and workers == 0
+
+
 def data_name(data: str) -> tuple[str, str | None]:
     """Split `--data` into (source, location): NAME, NAME:LOCATION, or a URL, which is both."""
     if "://" in data:

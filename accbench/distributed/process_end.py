@@ -59,9 +59,22 @@ def _write_open_files() -> None:
         getattr(sys.modules[module], name) for module, name in _ARCHIVES if module in sys.modules
     )
     texts, binaries = (io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)
+    are_files = _AreFiles((*texts, *archives, *binaries))
     gc.unfreeze()  # an exit function of ours freezes all objects, which the list then lacks
-    found = gc.get_objects()
+    files = [one for one in gc.get_objects() if are_files[type(one)]]
     for kinds in (texts, archives, binaries):  # each writes into those behind it
-        for file in [one for one in found if issubclass(type(one), kinds)]:
+        for file in [one for one in files if issubclass(type(one), kinds)]:
             with contextlib.suppress(Exception):  # it is closed, or its disk full
                 file.close() if kinds is archives else file.flush()
+
+
+class _AreFiles(dict[type, bool]):
+    """Type -> whether its objects are files. There are few types among a million objects."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        super().__init__()
+        self._kinds = kinds
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = found = issubclass(kind, self._kinds)
+        return found

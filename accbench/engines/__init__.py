@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.config import TaskConfig
+from accbench.config import TaskConfig, makes_batches_between_steps
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import Strategy
 from accbench.engines.common import activation_checkpointing, tied_parameters
@@ -226,9 +226,7 @@ class Engine(EngineRequirements, StatefulEngine):
         Close it when leaving early: the copying behind it ends there.
         """
         if not loader.resident:
-            # A thread that makes batches beside the step would take a processor from one of torch's
-            # threads, for which the others wait at each operation.
-            between_steps = self.task.device == "cpu" and self.task.workers == 0
+            between_steps = makes_batches_between_steps(self.task.device, self.task.workers)
             yield from map(self.to_device, loader) if between_steps else self.stream(loader)
             return
         if not self._resident:

@@ -172,6 +172,8 @@ def _extras(row: RowResult, result: ComparisonResult) -> list[str]:
     cost = row.cost
     if row.input_share is not None:
         facts.append(f"input takes {row.input_share:.0%} of the time")
+    elif row.data_wait_share is not None:
+        facts.append(f"waits for data {row.data_wait_share:.0%} of the time")
     if cost.compile_cold_s:
         warm = number(cost.compile_warm_s, "{:.1f}")
         facts.append(f"compiles {cost.compile_cold_s:.1f} s cold, {warm} s warm")

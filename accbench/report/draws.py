@@ -27,19 +27,23 @@ class RoundingDraws:
                     of_steps.setdefault(record.step - 1, []).append(record.distances)
         self.of_steps = of_steps
         """Step, counted from 0 -> the distances of each of its draws."""
+        self._largest = {step: _largest_of_all(drawn) for step, drawn in of_steps.items()}
+        self._jumps: dict[str, float] = {}
 
     def largest(self, step: int, name: str) -> float:
         """Return the largest distance of one step's draws."""
-        return max((abs(d.get(name, 0.0)) for d in self.of_steps.get(step, ())), default=0.0)
+        return self._largest.get(step, {}).get(name, 0.0)
 
     def limit(self, step: int, name: str) -> float:
         """Return the smallest distance in float32 that counts as a difference in one step."""
         limit = _TIMES * self.largest(step, name)
         if " of " not in name or not self.of_steps:
             return limit
-        # A jump of one tensor that a tenth of the steps show may come in any step.
-        by_size = sorted(self.largest(other_step, name) for other_step in self.of_steps)
-        return max(limit, by_size[-1 - len(by_size) // 10])
+        if name not in self._jumps:
+            # A jump of one tensor that a tenth of the steps show may come in any step.
+            by_size = sorted(self.largest(other_step, name) for other_step in self.of_steps)
+            self._jumps[name] = by_size[-1 - len(by_size) // 10]
+        return max(limit, self._jumps[name])
 
     def size(self, step: int, name: str) -> float:
         """Return the limit in one step of a gradient's size, which may be off either way.
@@ -66,6 +70,15 @@ class RoundingDraws:
             if self.of_steps
             else 0.0
         )
+
+
+def _largest_of_all(drawn: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the largest of several draws' distances: quantity -> distance."""
+    largest: dict[str, float] = {}
+    for distances in drawn:
+        for name, distance in distances.items():
+            largest[name] = max(largest.get(name, 0.0), abs(distance))
+    return largest
 
 
 def root_mean_square(values: Sequence[float]) -> float:

@@ -22,11 +22,12 @@ def xla_python() -> Path | None:
 
     It is the one that the variable ACCBENCH_XLA_PYTHON names, else that of the folder .venv-xla in
     the clone, which `prepare.sh --extras xla` makes. torch_xla needs torch 2.8, so that it cannot
-    be installed beside today's.
+    be installed beside today's. This process's own environment is no other, whatever it lacks.
     """
     named = os.environ.get(_XLA_PYTHON)
     python = Path(named) if named else _CLONE / ".venv-xla" / "bin" / "python"
-    return python if python.is_file() else None
+    is_own = python.absolute().parents[1] == Path(sys.prefix)
+    return python if python.is_file() and not is_own else None
 
 
 def install_command(extra: str) -> str:

@@ -36,7 +36,7 @@ def start(flags: Mapping[str, Any]) -> Worker:
     slurm_variables.adopt()
     topology = Topology.from_env()
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
-    task = config.parse(config.as_flags({**flags, "script": script}), "accbench.accelerate")
+    task = config.task_of_values({**flags, "script": script}, "accbench.accelerate")
     if task.threads is None and topology.local_world_size == 1:
         # Another number of threads would round sums differently from the script alone.
         task = replace(task, threads=torch.get_num_threads())

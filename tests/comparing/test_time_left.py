@@ -47,9 +47,10 @@ def test_durations_in_words(seconds, words):
 
 @pytest.mark.parametrize(
     ("flags", "data", "rows"),
-    [([], "imagefolder:/images", {"ddp"}), ([], "synthetic", set()),
-     (["--no-input_round"], "imagefolder:/images", set()),
-     (["--quick"], "imagefolder:/images", set())],
+    [(["--workers=1"], "imagefolder:/images", {"ddp"}), (["--workers=1"], "synthetic", set()),
+     ([], "imagefolder:/images", set()),  # batches are made between steps, and timed there
+     (["--workers=1", "--no-input_round"], "imagefolder:/images", set()),
+     (["--workers=1", "--quick"], "imagefolder:/images", set())],
 )  # fmt: skip
 def test_on_a_cpu_the_baseline_alone_trains_without_input(flags, data, rows):
     argv = ["--engines=ddp,ddp", "--device=cpu", "--data=synthetic", *flags]

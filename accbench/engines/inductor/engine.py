@@ -208,6 +208,9 @@ class Engine(ddp.Engine):
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
         run_dir = None if task.output_dir is None else task.run_dir
         env = cache_folders.inductor_environment(run_dir)
+        if task.device == "cpu":
+            # Processes that compile for Triton, which a CPU has no use for; each imports torch.
+            env = {**env, "TORCH_WARM_POOL": "0"}
         options = task.options.get("inductor")
         if options is None or options.cache_dir is None:
             return env
