@@ -11,7 +11,7 @@ import tyro
 from accbench import config
 from accbench.config.field import flag
 from accbench.errors import RequestError, print_interruption, print_refusal
-from accbench.restarting import restart_early
+from accbench.system.other_environment import restart_early
 from accbench.system.standard_streams import quiet_when_closed
 
 PROG = "accbench"

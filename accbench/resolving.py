@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from accbench import config, models
 from accbench.config import TaskConfig, plugins
 from accbench.errors import RequestError
 from accbench.recording import tensorboard_writer
-from accbench.system import cgroups, extras
+from accbench.system import cgroups, extras, other_environment
 
 
 def resolve(task: TaskConfig) -> TaskConfig:
@@ -31,6 +32,21 @@ def resolve(task: TaskConfig) -> TaskConfig:
     if task.script is None:
         check_data(task)
     return task
+
+
+def restart_for(engines: Iterable[str], argv: Sequence[str]) -> None:
+    """Start this process's command anew in the environment of an engine whose packages lack here.
+
+    A comparison runs as a whole in one environment, so that all its rows have the same torch.
+    Nothing happens where the process's own command line is another, as in a notebook: the engine is
+    refused then.
+
+    Args:
+        engines: names of the engines that are asked for.
+        argv: the arguments that ask for them.
+    """
+    for name in engines:
+        other_environment.restart(name, plugins.load("engines", name).other_python(), argv)
 
 
 def check_data(task: TaskConfig) -> None:

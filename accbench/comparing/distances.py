@@ -5,7 +5,7 @@ does: by the norm of the gradient, of the parameter's change or of the buffer's 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,9 +118,11 @@ def not_loaded(actual: TrainingState, loaded: TrainingState) -> str | None:
 
 def of_step(actual: TrainingState, reference: Reference) -> dict[str, float]:
     """Compare one step from the reference's state: gradients, update, buffers and counts."""
+    gradients = GradientDistances(reference.gradients)
+    updates = _of_updates(actual, reference, gradients)
     return {
-        **_of_engine_gradients(actual, reference),
-        **_of_updates(actual, reference),
+        **gradients.result(),
+        **updates,
         **of_buffers(actual.model, reference.buffers, reference.buffers_after),
         **of_extra(actual.extra, reference.extra, reference.extra_after),
         **_of_counts(actual, reference),
@@ -136,12 +138,12 @@ def of_draw(actual: TrainingState, reference: Reference) -> dict[str, float]:
 
 
 def _of_engine_gradients(actual: TrainingState, reference: Reference) -> dict[str, float]:
-    def pairs(name: str) -> Pairs | None:
-        if name not in actual.optimizer:
-            return None
-        return _engine_gradient(actual, reference, name, [reference.gradients[name]])
-
-    return _of_gradient_pairs(pairs, reference.gradients)
+    distances = GradientDistances(reference.gradients)
+    for name, expected in reference.gradients.items():
+        if name in actual.optimizer:
+            for piece, expected_piece in _engine_gradient(actual, reference, name, [expected]):
+                distances.add(name, piece, expected_piece)
+    return distances.result()
 
 
 def _engine_gradient(
@@ -155,63 +157,80 @@ def _engine_gradient(
         yield [rule.gradient_piece(after, before, p, decay), *others]
 
 
-Pairs = Iterator[list[torch.Tensor]]
-"""Pieces of a gradient and of the one that is expected, both in float64."""
-
-
 def of_gradients(gradients: Tensors, all_expected: Tensors) -> dict[str, float]:
     """Compare each gradient's direction and scale, and those of all gradients together."""
-
-    def pairs(name: str) -> Pairs | None:
-        gradient = gradients.get(name)
-        return None if gradient is None else in_float64([gradient, all_expected[name]])
-
-    return _of_gradient_pairs(pairs, all_expected)
-
-
-def _of_gradient_pairs(
-    pairs_of: Callable[[str], Pairs | None], all_expected: Tensors
-) -> dict[str, float]:
-    distances = {}
-    squares = {name: _norm(expected) ** 2 for name, expected in all_expected.items()}
-    total, num_values = sum(squares.values()), sum(g.numel() for g in all_expected.values())
-    product = squared_error = 0.0
+    distances = GradientDistances(all_expected)
     for name, expected in all_expected.items():
-        pairs = pairs_of(name)
-        if pairs is None:
-            squared_error += squares[name]
-            distances[f"{GRADIENT} of {name}"] = _FURTHEST
-            continue
-        squared_distance = inner_product = 0.0
-        for gradient, expected_piece in pairs:
-            squared_distance += square_sum(gradient - expected_piece)
-            inner_product += float((gradient * expected_piece).sum())
-        typical_size = math.sqrt(total * expected.numel() / num_values)
-        size = max(math.sqrt(squares[name]), _NEGLIGIBLE * typical_size) or 1.0
-        distances[f"{GRADIENT} of {name}"] = math.sqrt(squared_distance) / size
-        if math.sqrt(squares[name]) == size:
-            distances[f"{SCALE} of {name}"] = inner_product / squares[name] - 1
-        product += inner_product
-        squared_error += squared_distance
-    distances[GRADIENT] = math.sqrt(squared_error / (total or 1.0))
-    distances[SCALE] = product / total - 1 if total else 0.0
-    return distances
+        if name in gradients:
+            for piece, expected_piece in in_float64([gradients[name], expected]):
+                distances.add(name, piece, expected_piece)
+    return distances.result()
 
 
-def _of_updates(actual: TrainingState, reference: Reference) -> dict[str, float]:
-    """Compare parameters with the optimizer's formula, applied to the engine's gradients."""
+class GradientDistances:
+    """Distances of gradients from those that are expected, of which the pieces come one by one."""
+
+    def __init__(self, all_expected: Tensors) -> None:
+        self._sizes = {name: expected.numel() for name, expected in all_expected.items()}
+        self._squares = {name: _norm(expected) ** 2 for name, expected in all_expected.items()}
+        self._squared_distances: dict[str, float] = {}
+        self._products: dict[str, float] = {}
+
+    def add(self, name: str, gradient: torch.Tensor, expected: torch.Tensor) -> None:
+        """Add a piece of a gradient and of the one that is expected, both (N,) in float64."""
+        squared_distance = square_sum(gradient - expected)
+        product = float((gradient * expected).sum())
+        self._squared_distances[name] = self._squared_distances.get(name, 0.0) + squared_distance
+        self._products[name] = self._products.get(name, 0.0) + product
+
+    def result(self) -> dict[str, float]:
+        """Return each gradient's distance and scale, and those of all gradients together.
+
+        A gradient of which no piece has come counts as missing.
+        """
+        distances = {}
+        total, num_values = sum(self._squares.values()), sum(self._sizes.values())
+        product = squared_error = 0.0
+        for name, square in self._squares.items():
+            if name not in self._products and self._sizes[name]:
+                squared_error += square
+                distances[f"{GRADIENT} of {name}"] = _FURTHEST
+                continue
+            squared_distance = self._squared_distances.get(name, 0.0)
+            own_product = self._products.get(name, 0.0)
+            typical_size = math.sqrt(total * self._sizes[name] / (num_values or 1))
+            size = max(math.sqrt(square), _NEGLIGIBLE * typical_size) or 1.0
+            distances[f"{GRADIENT} of {name}"] = math.sqrt(squared_distance) / size
+            if math.sqrt(square) == size:
+                distances[f"{SCALE} of {name}"] = own_product / square - 1
+            product += own_product
+            squared_error += squared_distance
+        distances[GRADIENT] = math.sqrt(squared_error / (total or 1.0))
+        distances[SCALE] = product / total - 1 if total else 0.0
+        return distances
+
+
+def _of_updates(
+    actual: TrainingState, reference: Reference, gradients: GradientDistances
+) -> dict[str, float]:
+    """Compare parameters with the optimizer's formula, applied to the engine's gradients.
+
+    The gradients' own distances are added to `gradients` on the way.
+    """
     distances: dict[str, float] = {}
     before, lr = reference.weights, reference.rule.task.lr
     for name, parameter in before.parameters.items():
         if name in reference.gradients and name in actual.optimizer:
-            distances |= _of_update(name, actual, reference)
+            distances |= _of_update(name, actual, reference, gradients)
         else:  # it should not have moved; a step is about lr an element
             size = lr * math.sqrt(parameter.numel()) or 1.0
             distances[f"{UPDATE} of {name}"] = _distance(actual.model.get(name), parameter) / size
     return distances
 
 
-def _of_update(name: str, actual: TrainingState, reference: Reference) -> dict[str, float]:
+def _of_update(
+    name: str, actual: TrainingState, reference: Reference, gradients: GradientDistances
+) -> dict[str, float]:
     """Compare a parameter, its second moment and its average with the optimizer's formula."""
     rule, before = reference.rule, reference.weights
     parameter, state = before.parameters[name], before.state[name]
@@ -220,8 +239,9 @@ def _of_update(name: str, actual: TrainingState, reference: Reference) -> dict[s
     after |= {kind: actual.optimizer[name].get(key) for kind, key in keys.items()}
     fitting = {k: t for k, t in after.items() if t is not None and t.shape == parameter.shape}
     errors, changes, sizes = (dict.fromkeys(after, 0.0) for _ in range(3))
-    beside = [parameter, *state.values(), *fitting.values()]
-    for g, p, *others in _engine_gradient(actual, reference, name, beside):
+    beside = [reference.gradients[name], parameter, *state.values(), *fitting.values()]
+    for g, expected_g, p, *others in _engine_gradient(actual, reference, name, beside):
+        gradients.add(name, g, expected_g)
         p_state = dict(zip(state, others[: len(state)], strict=True))
         values = dict(zip(fitting, others[len(state) :], strict=True))
         num_steps = before.num_steps[name] + 1

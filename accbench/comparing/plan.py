@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from accbench import config, launchers, restarting
+from accbench import config, launchers, resolving
 from accbench.comparing import defaults, update_rules
 from accbench.config import TaskConfig, plugins
 from accbench.config.field import flag
@@ -198,7 +198,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
     specs = [spec.strip() for spec in flags.engines.split(",") if spec.strip()]
     if len(specs) < 2:
         raise RequestError("--engines needs two or more, such as --engines ddp,xla")
-    restarting.restart_for({spec.split(":")[0] for spec in specs}, argv)
+    resolving.restart_for({spec.split(":")[0] for spec in specs}, argv)
     chosen: dict[str, Any] = {}
     rows = [_make_row(name, spec, flags, argv, chosen) for name, spec in _name_rows(specs)]
     baseline = rows[0].name if flags.baseline is None else flags.baseline

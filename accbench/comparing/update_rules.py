@@ -119,11 +119,12 @@ class AdamWRule(Rule):
         self, p: torch.Tensor, state: Tensors, g: torch.Tensor, num_steps: int, decay: float
     ) -> tuple[torch.Tensor, Tensors]:
         lr = self.task.lr
-        m = BETA1 * state["exp_avg"] + (1 - BETA1) * g
-        v = BETA2 * state["exp_avg_sq"] + (1 - BETA2) * g.square()
+        # In place, as far as that goes: a fifth of the time is what intermediate results cost.
+        m = (BETA1 * state["exp_avg"]).add_(g, alpha=1 - BETA1)
+        v = (BETA2 * state["exp_avg_sq"]).addcmul_(g, g, value=1 - BETA2)
         m_hat_factor = 1 / (1 - BETA1**num_steps)
-        root = v.sqrt() / math.sqrt(1 - BETA2**num_steps) + EPSILON
-        moved = p * (1 - lr * decay) - lr * m_hat_factor * m / root
+        root = v.sqrt().div_(math.sqrt(1 - BETA2**num_steps)).add_(EPSILON)
+        moved = (p * (1 - lr * decay)).addcdiv_(m, root, value=-lr * m_hat_factor)
         return moved, {"exp_avg": m, "exp_avg_sq": v}
 
     def gradient_piece(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench import config, models, resolving, restarting
+from accbench import config, models, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.data import Loader
 from accbench.distributed import (
@@ -93,7 +93,7 @@ def _worker(
             task = config.parse(flags, prog="main.py")
             task = replace(task, nproc_per_node=topology.local_world_size)
             if not launched:  # a launcher has restarted itself
-                restarting.restart_for([task.engine], sys.argv[1:] if argv is None else argv)
+                resolving.restart_for([task.engine], sys.argv[1:] if argv is None else argv)
             task = resolving.resolve(task)
             apply_environment(task, topology)
             if not launched:

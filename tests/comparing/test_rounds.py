@@ -45,7 +45,7 @@ def compare(folder, *flags, plugins=None) -> tuple[int, str, str]:
 def refused(monkeypatch, capsys) -> Callable[..., str]:
     """A function of flags: the errors of a comparison that they are refused for."""
     # Nothing is launched, and the server would import torch all the same.
-    monkeypatch.setattr(rounds, "start_fork_server", lambda: None)
+    monkeypatch.setattr("accbench.comparing.run.start_fork_server", lambda: None)
 
     def refuse(*flags: str) -> str:
         assert cli.main(["compare", *flags]) == 2
@@ -375,9 +375,9 @@ def test_settings_that_are_chosen_fit_those_that_are_given():
         task = parse(argv, "accbench compare").plan.rows[0].task
         return task["max_steps"], task["warmup_steps"], task["log_interval"]
 
-    assert tasks() == (60, 10, 5)
-    assert tasks("--max_steps=40") == (40, 10, 5)
-    assert tasks("--log_interval=50") == (260, 10, 50)
+    assert tasks() == (55, 5, 5)
+    assert tasks("--max_steps=40") == (40, 5, 5)
+    assert tasks("--log_interval=50") == (255, 5, 50)
     assert tasks("--warmup_steps=200") == (220, 200, 4)
     assert tasks("--quick") == (26, 6, 4)
     assert tasks("--quick", "--max_steps=20") == (20, 6, 2)

@@ -50,8 +50,8 @@ def copy_from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     array = from_torch(tensor, device)
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
-    if device.platform == "cpu":
-        array = array.copy()
+    if device.platform == "cpu":  # array.copy() would compile a program for each shape
+        array = jax.device_put(array, device, may_alias=False)
     return array.block_until_ready()
 
 

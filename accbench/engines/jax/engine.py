@@ -8,7 +8,7 @@ live in JAX's arrays; the torch module has them whenever it is read.
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -235,6 +235,11 @@ class Engine(engines.Engine):
         return BackgroundGenerator(
             batches, self.topology.local_rank, prefetch.ON_DEVICE, to_device=self.to_device
         )
+
+    def device_batches(self, loader: Any) -> Generator[engines.Batch, None, None]:
+        if self._state_sync is not None:
+            self._state_sync.sync_from_torch()  # loading processes are still starting, at first
+        yield from super().device_batches(loader)
 
     def run_step(
         self, step: Callable[..., torch.Tensor], model: nn.Module, spec: Any,

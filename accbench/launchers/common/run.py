@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from accbench import config, launchers, restarting
+from accbench import config, launchers, resolving
 from accbench.config import TaskConfig, plugins
 from accbench.errors import STOPPED_STATUS, NoMoreRunsError, RequestError, print_refusal
 from accbench.recording import run_folder
@@ -26,7 +26,7 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
         arguments = list(worker or launchers.WORKER)
         try:
             task = config.parse(argv, prog)
-            restarting.restart_for([task.engine], argv)
+            resolving.restart_for([task.engine], argv)
             task = launchers.resolve(task)
             launcher = plugins.load("launchers", task.launcher)()
             launcher.attached = attached
