@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 
+from accbench import config
+from accbench.engines.inductor import Engine
 from tests.conftest import TINY, end_of, python, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -20,6 +22,16 @@ def _no_folder_of_the_tests_own_process(monkeypatch):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("inductor") / "cache"
+
+
+def test_processes_that_compile_for_triton_are_started_for_gpus_alone():
+    """Each imports torch, while the worker wants the cores for its first step."""
+    on_cpu, on_gpu = (
+        Engine.worker_env(config.parse(["--engine=inductor", f"--device={device}"]), 0)
+        for device in ("cpu", "cuda")
+    )
+    assert on_cpu["TORCH_WARM_POOL"] == "0"
+    assert "TORCH_WARM_POOL" not in on_gpu
 
 
 def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jsonschema
@@ -163,6 +164,17 @@ def test_loader_bound_baseline_spoils_every_ratio(folder):
     rewrite(folder, "ddp", replaced(records.WindowRecord, data_wait_s=0.5))
     for name in ("inductor", "xla"):
         assert "loader-bound: ddp" in row_of(folder, name).reasons[0]
+
+
+def test_without_a_run_on_synthetic_data_the_wait_for_data_is_told(folder):
+    with_such_runs = publish.render([comparison.read(folder)], "md")
+    shutil.rmtree(folder / "synthetic")
+    without = publish.render([comparison.read(folder)], "md")
+    assert "input takes 9% of the time" in with_such_runs
+    assert "waits for data" not in with_such_runs
+    window = fakes.window(10, 100.0)
+    assert f"ddp: waits for data {window.data_wait_s / window.wall_s:.0%} of the time" in without
+    assert "input takes" not in without
 
 
 def test_spread_too_wide(folder):

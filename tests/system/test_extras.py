@@ -98,6 +98,17 @@ def test_a_command_restarts_in_torch_xlas_environment(tmp_path, command):
     assert done.stdout.split()[-len(command) :] == command
 
 
+@pytest.mark.usefixtures("without_torch_xla")
+def test_an_environment_that_lacks_torch_xla_itself_is_not_started_again(capsys, monkeypatch):
+    """An installation of it that was cut off, say: it would start itself for ever."""
+    monkeypatch.setenv("ACCBENCH_XLA_PYTHON", sys.executable)
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "--compiler-opt"])
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it started itself"))
+    assert cli.run(["--compiler-opt"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs torch_xla, which is not installed: " in line
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_gpu_without_the_plugin(tmp_path, monkeypatch):
     # A package of the same name and without the plugin, found before the one that is installed.

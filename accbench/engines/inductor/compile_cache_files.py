@@ -64,7 +64,7 @@ def remove_if_cut_off(path: Path, lock_path: Path) -> None:
     """
     if _is_whole(path):
         return
-    with _locked(lock_path):  # another worker may be writing it, or have made it again
+    with locked(lock_path):  # another worker may be writing it, or have made it again
         if not _is_whole(path):
             path.unlink(missing_ok=True)
             _log(path)
@@ -77,7 +77,8 @@ def torch_lock(path: Path) -> Path:
     return Path(get_lock_dir()) / f"{path.name.partition('.')[0]}.lock"
 
 
-def _locked(lock_path: Path) -> contextlib.AbstractContextManager[Any]:
+def locked(lock_path: Path) -> contextlib.AbstractContextManager[Any]:
+    """Return torch's lock of a file, held in its block."""
     from torch._inductor.codecache import LOCK_TIMEOUT
     from torch.utils._filelock import FileLock
 
@@ -156,7 +157,7 @@ def _precompiled_headers(command: str) -> list[Path]:
 
 def _remake_header(header: Path, version: Any) -> None:
     """Build a precompiled header again, unless it has changed since it had this version."""
-    with _locked(header.parent / "locks" / f"{header.name.partition('.')[0]}.lock"):
+    with locked(header.parent / "locks" / f"{header.name.partition('.')[0]}.lock"):
         if _version(header) == version:
             header.unlink(missing_ok=True)
             _log(header)

@@ -1,7 +1,7 @@
 """The choice of the processor's vector instructions, tried out once a compile cache.
 
-Inductor tries each kind in two fresh Pythons, and older versions do so in every process: 3 to 5
-seconds of each start, with two workers on two cores.
+Inductor compiles code for each kind and loads it in a fresh Python, and older versions do the
+latter in every process: 3 to 5 seconds of each start, with two workers on two cores.
 """
 
 import contextlib
@@ -27,20 +27,32 @@ def pick() -> None:
     check, build = isa.check_build, builder.build
     remembers = hasattr(isa, "_probe_load")  # this torch has markers of its own
     errors: list[Exception] = []
+    working: list[Any] = []
 
     def check_once(self: Any, code: str) -> bool:
+        # Inductor goes from the widest kind down, and takes the first. A processor and a compiler
+        # that have AVX-512 have AVX2.
+        if working and isinstance(self, (cpu_vec_isa.VecAVX512, cpu_vec_isa.VecAVX2)):
+            return True
+        works = try_once(self, code)
+        if works:
+            working.append(self)
+        return works
+
+    def try_once(self: Any, code: str) -> bool:
         source = _source(self, code)
         library = source.with_suffix(".so")
         compile_cache_files.remove_if_cut_off(library, compile_cache_files.torch_lock(library))
         if remembers:
             return bool(check(self, code))
         marker = _marker(source)
-        if marker.exists():
-            return True
-        works = bool(check(self, code))
-        if works:
-            with contextlib.suppress(OSError):  # a full disk: the next start tries again
-                marker.touch()
+        with compile_cache_files.locked(source.with_suffix(".try.lock")):
+            if marker.exists():  # as it does now if another worker held the lock
+                return True
+            works = bool(check(self, code))
+            if works:
+                with contextlib.suppress(OSError):  # a full disk: the next start tries again
+                    marker.touch()
         return works
 
     def build_or_note(self: Any) -> None:
