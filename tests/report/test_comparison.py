@@ -166,6 +166,18 @@ def test_loader_bound_baseline_spoils_every_ratio(folder):
         assert "loader-bound: ddp" in row_of(folder, name).reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("workers", "share", "is_bound"), [(0, 0.2, False), (0, 0.3, True), (1, 0.2, True)]
+)
+def test_batches_between_steps_may_take_a_quarter_of_the_time(folder, workers, share, is_bound):
+    """They take all rows the same time. Loading processes that are waited for hide the engine."""
+    task = {"engine": "ddp", "device": "cpu", "workers": workers}
+    rewrite(folder, "ddp", replaced(records.RunRecord, task=task))
+    rewrite(folder, "ddp", replaced(records.WindowRecord, wall_s=1.0, data_wait_s=share))
+    reasons = row_of(folder, "inductor").reasons
+    assert any("loader-bound: ddp" in reason for reason in reasons) is is_bound
+
+
 def test_without_a_run_on_synthetic_data_the_wait_for_data_is_told(folder):
     with_such_runs = publish.render([comparison.read(folder)], "md")
     shutil.rmtree(folder / "synthetic")
