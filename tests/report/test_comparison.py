@@ -172,8 +172,9 @@ def test_loader_bound_baseline_spoils_every_ratio(folder):
 def test_batches_between_steps_may_take_a_quarter_of_the_time(folder, workers, share, is_bound):
     """They take all rows the same time. Loading processes that are waited for hide the engine."""
     task = {"engine": "ddp", "device": "cpu", "workers": workers}
-    rewrite(folder, "ddp", replaced(records.RunRecord, task=task))
-    rewrite(folder, "ddp", replaced(records.WindowRecord, wall_s=1.0, data_wait_s=share))
+    of_run = replaced(records.RunRecord, task=task)
+    of_window = replaced(records.WindowRecord, wall_s=1.0, data_wait_s=share)
+    rewrite(folder, "ddp", lambda record: of_window(of_run(record)))
     reasons = row_of(folder, "inductor").reasons
     assert any("loader-bound: ddp" in reason for reason in reasons) is is_bound
 
