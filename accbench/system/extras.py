@@ -26,8 +26,13 @@ def xla_python() -> Path | None:
     """
     named = os.environ.get(_XLA_PYTHON)
     python = Path(named) if named else _CLONE / ".venv-xla" / "bin" / "python"
-    is_own = python.absolute().parents[1] == Path(sys.prefix)
+    is_own = python.absolute().parent.parent.resolve() == Path(sys.prefix).resolve()
     return python if python.is_file() and not is_own else None
+
+
+def python_with_torch_xla() -> Path | None:
+    """Return the Python of torch_xla's own environment, if this one lacks torch_xla."""
+    return None if importlib.util.find_spec("torch_xla") is not None else xla_python()
 
 
 def install_command(extra: str) -> str:

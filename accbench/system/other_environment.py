@@ -1,6 +1,5 @@
 """Go on in the environment of an engine whose packages this one lacks."""
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,7 @@ def restart_early(argv: Sequence[str]) -> None:
         argv: the command's arguments.
     """
     if not {"-h", "--help"} & {*argv} and "xla" in _named_engines(argv):
-        is_here = importlib.util.find_spec("torch_xla") is not None
-        restart("xla", None if is_here else extras.xla_python(), argv)
+        restart("xla", extras.python_with_torch_xla(), argv)
 
 
 def restart(engine: str, python: Path | None, argv: Sequence[str]) -> None:

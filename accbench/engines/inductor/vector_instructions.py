@@ -46,8 +46,10 @@ def pick() -> None:
         if remembers:
             return bool(check(self, code))
         marker = _marker(source)
+        if marker.exists():  # also in a cache that cannot be written
+            return True
         with compile_cache_files.locked(source.with_suffix(".try.lock")):
-            if marker.exists():  # as it does now if another worker held the lock
+            if marker.exists():  # by now, if another worker held the lock
                 return True
             works = bool(check(self, code))
             if works:

@@ -85,8 +85,7 @@ class Engine(LoopEngine):
 
     @classmethod
     def other_python(cls) -> Path | None:
-        is_here = importlib.util.find_spec("torch_xla") is not None
-        return None if is_here else extras.xla_python()
+        return extras.python_with_torch_xla()
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
