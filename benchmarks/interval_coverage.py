@@ -140,7 +140,7 @@ def of_looks(logs: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray
     ended = np.zeros(trials, bool)
     found, rounds = np.zeros((3, trials)), np.zeros(trials)
     effect = np.log1p(MIN_EFFECT)
-    for num in range(sequential.FIRST_LOOK, MAX_REPEATS + 1):
+    for num in range(sequential.FAR_LOOK, MAX_REPEATS + 1):
         middle, low, high = interval_after(logs[:, :num])
         shown = ((low > 0) & (middle >= effect)) | ((high < 0) & (middle <= -effect))
         decided = shown | ((low > -effect) & (high < effect))
@@ -159,6 +159,11 @@ def of_looks(logs: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray
 def interval_after(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (middle, low, high) after the look of so many rounds, logs being (trials, rounds)."""
     num = logs.shape[1]
+    if num == sequential.FAR_LOOK:
+        middle = logs.mean(axis=1)
+        scatter = np.maximum(logs.std(axis=1, ddof=1), sequential.FAR_SCATTER)
+        half = sequential.FAR_Z * scatter / np.sqrt(num)
+        return middle, middle - half, middle + half
     trim = num // sequential.TRIMMED_OF
     ordered = np.sort(logs, axis=1)[:, trim : num - trim]
     left = ordered.shape[1]

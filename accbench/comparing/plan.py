@@ -19,6 +19,12 @@ from accbench.report.comparison import ComparisonPlan, RowPlan
 from accbench.report.sequential import FIRST_LOOK
 
 
+def _unset(name: str) -> str:
+    """Tell the values of a flag that is left out."""
+    (on_cpu, elsewhere), quick = defaults.DEFAULTS[name], defaults.QUICK_DEFAULTS[name]
+    return f"Unset: {on_cpu} on a CPU, else {elsewhere}; with --quick {quick[0]} and {quick[1]}"
+
+
 @dataclasses.dataclass(frozen=True)
 class CompareFlags(TaskConfig):
     """Measure engines against a baseline, several times in turn, and say what was shown.
@@ -46,8 +52,8 @@ class CompareFlags(TaskConfig):
     repeats: int | None = flag(
         None,
         "Rounds, 2 or more; each runs every engine once in a fresh process. With 4 or more, a row "
-        "that is decided after 3 rounds or later is measured no further. Unset: 8, or 4 with "
-        "--quick, which looks once, at its end.",
+        "that is decided after 3 rounds or later, or is far off after 2, is measured no further. "
+        "Unset: 8, or 4 with --quick, which looks once, at its end.",
     )
     max_repeats: int | None = flag(
         None,
@@ -141,17 +147,15 @@ class CompareFlags(TaskConfig):
     )
     max_steps: int | None = flag(
         None,
-        "Steps of a run, warm-up included. Unset: 60 on a CPU, else 220; with --quick 26 and 60.",
+        f"Steps of a run, warm-up included. {_unset('max_steps')}.",
     )
     warmup_steps: int | None = flag(  # type: ignore[assignment]
         None,
-        "Steps of the first window. Unset: 10 on a CPU, else 20; with --quick 6 and 20; at most a "
-        "third of --max_steps.",
+        f"Steps of the first window. {_unset('warmup_steps')}; at most a third of --max_steps.",
     )
     log_interval: int | None = flag(  # type: ignore[assignment]
         None,
-        "Steps of every other window. Unset: 5 on a CPU, else 20; with --quick 4 and 8; few "
-        "enough for five windows.",
+        f"Steps of every other window. {_unset('log_interval')}; few enough for five windows.",
     )
     save_interval: int = flag(0, "Epochs between checkpoints; 0 makes none.")
     eval_interval: int = flag(0, "Epochs between evaluations; 0 never evaluates.")
@@ -219,7 +223,8 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         reuses_reference=flags.numerics_cache,
         price_per_hour=flags.price_per_hour, defaults=chosen, order_seed=flags.order_seed,
         max_repeats=flags.max_repeats, max_minutes=flags.max_minutes, quick=flags.quick,
-        stops_when_decided=not flags.quick and flags.repeats > FIRST_LOOK, takes_medians=True,
+        stops_when_decided=not flags.quick and flags.repeats > FIRST_LOOK,
+        looks_for_far=not flags.quick and flags.repeats > FIRST_LOOK, takes_medians=True,
         repeat_rule=defaults.repeat_rule(flags, len(rows)),
         alternates_windows=defaults.alternates_windows(flags, rows),
         usual_scatter=defaults.usual_scatter(flags, base.task["device"]),

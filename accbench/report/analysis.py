@@ -212,7 +212,9 @@ def _speedup(
     if len(ratios) < 2:
         return (ratios[0] if ratios else None), None
     if plan.stops_when_decided:
-        return sequential.mean_with_interval(ratios, plan.repeats, plan.most_rounds)
+        return sequential.mean_with_interval(
+            ratios, plan.repeats, plan.most_rounds, plan.looks_for_far
+        )
     intervals = [statistics.mean_with_interval(ratios, usual_scatter=plan.usual_scatter)]
     if any(_disturbed(plan, _numbered(each.rounds)) for each in (row, other)):
         # They may scatter more than usual, and three may lie close by chance.

@@ -61,6 +61,9 @@ class ComparisonPlan:
     stops_when_decided: bool = False
     """Look after each round, and measure a row that is decided no further. False in comparisons of
     before, whose rows all have `repeats` rounds."""
+    looks_for_far: bool = False
+    """Look after two rounds, too, at rows that are far from the baseline. False in comparisons of
+    before."""
     takes_medians: bool = False
     """Judge a run by the median of its windows. False in comparisons of before, which are judged by
     the mean."""
@@ -350,7 +353,9 @@ def find_end(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) 
     if not plan.stops_when_decided or row is baseline:
         return RowEnd(plan.repeats, False)
     ratios = round_ratios(plan, row, baseline)
-    return sequential.find_end(ratios, plan.repeats, plan.most_rounds, plan.min_effect)
+    return sequential.find_end(
+        ratios, plan.repeats, plan.most_rounds, plan.min_effect, plan.looks_for_far
+    )
 
 
 def check_mixed(run_list: list[RecordedRun], allow_mixed: bool) -> tuple[str, ...]:

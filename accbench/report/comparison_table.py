@@ -203,7 +203,12 @@ def _round_notes(row: RowResult, result: ComparisonResult) -> list[str]:
     num_rounds = len(row.samples_per_s_rounds)
     if row.decided_after is None and num_rounds > result.repeats:
         lines.append(f"{row.name}: was measured up to {num_rounds} rounds, as it was not decided")
-    if row.decided_after is not None:
+    if row.decided_after == sequential.FAR_LOOK:
+        lines.append(
+            f"{row.name}: decided after {row.decided_after} rounds, by an interval that takes for "
+            f"granted that rounds scatter by {sequential.FAR_SCATTER:.0%}"
+        )
+    elif row.decided_after is not None:
         looks = row.decided_after - sequential.FIRST_LOOK + 1
         lines.append(
             f"{row.name}: decided after {row.decided_after} rounds, at look {looks} of those after "

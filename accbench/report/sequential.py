@@ -6,6 +6,10 @@ clinical trials, 1983, with the spending function alpha t^2 of Kim and DeMets, 1
 between Pocock's and O'Brien and Fleming's. Intervals are repeated confidence intervals (Jennison
 and Turnbull, 1989): Student's t at the look's level, which with a known variance would be exact
 (docs/compare.md has simulations).
+
+Two rounds say too little of how much rounds scatter for Student's t. A look after them takes a
+scatter for granted that is larger than machines were seen to have, and so decides rows that are
+far from the baseline, and no others.
 """
 
 import math
@@ -17,7 +21,16 @@ from typing import Any, NamedTuple
 from accbench.report.statistics import direction, is_too_wide, t_quantile
 
 FIRST_LOOK = 3
-"""Rounds before the first look."""
+"""Rounds before the first look whose interval follows from the rounds alone."""
+FAR_LOOK = 2
+"""Rounds before the look at rows that are far from the baseline."""
+FAR_SCATTER = 0.13
+"""Standard deviation of the logarithm of a round's ratio that this look takes for granted. Where
+windows take turns it has been 0.02 to 0.04; where runs follow each other, up to 0.17 on a shared
+machine."""
+FAR_Z = 3.72
+"""Standard deviations that this look demands: it calls two equal rows different once in 5,000
+times, if they scatter so much."""
 # Student's t in the place of the normal distribution errs a little more often in few rounds:
 # spent by all looks together, these hold 5 % (docs/compare.md): where there are no rounds beyond
 # `repeats`, and where there are, up to `repeats` and beyond it.
@@ -89,7 +102,7 @@ def _level(z: float) -> float:
 
 
 def mean_with_interval(
-    ratios: Sequence[float], repeats: int, max_repeats: int
+    ratios: Sequence[float], repeats: int, max_repeats: int, looks_for_far: bool = True
 ) -> tuple[float, tuple[float, float]]:
     """Compute the mean of ratios after any of the looks, and its repeated confidence interval.
 
@@ -101,11 +114,14 @@ def mean_with_interval(
         ratios: of the rounds so far.
         repeats: rounds after which a row ends that has an interval narrow enough for a verdict.
         max_repeats: rounds after which every row ends.
+        looks_for_far: whether there is a look after `FAR_LOOK` rounds.
     """
     logs = sorted(math.log(ratio) for ratio in ratios)
     num = len(logs)
     if num < 2:
         return math.exp(statistics.fmean(logs)), (0.0, math.inf)
+    if num == FAR_LOOK and looks_for_far:
+        return _far_mean_with_interval(logs)
     # Before the first look nothing is decided, and the interval says so by its width.
     level = levels(repeats, max(max_repeats, num)).get(num, _ALPHA / 100)
     trim = num // TRIMMED_OF
@@ -118,6 +134,13 @@ def mean_with_interval(
     return math.exp(middle), (math.exp(middle - half), math.exp(middle + half))
 
 
+def _far_mean_with_interval(logs: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    middle = statistics.fmean(logs)
+    scatter = max(FAR_SCATTER, statistics.stdev(logs))
+    half = min(FAR_Z * scatter / math.sqrt(len(logs)), 100.0)
+    return math.exp(middle), (math.exp(middle - half), math.exp(middle + half))
+
+
 class RowEnd(NamedTuple):
     """The end of a row's rounds, as far as its ratios tell by now."""
 
@@ -127,8 +150,9 @@ class RowEnd(NamedTuple):
 
 
 def find_end(
-    ratios: Sequence[float | None], repeats: int, max_repeats: int, min_effect: float
-) -> RowEnd:
+    ratios: Sequence[float | None], repeats: int, max_repeats: int, min_effect: float,
+    looks_for_far: bool = True,
+) -> RowEnd:  # fmt: skip
     """Return how many rounds a row needs.
 
     It is decided where its interval shows a direction, or lies within `min_effect` of 1 to both
@@ -141,15 +165,17 @@ def find_end(
         repeats: rounds of a row that nothing decides.
         max_repeats: rounds of a row whose interval stays too wide.
         min_effect: the smallest difference that matters.
+        looks_for_far: whether there is a look after `FAR_LOOK` rounds.
     """
-    for num_rounds in range(min(FIRST_LOOK, repeats), max_repeats):
+    first = FAR_LOOK if looks_for_far else FIRST_LOOK
+    for num_rounds in range(min(first, repeats), max_repeats):
         so_far = [ratio for ratio in ratios[:num_rounds] if ratio is not None]
         if len(so_far) < num_rounds:
             return RowEnd(max(num_rounds, repeats), False)
-        speedup, interval = mean_with_interval(so_far, repeats, max_repeats)
-        if num_rounds >= FIRST_LOOK and _is_decided(speedup, interval, min_effect):
+        found = mean_with_interval(so_far, repeats, max_repeats, looks_for_far)
+        if num_rounds >= first and _is_decided(*found, min_effect):
             return RowEnd(num_rounds, True)
-        if num_rounds >= repeats and not is_too_wide(speedup, interval, min_effect):
+        if num_rounds >= repeats and not is_too_wide(*found, min_effect):
             return RowEnd(num_rounds, False)
     so_far = [ratio for ratio in ratios[:max_repeats] if ratio is not None]
     is_whole = len(so_far) == max_repeats >= FIRST_LOOK

@@ -126,6 +126,22 @@ def test_two_rounds_that_agree_by_chance_show_nothing(tmp_path):
     assert row.speedup_ci95[0] < 1
 
 
+def test_a_row_far_off_is_decided_after_two_rounds_and_the_page_tells_how(tmp_path):
+    plan = fakes.plan(repeats=5, stops_when_decided=True, looks_for_far=True)
+    folder = fakes.write(tmp_path, plan)
+    for number in (3, 4, 5):
+        shutil.rmtree(round_of(folder, number, "xla"))
+    row = row_of(folder, "xla")
+    assert (row.verdict, row.decided_after) == ("slower", 2)
+    low, high = row.speedup_ci95
+    assert high / low == pytest.approx(np.exp(2 * 3.72 * 0.13 / np.sqrt(2)), rel=1e-3)
+    page = publish.render([comparison.read(folder)], "md")
+    assert "xla: decided after 2 rounds, by an interval that takes for granted that rounds" in page
+    # Comparisons of before went on for a third round.
+    dataclasses.replace(plan, looks_for_far=False).write(folder)
+    assert row_of(folder, "xla").decided_after is None
+
+
 @pytest.mark.parametrize("rounds", [2, 3, 5, 10])
 def test_an_interval_of_95_percent_covers_95_percent(rounds):
     random = np.random.default_rng(0)

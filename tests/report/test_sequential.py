@@ -42,10 +42,31 @@ def test_equal_rows_are_called_different_at_most_once_in_twenty_over_all_looks(d
 
 
 def test_large_differences_are_found_in_few_rounds_and_intervals_hold_them():
-    for truth, most_rounds in ((0.45, 3.2), (1.10, 5.5)):
+    for truth, most_rounds in ((0.45, 2.01), (1.10, 5.5)):
         ended = ends(trials(math.log(truth), 1000))
         assert np.mean([rounds for rounds, _, _ in ended]) < most_rounds
         assert np.mean([low <= truth <= high for _, _, (low, high) in ended]) > 0.95
+
+
+@pytest.mark.parametrize(("scatter", "most"), [(0.13, 0.001), (0.17, 0.005)])
+def test_the_look_after_two_rounds_hardly_errs_though_rounds_scatter(scatter, most):
+    logs = scatter * np.random.default_rng(0).normal(size=(20_000, 2))
+    ended = [sequential.find_end([*pair, None], REPEATS, MOST, 0.02)
+             for pair in np.exp(logs).tolist()]  # fmt: skip
+    assert sum(end == (2, True) for end in ended) / len(ended) < most
+
+
+def test_the_look_after_two_rounds_decides_rows_that_are_far_off_and_no_others():
+    assert sequential.find_end([0.5, 0.48], REPEATS, MOST, 0.02) == (2, True)
+    assert sequential.find_end([2.1, 2.0], REPEATS, MOST, 0.02) == (2, True)
+    assert sequential.find_end([0.801, 0.8, None], REPEATS, MOST, 0.02) == (REPEATS, False)
+    assert sequential.find_end([0.25, 0.9, None], REPEATS, MOST, 0.02) == (REPEATS, False)
+    assert sequential.find_end([0.5, 0.48], REPEATS, MOST, 0.02, looks_for_far=False)[0] > 2
+    speedup, (low, high) = sequential.mean_with_interval([0.5, 0.48], REPEATS, MOST)
+    assert low == pytest.approx(0.348, abs=0.001) and high == pytest.approx(0.690, abs=0.001)
+    # As wide as they scatter, where that is more.
+    _, (low, high) = sequential.mean_with_interval([0.4, 0.8], REPEATS, MOST)
+    assert high / low == pytest.approx(math.exp(3.72 * math.log(2)), rel=1e-6)
 
 
 def test_one_bad_round_of_eight_rules_nothing():
