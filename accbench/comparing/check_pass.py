@@ -20,12 +20,13 @@ from accbench.comparing import (
     distances,
     engine_dropout,
     merged_batches,
-    pieces,
+    rank_share,
     reference_pass,
     roundings,
     shared_dropout,
     update_rules,
 )
+from accbench.comparing.rank_share import RankShare
 from accbench.comparing.reference_pass import Reference
 from accbench.config import TaskConfig, devices_per_worker
 from accbench.distributed import process_group
@@ -44,6 +45,9 @@ from accbench.training.train_loop import train_step
 
 # A loss scale with which every float16 gradient overflows.
 _OVERFLOWING_SCALE = 2.0**100
+# The first step has no moments yet, the second has all. What an engine loaded wrongly in a later
+# one would show as a wrong update.
+_STEPS_READ_BACK = 2
 
 
 def _one_line(error: Exception) -> str:
@@ -198,17 +202,19 @@ class CheckPass:
         with closing(batches):
             for step, batch in enumerate(islice(batches, self.num_steps)):
                 self.reference.read(step)
-                self._load(self.reference.state)
+                self._load(self.reference.state, is_read_back=step < _STEPS_READ_BACK)
                 self._draw(step)
                 loss = self._step(batch)
                 self.engine.wait()
                 state = self.engine.training_state(self.net, self.optimizer)
+                num_apart = self._num_parameters_apart(state)
+                share = None if num_apart else self._share_if_equal(state)
                 step_distances = {
                     "loss": self._of_loss(loss, step),
                     "dropout calls": float(self.draws.num_others()),
-                    **distances.of_step(state, self.reference),
+                    **distances.of_step(state, self.reference, share),
                 }
-                self.write("step", step + 1, step_distances, loss=loss, state=state)
+                self.write("step", step + 1, step_distances, loss=loss, num_apart=num_apart)
                 self._draws_of_step(step, batch)
 
     def _draws_of_step(self, step: int, batch: Batch) -> None:
@@ -219,7 +225,8 @@ class CheckPass:
                 loss = self._step(batch)
             self.engine.wait()
             perturbed_state = self.engine.training_state(self.net, self.optimizer)
-            noise = distances.of_draw(perturbed_state, self.reference)
+            share = self._share_if_equal(perturbed_state)
+            noise = distances.of_draw(perturbed_state, self.reference, share)
             self.write("noise", step + 1, {"loss": self._of_loss(loss, step), **noise})
 
     def _load_perturbed(self, state: TrainingState, step: int, draw: int) -> None:
@@ -307,7 +314,8 @@ class CheckPass:
             loss = self._of_batch(float(tensor.cpu().item()))
             self.write(phase, step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
         end = distances.of_free_run(state, self.reference)
-        self.write(f"{phase} end", self.num_steps, end, state=state)
+        num_apart = self._num_parameters_apart(state)
+        self.write(f"{phase} end", self.num_steps, end, num_apart=num_apart)
 
     def dropout(self) -> None:
         """Check that the dropout masks which the engine draws itself are random."""
@@ -372,8 +380,12 @@ class CheckPass:
     def _run_step(self, batch: Batch) -> torch.Tensor:
         return self.engine.run_step(train_step, self.model, self.spec, self.optimizer, batch)
 
-    def _load(self, state: TrainingState) -> None:
+    def _load(self, state: TrainingState, is_read_back: bool = True) -> None:
         """Load a state, or raise on all ranks, so that none waits for another.
+
+        Args:
+            state: what to load.
+            is_read_back: whether to hold what the engine then has against it.
 
         Raises:
             NotLoadableError: a rank could not load the state.
@@ -381,9 +393,9 @@ class CheckPass:
         problem = None
         try:
             self.engine.load_training_state(self.net, self.optimizer, state)
-            problem = distances.not_loaded(
-                self.engine.training_state(self.net, self.optimizer), state
-            )
+            if is_read_back:
+                loaded = self.engine.training_state(self.net, self.optimizer)
+                problem = distances.not_loaded(loaded, state)
         except NotLoadableError as error:
             problem = str(error)
         bad = [rank for rank, (n,) in enumerate(_gather([float(problem is not None)])) if n]
@@ -396,20 +408,22 @@ class CheckPass:
 
     def write(
         self, phase: str, step: int, measured: dict[str, float], note: str | None = None,
-        loss: float | None = None, state: TrainingState | None = None,
+        loss: float | None = None, num_apart: int = 0,
     ) -> None:  # fmt: skip
         """Record distances, the largest of any rank; all ranks call this."""
         names = sorted(measured)
-        rank_distances = _gather([0.0, *(measured[name] for name in names)])  # one value at least
+        # Bounded here, as no number is larger than NaN. One value at least.
+        own = [distances.bounded(measured[name]) for name in names]
+        rank_distances = _gather([0.0, *own])
         _, *furthest = [max(values, key=abs) for values in zip(*rank_distances, strict=True)]
         rank_losses = [value for (value,) in _gather([0.0 if loss is None else loss])]
         mean = sum(rank_losses) / len(rank_losses)
         record = records.NumericsRecord(
             phase=phase,
             step=step,
-            distances={n: distances.bounded(d) for n, d in zip(names, furthest, strict=True)},
+            distances=dict(zip(names, furthest, strict=True)),
             loss=None if loss is None else records.finite_or_none(mean),
-            ranks_apart=0 if state is None else self._num_parameters_apart(state),
+            ranks_apart=num_apart,
             note=note,
         )
         self.logger.write(record)
@@ -419,8 +433,19 @@ class CheckPass:
         if self.topology.world_size == 1:
             return 0
         names = sorted(self.reference.start.parameters.keys() & state.model.keys())
-        sums = [float(zlib.crc32(pieces.flat(state.model[n]).numpy().data)) for n in names]
+        sums = [float(rank_share.crc32(state.model[n])) for n in names]
         return sum(len(set(rank_sums)) > 1 for rank_sums in zip(*_gather(sums), strict=True))
+
+    def _share_if_equal(self, state: TrainingState) -> RankShare | None:
+        """Return what this rank measures of an optimizer's state that all ranks have; else None."""
+        world_size = self.topology.world_size
+        if world_size == 1:
+            return None
+        sums = _gather([float(rank_share.crc32_of_optimizer(state))])
+        if any(rank_sum != sums[0] for rank_sum in sums):
+            return None
+        sizes = {name: p.numel() for name, p in self.reference.weights.parameters.items()}
+        return RankShare(sizes, self.topology.rank, world_size, _gather)
 
 
 def _gather(values: list[float]) -> list[list[float]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accbench.comparing.pieces import in_float64, square_sum
+from accbench.comparing.rank_share import RankShare
 from accbench.comparing.reference_pass import LOSS_SCALE, Reference
 from accbench.engines.common import extra_state, optimizer_state
 from accbench.engines.common.training_state import Tensors, TrainingState
@@ -116,10 +117,19 @@ def not_loaded(actual: TrainingState, loaded: TrainingState) -> str | None:
     return None
 
 
-def of_step(actual: TrainingState, reference: Reference) -> dict[str, float]:
-    """Compare one step from the reference's state: gradients, update, buffers and counts."""
-    gradients = GradientDistances(reference.gradients)
-    updates = _of_updates(actual, reference, gradients)
+def of_step(
+    actual: TrainingState, reference: Reference, share: RankShare | None = None
+) -> dict[str, float]:
+    """Compare one step from the reference's state: gradients, update, buffers and counts.
+
+    Args:
+        actual: the state after the step.
+        reference: has read the step.
+        share: the parameters that this rank measures, where `actual` has the same of all of them on
+            all ranks, which call this. Updates of the others are 0 in the result. None: all.
+    """
+    gradients = GradientDistances(reference.gradients, share)
+    updates = _of_updates(actual, reference, gradients, share)
     return {
         **gradients.result(),
         **updates,
@@ -129,18 +139,22 @@ def of_step(actual: TrainingState, reference: Reference) -> dict[str, float]:
     }
 
 
-def of_draw(actual: TrainingState, reference: Reference) -> dict[str, float]:
+def of_draw(
+    actual: TrainingState, reference: Reference, share: RankShare | None = None
+) -> dict[str, float]:
     """Compare a step from perturbed weights: gradients and buffers, without the optimizer."""
     return {
-        **_of_engine_gradients(actual, reference),
+        **_of_engine_gradients(actual, reference, share),
         **of_buffers(actual.model, reference.buffers, reference.buffers_after),
     }
 
 
-def _of_engine_gradients(actual: TrainingState, reference: Reference) -> dict[str, float]:
-    distances = GradientDistances(reference.gradients)
+def _of_engine_gradients(
+    actual: TrainingState, reference: Reference, share: RankShare | None
+) -> dict[str, float]:
+    distances = GradientDistances(reference.gradients, share)
     for name, expected in reference.gradients.items():
-        if name in actual.optimizer:
+        if name in actual.optimizer and (share is None or share.has(name)):
             for piece, expected_piece in _engine_gradient(actual, reference, name, [expected]):
                 distances.add(name, piece, expected_piece)
     return distances.result()
@@ -168,20 +182,22 @@ def of_gradients(gradients: Tensors, all_expected: Tensors) -> dict[str, float]:
 
 
 class GradientDistances:
-    """Distances of gradients from those that are expected, of which the pieces come one by one."""
+    """Distances of gradients from those that are expected, of which the pieces come one by one.
 
-    def __init__(self, all_expected: Tensors) -> None:
+    With a share, each rank adds the pieces of its own, and all ranks ask for the result.
+    """
+
+    def __init__(self, all_expected: Tensors, share: RankShare | None = None) -> None:
+        self._share = share
         self._sizes = {name: expected.numel() for name, expected in all_expected.items()}
         self._squares = {name: _norm(expected) ** 2 for name, expected in all_expected.items()}
-        self._squared_distances: dict[str, float] = {}
-        self._products: dict[str, float] = {}
+        self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, gradient: torch.Tensor, expected: torch.Tensor) -> None:
         """Add a piece of a gradient and of the one that is expected, both (N,) in float64."""
-        squared_distance = square_sum(gradient - expected)
-        product = float((gradient * expected).sum())
-        self._squared_distances[name] = self._squared_distances.get(name, 0.0) + squared_distance
-        self._products[name] = self._products.get(name, 0.0) + product
+        squared_distance, product = self._sums.get(name, (0.0, 0.0))
+        squared_distance += square_sum(gradient - expected)
+        self._sums[name] = squared_distance, product + float((gradient * expected).sum())
 
     def result(self) -> dict[str, float]:
         """Return each gradient's distance and scale, and those of all gradients together.
@@ -189,15 +205,15 @@ class GradientDistances:
         A gradient of which no piece has come counts as missing.
         """
         distances = {}
+        sums = self._sums if self._share is None else self._share.join(self._sums)
         total, num_values = sum(self._squares.values()), sum(self._sizes.values())
         product = squared_error = 0.0
         for name, square in self._squares.items():
-            if name not in self._products and self._sizes[name]:
+            if name not in sums and self._sizes[name]:
                 squared_error += square
                 distances[f"{GRADIENT} of {name}"] = _FURTHEST
                 continue
-            squared_distance = self._squared_distances.get(name, 0.0)
-            own_product = self._products.get(name, 0.0)
+            squared_distance, own_product = sums.get(name, (0.0, 0.0))
             typical_size = math.sqrt(total * self._sizes[name] / (num_values or 1))
             size = max(math.sqrt(square), _NEGLIGIBLE * typical_size) or 1.0
             distances[f"{GRADIENT} of {name}"] = math.sqrt(squared_distance) / size
@@ -211,8 +227,9 @@ class GradientDistances:
 
 
 def _of_updates(
-    actual: TrainingState, reference: Reference, gradients: GradientDistances
-) -> dict[str, float]:
+    actual: TrainingState, reference: Reference, gradients: GradientDistances,
+    share: RankShare | None,
+) -> dict[str, float]:  # fmt: skip
     """Compare parameters with the optimizer's formula, applied to the engine's gradients.
 
     The gradients' own distances are added to `gradients` on the way.
@@ -220,7 +237,11 @@ def _of_updates(
     distances: dict[str, float] = {}
     before, lr = reference.weights, reference.rule.task.lr
     for name, parameter in before.parameters.items():
-        if name in reference.gradients and name in actual.optimizer:
+        is_trained = name in reference.gradients and name in actual.optimizer
+        if share is not None and not share.has(name):
+            kinds = _kinds(reference, name) if is_trained else [UPDATE]
+            distances |= {f"{kind} of {name}": 0.0 for kind in kinds}
+        elif is_trained:
             distances |= _of_update(name, actual, reference, gradients)
         else:  # it should not have moved; a step is about lr an element
             size = lr * math.sqrt(parameter.numel()) or 1.0
@@ -234,7 +255,7 @@ def _of_update(
     """Compare a parameter, its second moment and its average with the optimizer's formula."""
     rule, before = reference.rule, reference.weights
     parameter, state = before.parameters[name], before.state[name]
-    keys = {kind: key for kind, key in _COMPARED.items() if key in state}
+    keys = {kind: _COMPARED[kind] for kind in _kinds(reference, name) if kind != UPDATE}
     after = {UPDATE: actual.model.get(name)}
     after |= {kind: actual.optimizer[name].get(key) for kind, key in keys.items()}
     fitting = {k: t for k, t in after.items() if t is not None and t.shape == parameter.shape}
@@ -265,6 +286,12 @@ def _of_update(
             distance = max(0.0, distance - _AS_ZERO * math.sqrt(parameter.numel()))
         distances[f"{kind} of {name}"] = distance / (changed or 1.0)
     return distances
+
+
+def _kinds(reference: Reference, name: str) -> list[str]:
+    """Return what of a parameter is compared with the optimizer's formula."""
+    state = reference.weights.state[name]
+    return [UPDATE, *(kind for kind, key in _COMPARED.items() if key in state)]
 
 
 def of_buffers(actual: Tensors, before: Tensors, after: Tensors) -> dict[str, float]:

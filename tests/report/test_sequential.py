@@ -63,7 +63,8 @@ def test_the_look_after_two_rounds_decides_rows_that_are_far_off_and_no_others()
     assert sequential.find_end([0.25, 0.9, None], REPEATS, MOST, 0.02) == (REPEATS, False)
     assert sequential.find_end([0.5, 0.48], REPEATS, MOST, 0.02, looks_for_far=False)[0] > 2
     speedup, (low, high) = sequential.mean_with_interval([0.5, 0.48], REPEATS, MOST)
-    assert low == pytest.approx(0.348, abs=0.001) and high == pytest.approx(0.690, abs=0.001)
+    assert low == pytest.approx(0.348, abs=0.001)
+    assert high == pytest.approx(0.690, abs=0.001)
     # As wide as they scatter, where that is more.
     _, (low, high) = sequential.mean_with_interval([0.4, 0.8], REPEATS, MOST)
     assert high / low == pytest.approx(math.exp(3.72 * math.log(2)), rel=1e-6)
