@@ -27,7 +27,7 @@ from accbench.comparing import (
     update_rules,
 )
 from accbench.comparing.rank_share import RankShare
-from accbench.comparing.reference_pass import Reference
+from accbench.comparing.reference_files import Reference
 from accbench.config import TaskConfig, devices_per_worker
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology

@@ -12,7 +12,7 @@ import torch
 
 from accbench.comparing.pieces import in_float64, square_sum
 from accbench.comparing.rank_share import RankShare
-from accbench.comparing.reference_pass import LOSS_SCALE, Reference
+from accbench.comparing.reference_files import LOSS_SCALE, Reference
 from accbench.engines.common import extra_state, optimizer_state
 from accbench.engines.common.training_state import Tensors, TrainingState
 

@@ -15,7 +15,7 @@ from accbench.report import comparison, numerics
 from accbench.report import run as runs
 from accbench.report.comparison import FLOORS, REFERENCE, ComparisonPlan, RowPlan
 
-# Folder below the reference's run, see accbench.comparing.reference_pass.
+# Folder below the reference's run, see accbench.comparing.reference_files.
 REFERENCE_TENSORS = "reference"
 
 

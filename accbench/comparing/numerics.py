@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accbench import config, launchers
-from accbench.comparing import reference_pass
+from accbench.comparing import reference_files
 from accbench.comparing.reference_cache import FloorEntry
 from accbench.errors import RequestError
 from accbench.launchers.common.run import run
@@ -52,7 +52,7 @@ def _floor_entry(reference_dir: Path, flags: Sequence[str]) -> FloorEntry | None
     """Return where plain ddp's pass is kept; None where its reference is not."""
     try:
         task = launchers.resolve(config.parse(flags))
-        facts = reference_pass.read_facts(reference_dir / reference_pass.FOLDER)
+        facts = reference_files.read_facts(reference_dir / reference_files.FOLDER)
     except RequestError:  # the pass itself tells
         return None
     return None if facts.cache_key is None else FloorEntry(facts.cache_key, task)

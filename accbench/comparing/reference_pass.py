@@ -2,13 +2,11 @@
 
 It uses one process, no engine and no process group: the loop computes the shards of all ranks one
 after the other and averages their gradients. After every step it rounds the weights to float32, so
-that an engine can load exactly the state that the next step begins in. It stores the weights at the
-start, and of each step the gradients and the buffers after it. The twin for a user's script is
-`script_reference_pass`.
+that an engine can load exactly the state that the next step begins in. `reference_files` has what
+it stores. The twin for a user's script is `script_reference_pass`.
 """
 
 import dataclasses
-import json
 import math
 import shutil
 from collections.abc import Generator, Iterator, Sequence
@@ -18,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accbench import models
@@ -27,57 +23,25 @@ from accbench.comparing import (
     merged_batches,
     pieces,
     reference_cache,
+    reference_files,
     shared_dropout,
     update_rules,
 )
+from accbench.comparing.reference_files import FOLDER, RankState, ReferenceFacts
 from accbench.comparing.update_rules import Rule, Weights
 from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.distributed import complex_numbers
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch
-from accbench.engines.common import extra_state, model_state, tied_parameters
-from accbench.engines.common.training_state import Tensors, TrainingState
-from accbench.errors import RequestError
+from accbench.engines.common import model_state, tied_parameters
+from accbench.engines.common.training_state import Tensors
 from accbench.models.tasks import trainable
 from accbench.recording import records
 from accbench.recording.logger import RunLogger
 from accbench.training import label_counts
 
-FOLDER = "reference"
-_FACTS, _START = "facts.json", "start.safetensors"
-_PARAMETER, _GRADIENT, _BUFFER, _EXTRA = "parameter/", "gradient/", "buffer/", "extra/"
-# The loss scale that float16 steps start from: nothing overflows, and little underflows.
-LOSS_SCALE = 1024.0
 DRAWS_OTHERWISE = "the model draws random numbers that cannot be given to all engines"
-
-
-@dataclasses.dataclass(frozen=True)
-class ReferenceFacts:
-    """What a reference stores besides its tensors."""
-
-    losses: list[list[float]]
-    """Step -> rank -> the loss of its shard."""
-    scores: list[float]
-    """Rank -> the summed loss of its first batch, evaluated after the last step."""
-    dropout_shapes: list[list[int]]
-    """Shape of the random numbers that each dropout call of a forward pass takes."""
-    dropout_probabilities: list[float]
-    """The distinct probabilities of the model's dropout layers."""
-    draws_otherwise: bool
-    """Whether the model draws random numbers that engines cannot share."""
-    batch_size: int = 0
-    workers_per_batch: int = 1
-    """Workers that share a batch; if several, nothing is dropped, as their masks are other ones."""
-    is_undropped: bool = False
-    """True for a worker of several devices, whose dropout takes no masks and so drops nothing."""
-    cache_key: str | None = None
-    """Name of the entry that keeps it for later comparisons, see `reference_cache`."""
-
-    @property
-    def drops(self) -> bool:
-        """Return whether dropout drops."""
-        return self.workers_per_batch == 1 and not self.is_undropped
 
 
 def epochs(loader: Any, batches: Any) -> Generator[Batch, None, None]:
@@ -113,11 +77,13 @@ class _Float64Model:
         self.parameters = dict(net.named_parameters())
         start = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
         self.weights = Weights.start(start, rule)
-        self.buffers: list[Tensors] = [
-            {name: tensor.clone() for name, tensor in net.named_buffers()}
+        self.ranks = [
+            RankState(
+                {name: tensor.clone() for name, tensor in net.named_buffers()},
+                model_state.read_extra(net),
+            )
             for _ in range(num_shards)
         ]
-        self.extra = [model_state.read_extra(net) for _ in range(num_shards)]
         cuda = task.device == "cuda" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
         locations = tied_parameters.find_ties(net)
@@ -139,15 +105,16 @@ class _Float64Model:
         """Copy a rank's buffers and extra state into the model."""
         with torch.no_grad():
             for name, buffer in self.net.named_buffers():
-                buffer.copy_(self.buffers[rank][name])
-        model_state.load_extra(self.net, self.extra[rank])
+                buffer.copy_(self.ranks[rank].buffers[name])
+        model_state.load_extra(self.net, self.ranks[rank].extra)
 
-    def keep_buffers(self, rank: int) -> None:
-        self.buffers[rank] = {
+    def keep_rank(self, rank: int) -> None:
+        """Keep a rank's buffers and extra state, as the model has them."""
+        buffers = {
             name: complex_numbers.singled(b).detach().to("cpu", copy=True)
             for name, b in self.net.named_buffers()
         }
-        self.extra[rank] = model_state.read_extra(self.net, wide=False)
+        self.ranks[rank] = RankState(buffers, model_state.read_extra(self.net, wide=False))
 
     def add_gradients(self, batch: Batch, sums: Tensors) -> float:
         """Compute the mean loss of a batch, and add the gradients of the parameters that have any.
@@ -231,14 +198,14 @@ def _train(
     if reuses:
         key, steps = _key_and_steps(task, model, num_shards * workers_per_batch, drops, steps)
     if key is not None and reference_cache.fetch(key, folder):
-        return read_facts(folder), True
+        return reference_files.read_facts(folder), True
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _save(folder / _START, {_PARAMETER: model.weights.parameters}, model)
+    reference_files.save_start(folder, model.weights.parameters, model.ranks)
     with shared_dropout.shared_dropout(drops=workers_per_batch == 1 and drops):
         facts = _train_steps(task, model, steps, folder, key)
     facts = dataclasses.replace(facts, workers_per_batch=workers_per_batch, is_undropped=not drops)
-    (folder / _FACTS).write_text(json.dumps(dataclasses.asdict(facts)) + "\n", encoding="utf-8")
+    reference_files.write_facts(folder, facts)
     if key is not None:
         reference_cache.store(key, folder)
     return facts, False
@@ -279,11 +246,11 @@ def _train_steps(
             model.load_rank(rank)
             draws.begin(step, rank, model.send)
             losses[-1].append(model.add_gradients(batch, sums))
-            model.keep_buffers(rank)
+            model.keep_rank(rank)
         for total in sums.values():
             total /= len(batches)
         averaged = _clipped(sums, task.clip_norm)
-        _save(folder / _step_file(step), {_GRADIENT: averaged}, model)
+        reference_files.save_step(folder, step, averaged, model.ranks)
         model.weights = model.weights.after(model.rule, averaged)
     scores = []
     model.load_weights()
@@ -332,110 +299,3 @@ def _probabilities(net: nn.Module) -> list[float]:
     probabilities = {module.p for module in net.modules() if isinstance(module, layers)}
     attention = {m.dropout for m in net.modules() if isinstance(m, nn.MultiheadAttention)}
     return sorted(p for p in probabilities | attention if 0 < p < 1)
-
-
-def _step_file(step: int) -> str:
-    return f"step-{step:04}.safetensors"
-
-
-def _save(path: Path, groups: dict[str, Tensors], model: _Float64Model) -> None:
-    tensors = {
-        prefix + name: tensor.contiguous()
-        for prefix, group in groups.items()
-        for name, tensor in group.items()
-    }
-    metadata: dict[str, str] = {}
-    for rank, buffers in enumerate(model.buffers):
-        tensors |= {f"{_BUFFER}{rank}/{name}": tensor for name, tensor in buffers.items()}
-        extra: list[torch.Tensor] = []
-        packed = {key: extra_state.pack(v, extra) for key, v in model.extra[rank].items()}
-        metadata[str(rank)] = json.dumps(packed)
-        tensors |= {f"{_EXTRA}{rank}/{number}": tensor for number, tensor in enumerate(extra)}
-    try:
-        save_file(complex_numbers.as_real(tensors), path, metadata)
-    except (OSError, SafetensorError) as error:
-        raise RequestError(f"cannot write {path}: {error}") from None
-
-
-def _load(path: Path, rank: int) -> tuple[Tensors, dict[str, Any]]:
-    """Read the tensors of a file, and a rank's extra state."""
-    tensors = complex_numbers.as_complex(load_file(path))
-    with safe_open(path, "pt") as file:
-        packed = json.loads(file.metadata()[str(rank)])
-    extra = _with_prefix(tensors, f"{_EXTRA}{rank}/")
-    in_order = [extra[str(number)] for number in range(len(extra))]
-    return tensors, {key: extra_state.unpack(value, in_order) for key, value in packed.items()}
-
-
-def _with_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def read_facts(folder: Path) -> ReferenceFacts:
-    """Read the facts of a reference from the folder of its tensors.
-
-    Raises:
-        RequestError: there is no reference.
-    """
-    try:
-        return ReferenceFacts(**json.loads((folder / _FACTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise RequestError(f"no reference in {folder}: {error}") from None
-
-
-class Reference:
-    """A stored reference that one rank reads, step by step."""
-
-    def __init__(self, run_dir: Path, rule: Rule, rank: int) -> None:
-        self.folder, self.rule, self.rank = run_dir / FOLDER, rule, rank
-        self.facts = read_facts(self.folder)
-        start, extra = _load(self.folder / _START, rank)
-        self.start_extra = self.extra = self.extra_after = extra
-        self.start = Weights.start(_with_prefix(start, _PARAMETER), rule)
-        self.weights = self.start
-        self.start_buffers = self.buffers = _with_prefix(start, f"{_BUFFER}{rank}/")
-        self.gradients: Tensors = {}
-        self.buffers_after: Tensors = {}
-        self.weights_after = self.start
-
-    def read(self, step: int) -> None:
-        """Read a step; the caller reads steps in their order."""
-        self.extra = self.extra_after
-        tensors, self.extra_after = _load(self.folder / _step_file(step), self.rank)
-        self.weights, self.buffers = self.weights_after, self.buffers_after or self.start_buffers
-        self.gradients = _with_prefix(tensors, _GRADIENT)
-        self.buffers_after = _with_prefix(tensors, f"{_BUFFER}{self.rank}/")
-        self.weights_after = self.weights.after(self.rule, self.gradients)
-
-    @property
-    def state(self) -> TrainingState:
-        """State before the step that was read."""
-        return _state(self.weights, self.buffers, set(self.gradients), self.extra)
-
-    @property
-    def start_state(self) -> TrainingState:
-        """State before the first step."""
-        return _state(self.start, self.start_buffers, set(self.gradients), self.start_extra)
-
-    @property
-    def state_after(self) -> TrainingState:
-        """State after the step that was read."""
-        return _state(self.weights_after, self.buffers_after, set(self.gradients), self.extra_after)
-
-
-def _state(
-    weights: Weights, buffers: Tensors, trained: set[str], extra: dict[str, Any]
-) -> TrainingState:
-    optimizer_state = {
-        name: {
-            "step": torch.tensor(float(weights.num_steps[name])),
-            **weights.state[name],
-        }
-        for name in trained
-    }
-    scaler = {"scale": LOSS_SCALE, "growth_tracker": 0.0}
-    return TrainingState({**weights.parameters, **buffers}, optimizer_state, scaler, extra)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accbench.comparing import distances, script_reference_pass, shared_dropout
-from accbench.comparing.reference_pass import LOSS_SCALE
+from accbench.comparing.reference_files import LOSS_SCALE
 from accbench.comparing.script_reference_pass import ReferenceStep
 from accbench.config import TaskConfig
 from accbench.distributed import complex_numbers, process_group

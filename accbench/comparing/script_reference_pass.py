@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from accbench.comparing import shared_dropout
-from accbench.comparing.reference_pass import DRAWS_OTHERWISE, FOLDER, LOSS_SCALE
+from accbench.comparing.reference_files import FOLDER, LOSS_SCALE
+from accbench.comparing.reference_pass import DRAWS_OTHERWISE
 from accbench.config import TaskConfig
 from accbench.data import nested
 from accbench.distributed import complex_numbers, process_group

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from accbench import config, launchers, resolving
-from accbench.comparing import numerics, passes, reference_cache, reference_pass
+from accbench.comparing import numerics, passes, reference_cache, reference_files, reference_pass
 from accbench.comparing.reference_cache import KEPT, FloorEntry
-from accbench.comparing.reference_pass import FOLDER
+from accbench.comparing.reference_files import FOLDER
 from accbench.report import run as runs
 
 FLAGS = (
@@ -114,7 +114,7 @@ def test_least_recently_used_go(make, tmp_path, monkeypatch):
 
 def test_plain_ddps_pass_is_kept_beside_its_reference(make, tmp_path):
     make("reference")
-    key = reference_pass.read_facts(tmp_path / "reference" / FOLDER).cache_key
+    key = reference_files.read_facts(tmp_path / "reference" / FOLDER).cache_key
     assert key is not None
 
     def entry(name: str, *flags: str) -> FloorEntry:

@@ -49,6 +49,31 @@ def found_by(module: str, engine: str, folder: Path, *arguments: object) -> dict
     return json.loads(done.stdout.splitlines()[-1])
 
 
+KEYS_WITHOUT_TRITON = """
+import torch
+from accbench.engines.inductor import cache_digests
+from torch._inductor import codecache
+
+def read_bytes():
+    return int(open("/proc/self/io").readline().split()[1])
+
+before = read_bytes()
+cache_digests.begin("cpu")
+codecache.CacheBase.get_system()
+codecache.torch_key()
+print(read_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
+def test_inductors_keys_on_a_cpu_read_nothing_of_tritons_files():
+    """Its library alone is half a gigabyte, and each start would hash it for nothing."""
+    done = python("-c", KEYS_WITHOUT_TRITON)
+    assert done.returncode == 0, done.stderr
+    assert 1e6 < int(done.stdout) < 150e6  # torch's own sources
+
+
 def is_left_to_torch(engine: str, case: str) -> bool:
     return engine == "inductor" and case in LEFT_TO_TORCH
 

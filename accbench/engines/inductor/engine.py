@@ -13,7 +13,6 @@ import dataclasses
 import importlib.util
 import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -135,27 +134,6 @@ def _raise_model_error(error: Exception, model: nn.Module, call: Callable[[], An
         ) from error
 
 
-def _begin_digests() -> None:
-    """Have threads compute the digests of torch's and Triton's files, for keys of torch's cache.
-
-    Hashing lets other threads run meanwhile, where the first step would wait for it else.
-    """
-    from torch._inductor import codecache
-
-    def triton_key() -> None:
-        if hasattr(codecache, "triton_key"):
-            codecache.triton_key()
-        else:  # torch 2.8
-            importlib.import_module("triton.compiler.compiler").triton_key()
-
-    def compute(key: Callable[[], Any]) -> None:
-        with contextlib.suppress(Exception):  # the main thread will meet it, too
-            key()
-
-    for key in (triton_key, codecache.torch_key):
-        threading.Thread(target=compute, args=(key,), name="digest", daemon=True).start()
-
-
 class _Decompositions(dict[Any, Callable[..., Any]]):
     """Decompositions, which torch 2.15 pickles for the key of its cache and cannot pickle.
 
@@ -271,7 +249,9 @@ class Engine(ddp.Engine):
 
     def _backend(self) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
         """Return the function that compiles dynamo's graphs; it counts graphs and their runs."""
-        _begin_digests()
+        from accbench.engines.inductor import cache_digests  # imports inductor
+
+        cache_digests.begin(self.device.type)
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
