@@ -49,8 +49,8 @@ def found_by(module: str, engine: str, folder: Path, *arguments: object) -> dict
     return json.loads(done.stdout.splitlines()[-1])
 
 
-KEYS_WITHOUT_TRITON = """
-import torch
+DIGESTS_OF_A_START = """
+import threading
 from accbench.engines.inductor import cache_digests
 from torch._inductor import codecache
 
@@ -60,18 +60,59 @@ def read_bytes():
 before = read_bytes()
 cache_digests.begin("cpu")
 codecache.CacheBase.get_system()
-codecache.torch_key()
+key = codecache.torch_key()
+for thread in threading.enumerate():
+    if thread.name == "digest":
+        thread.join()
 print(read_bytes() - before)
+codecache.torch_key.clear()
+print(key == codecache.torch_key())
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
-def test_inductors_keys_on_a_cpu_read_nothing_of_tritons_files():
-    """Its library alone is half a gigabyte, and each start would hash it for nothing."""
-    done = python("-c", KEYS_WITHOUT_TRITON)
+def bytes_read_for_keys(folder: Path) -> int:
+    """Return what a start reads for the keys of inductor's cache; torch's own must be the same."""
+    done = python("-c", DIGESTS_OF_A_START, TORCHINDUCTOR_CACHE_DIR=str(folder))
     assert done.returncode == 0, done.stderr
-    assert 1e6 < int(done.stdout) < 150e6  # torch's own sources
+    num_bytes, is_same = done.stdout.split()
+    assert is_same == "True"
+    return int(num_bytes)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
+def test_a_second_start_by_inductor_reads_no_sources_and_none_of_tritons_files(tmp_path):
+    """Triton's library alone is half a gigabyte, and a CPU has no use for it."""
+    assert 10e6 < bytes_read_for_keys(tmp_path) < 150e6  # torch's own sources
+    assert bytes_read_for_keys(tmp_path) < 1e6
+    (kept,) = tmp_path.glob("accbench_*")
+    good = json.loads(kept.read_text())
+    others = {"torch_key": "11" * 32, "fingerprint": "of other files"}
+    for damaged in ("", "[]", json.dumps({**good, "torch_key": "00"}), json.dumps(others)):
+        kept.write_text(damaged)
+        assert bytes_read_for_keys(tmp_path) > 10e6
+        assert json.loads(kept.read_text()) == good
+
+
+def test_a_fingerprint_of_sources_sees_what_python_would_compile_anew(tmp_path):
+    from accbench.engines.inductor.cache_digests import fingerprint
+
+    source, other = tmp_path / "a.py", tmp_path / "b" / "c.py"
+    other.parent.mkdir()
+    source.write_text("one = 1")
+    other.write_text("")
+    os.utime(source, ns=(10**18, 10**18))
+    found = [fingerprint(tmp_path)]
+    source.write_text("one = 2")  # of the same size, at another time
+    os.utime(source, ns=(10**18, 10**18 + 1))
+    found.append(fingerprint(tmp_path))
+    other.write_text("#")
+    found.append(fingerprint(tmp_path))
+    other.rename(other.with_name("d.py"))
+    found.append(fingerprint(tmp_path))
+    assert len(set(found)) == 4
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_text("compiled")
+    assert fingerprint(tmp_path) == found[-1]
 
 
 def is_left_to_torch(engine: str, case: str) -> bool:
