@@ -42,13 +42,13 @@ def run_setting(base: Path, name: str, seeds: list[int], engines: list[str], ran
 
 
 def _run_seed(base: Path, name: str, seed: int, engines: list[str], topology: Any) -> None:
-    from accbench.comparing import check_pass, reference_pass, roundings
+    from accbench.comparing import check_pass, reference_files, reference_pass, roundings
     from accbench.config import plugins
     from accbench.distributed import process_group
 
     num_workers, rank = SETTINGS[name].num_workers, topology.rank
     at = folder_of(base, name, seed, "reference")
-    if rank == 0 and not (at / reference_pass.FOLDER).exists():
+    if rank == 0 and not (at / reference_files.FOLDER).exists():
         reference_pass.run(_task(name, seed, "ddp", at, topology), num_workers)
     process_group.broadcast_value(0)
     for engine in engines:

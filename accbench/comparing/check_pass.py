@@ -20,7 +20,7 @@ from accbench.comparing import (
     distances,
     engine_dropout,
     merged_batches,
-    rank_share,
+    rank_results,
     reference_pass,
     roundings,
     shared_dropout,
@@ -207,8 +207,8 @@ class CheckPass:
                 loss = self._step(batch)
                 self.engine.wait()
                 state = self.engine.training_state(self.net, self.optimizer)
-                num_apart = self._num_parameters_apart(state)
-                share = None if num_apart else self._share_if_equal(state)
+                num_apart = self._count_apart(state)
+                share = None if num_apart else self._share_of(state)
                 step_distances = {
                     "loss": self._of_loss(loss, step),
                     "dropout calls": float(self.draws.num_others()),
@@ -225,7 +225,7 @@ class CheckPass:
                 loss = self._step(batch)
             self.engine.wait()
             perturbed_state = self.engine.training_state(self.net, self.optimizer)
-            share = self._share_if_equal(perturbed_state)
+            share = self._share_of(perturbed_state)
             noise = distances.of_draw(perturbed_state, self.reference, share)
             self.write("noise", step + 1, {"loss": self._of_loss(loss, step), **noise})
 
@@ -314,7 +314,7 @@ class CheckPass:
             loss = self._of_batch(float(tensor.cpu().item()))
             self.write(phase, step + 1, {"loss": self._of_loss(loss, step)}, loss=loss)
         end = distances.of_free_run(state, self.reference)
-        num_apart = self._num_parameters_apart(state)
+        num_apart = self._count_apart(state)
         self.write(f"{phase} end", self.num_steps, end, num_apart=num_apart)
 
     def dropout(self) -> None:
@@ -368,7 +368,7 @@ class CheckPass:
         shape = self.engine.mesh
         if shape.cp == 1:
             return value
-        values = [rank_value for (rank_value,) in _gather([value])]
+        values = [rank_value for (rank_value,) in process_group.all_gather_values([value])]
         topologies = [dataclasses.replace(self.topology, rank=rank) for rank in range(len(values))]
         shared = [
             rank_value
@@ -398,9 +398,7 @@ class CheckPass:
                 problem = distances.not_loaded(loaded, state)
         except NotLoadableError as error:
             problem = str(error)
-        bad = [rank for rank, (n,) in enumerate(_gather([float(problem is not None)])) if n]
-        if bad:
-            raise NotLoadableError(problem or f"rank {bad[0]} did not take over its state")
+        rank_results.raise_together(problem)
 
     def _of_loss(self, loss: float, step: int) -> float:
         losses = self.reference.facts.losses[step][self._reference_ranks]
@@ -411,42 +409,14 @@ class CheckPass:
         loss: float | None = None, num_apart: int = 0,
     ) -> None:  # fmt: skip
         """Record distances, the largest of any rank; all ranks call this."""
-        names = sorted(measured)
-        # Bounded here, as no number is larger than NaN. One value at least.
-        own = [distances.bounded(measured[name]) for name in names]
-        rank_distances = _gather([0.0, *own])
-        _, *furthest = [max(values, key=abs) for values in zip(*rank_distances, strict=True)]
-        rank_losses = [value for (value,) in _gather([0.0 if loss is None else loss])]
-        mean = sum(rank_losses) / len(rank_losses)
-        record = records.NumericsRecord(
-            phase=phase,
-            step=step,
-            distances=dict(zip(names, furthest, strict=True)),
-            loss=None if loss is None else records.finite_or_none(mean),
-            ranks_apart=num_apart,
-            note=note,
-        )
-        self.logger.write(record)
+        rank_results.write(self.logger, phase, step, measured, note, loss, num_apart)
 
-    def _num_parameters_apart(self, state: TrainingState) -> int:
-        """Count the parameters that are not bitwise equal on all ranks."""
+    def _count_apart(self, state: TrainingState) -> int:
+        names = self.reference.start.parameters.keys() & state.model.keys()
+        return rank_results.count_apart(state.model, names)
+
+    def _share_of(self, state: TrainingState) -> RankShare | None:
         if self.topology.world_size == 1:
-            return 0
-        names = sorted(self.reference.start.parameters.keys() & state.model.keys())
-        sums = [float(rank_share.crc32(state.model[n])) for n in names]
-        return sum(len(set(rank_sums)) > 1 for rank_sums in zip(*_gather(sums), strict=True))
-
-    def _share_if_equal(self, state: TrainingState) -> RankShare | None:
-        """Return what this rank measures of an optimizer's state that all ranks have; else None."""
-        world_size = self.topology.world_size
-        if world_size == 1:
-            return None
-        sums = _gather([float(rank_share.crc32_of_optimizer(state))])
-        if any(rank_sum != sums[0] for rank_sum in sums):
             return None
         sizes = {name: p.numel() for name, p in self.reference.weights.parameters.items()}
-        return RankShare(sizes, self.topology.rank, world_size, _gather)
-
-
-def _gather(values: list[float]) -> list[list[float]]:
-    return process_group.all_gather_values(values)
+        return RankShare.of_equal(state, sizes, self.topology.rank, process_group.all_gather_values)

@@ -323,11 +323,17 @@ def _of_counts(actual: TrainingState, reference: Reference) -> dict[str, float]:
         for name in reference.gradients
     }
     wrong = [abs(n - reference.weights_after.num_steps[name]) for name, n in steps.items()]
-    counts = {"applied steps": max(wrong, default=0.0)}
-    if actual.scaler:
-        counts["loss scale"] = abs(actual.scaler["scale"] / LOSS_SCALE - 1)
-        counts["growth tracker"] = abs(actual.scaler["growth_tracker"] - 1)
-    return counts
+    return {"applied steps": max(wrong, default=0.0), **of_scaler(actual)}
+
+
+def of_scaler(actual: TrainingState) -> dict[str, float]:
+    """Compare the loss scale after one step; without one there is nothing to compare."""
+    if not actual.scaler:
+        return {}
+    return {
+        "loss scale": abs(actual.scaler["scale"] / LOSS_SCALE - 1),
+        "growth tracker": abs(actual.scaler["growth_tracker"] - 1),
+    }
 
 
 def of_skipped_step(actual: TrainingState, before: TrainingState) -> dict[str, float]:

@@ -27,6 +27,20 @@ class RankShare:
     world_size: int
     gather: Callable[[list[float]], list[list[float]]]
 
+    @staticmethod
+    def of_equal(
+        state: TrainingState, num_values: Mapping[str, int], rank: int,
+        gather: Callable[[list[float]], list[list[float]]],
+    ) -> "RankShare | None":  # fmt: skip
+        """Return this rank's share where all ranks have the same optimizer's state; else None.
+
+        All ranks call this.
+        """
+        checksums = [value for (value,) in gather([float(crc32_of_optimizer(state))])]
+        if len(set(checksums)) > 1:
+            return None
+        return RankShare(num_values, rank, len(checksums), gather)
+
     @cached_property
     def owners(self) -> dict[str, int]:
         """Parameter -> the rank that measures it; each rank has about as many numbers."""

@@ -29,7 +29,7 @@ LOSS_SCALE = 1024.0
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceFacts:
-    """What a reference stores besides its tensors."""
+    """Holds what a reference stores besides its tensors."""
 
     losses: list[list[float]]
     """Step -> rank -> the loss of its shard."""
@@ -40,7 +40,7 @@ class ReferenceFacts:
     dropout_probabilities: list[float]
     """The distinct probabilities of the model's dropout layers."""
     draws_otherwise: bool
-    """Whether the model draws random numbers that engines cannot share."""
+    """True where the model draws random numbers that engines cannot share."""
     batch_size: int = 0
     workers_per_batch: int = 1
     """Workers that share a batch; if several, nothing is dropped, as their masks are other ones."""
@@ -57,7 +57,7 @@ class ReferenceFacts:
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """What a rank has besides the parameters that all ranks share."""
+    """Holds what a rank has besides the parameters that all ranks share."""
 
     buffers: Tensors
     extra: dict[str, Any]

@@ -4,7 +4,6 @@ It runs the script twice: once with every step from the reference's state, and o
 twin for tasks without a script is `check_pass`.
 """
 
-import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.comparing import distances, script_reference_pass, shared_dropout
-from accbench.comparing.reference_files import LOSS_SCALE
+from accbench.comparing import distances, rank_results, script_reference_pass, shared_dropout
 from accbench.comparing.script_reference_pass import ReferenceStep
 from accbench.config import TaskConfig
-from accbench.distributed import complex_numbers, process_group
+from accbench.distributed import complex_numbers
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch
 from accbench.engines.common.training_state import NotLoadableError, Tensors, TrainingState
@@ -110,13 +108,7 @@ class _StepCheck(StepListener):
             problem = distances.not_loaded(loaded, state)
         except NotLoadableError as error:
             problem = str(error)
-        self.raise_on_all_ranks(problem)
-
-    def raise_on_all_ranks(self, problem: str | None) -> None:
-        """Raise NotLoadableError on all ranks if any rank has a problem."""
-        has_problem = process_group.all_gather_values([float(problem is not None)])
-        if any(n for (n,) in has_problem):
-            raise NotLoadableError(problem or "another rank could not load its state")
+        rank_results.raise_together(problem)
 
     def got(self, batch: Batch) -> None:
         self.sums += script_reference_pass.sums_of(batch)
@@ -128,7 +120,7 @@ class _StepCheck(StepListener):
     def after_step(self, loss: torch.Tensor) -> None:
         self.run.engine.wait()
         is_same = script_reference_pass.is_same_data(self.sums, self.expected.sums)
-        self.raise_on_all_ranks(
+        rank_results.raise_together(
             None if is_same else "the script gives other batches than to the reference"
         )
         state = self.run.engine.training_state(self.run.model, self.run.optimizer)
@@ -148,7 +140,9 @@ class _StepCheck(StepListener):
         self, phase: str, step: int, measured: dict[str, float], loss: float | None = None,
         state: TrainingState | None = None,
     ) -> None:  # fmt: skip
-        _write(self.logger, phase, step, measured, loss, state, self.run.model)
+        names = dict(self.run.model.named_parameters())
+        num_apart = 0 if state is None else rank_results.count_apart(state.model, names)
+        rank_results.write(self.logger, phase, step, measured, loss=loss, num_apart=num_apart)
 
 
 class _FreeRunCheck(_StepCheck):
@@ -274,37 +268,4 @@ def _of_counts(actual: TrainingState, expected: TrainingState) -> dict[str, floa
         for name, tensors in expected.optimizer.items()
         if "step" in tensors
     ]
-    counts = {"applied steps": max(wrong, default=0.0)}
-    if actual.scaler:
-        counts["loss scale"] = abs(actual.scaler["scale"] / LOSS_SCALE - 1)
-        counts["growth tracker"] = abs(actual.scaler["growth_tracker"] - 1)
-    return counts
-
-
-def _write(
-    logger: RunLogger, phase: str, step: int, measured: dict[str, float], loss: float | None,
-    state: TrainingState | None, model: nn.Module,
-) -> None:  # fmt: skip
-    """Record distances, the largest of any rank; all ranks call this."""
-    names = sorted(measured)
-    rank_distances = process_group.all_gather_values([0.0, *(measured[name] for name in names)])
-    _, *furthest = [max(values, key=abs) for values in zip(*rank_distances, strict=True)]
-    losses = [
-        value for (value,) in process_group.all_gather_values([0.0 if loss is None else loss])
-    ]
-    record = records.NumericsRecord(
-        phase,
-        step,
-        {n: distances.bounded(d) for n, d in zip(names, furthest, strict=True)},
-        None if loss is None else records.finite_or_none(sum(losses) / len(losses)),
-        0 if state is None else _num_parameters_apart(state, model),
-    )
-    logger.write(record)
-
-
-def _num_parameters_apart(state: TrainingState, model: nn.Module) -> int:
-    """Count the parameters that are not bitwise equal on all ranks."""
-    names = sorted(dict(model.named_parameters()))
-    sums = [float(zlib.crc32(state.model[n].contiguous().numpy().tobytes())) for n in names]
-    rank_sums = zip(*process_group.all_gather_values(sums), strict=True)
-    return sum(len(set(values)) > 1 for values in rank_sums)
+    return {"applied steps": max(wrong, default=0.0), **distances.of_scaler(actual)}

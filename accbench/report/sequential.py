@@ -8,8 +8,7 @@ and Turnbull, 1989): Student's t at the look's level, which with a known varianc
 (docs/compare.md has simulations).
 
 Two rounds say too little of how much rounds scatter for Student's t. A look after them takes a
-scatter for granted that is larger than machines were seen to have, and so decides rows that are
-far from the baseline, and no others.
+large scatter for granted, and so decides rows that are far from the baseline, and no others.
 """
 
 import math

@@ -84,8 +84,11 @@ def _keep_torch_key() -> None:
         return
     file = _kept_file()
     begun = file.with_name(f"{file.name}.{os.getpid()}")
-    begun.write_text(json.dumps(kept), encoding="utf-8")
-    begun.replace(file)
+    try:
+        begun.write_text(json.dumps(kept), encoding="utf-8")
+        begun.replace(file)
+    finally:  # nothing is left where the disk is full
+        begun.unlink(missing_ok=True)
 
 
 def _leave_triton_out() -> None:
