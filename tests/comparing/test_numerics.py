@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from benchmarks import planted
 from benchmarks.numerics_passes import APART, FLOORS, folder_of, judge, start_setting
 from benchmarks.numerics_settings import SETTINGS
 from tests.conftest import start_ranks
+from tests.engine_params import HAS_JAX, NEEDS_JAX, NEEDS_XLA
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
-HAS_XLA = find_spec("torch_xla") is not None
-HAS_JAX = find_spec("jax") is not None
 # Of all settings, those that differ most: dropout, a recipe, another kind of model.
 OF_JAX = (pytest.param("small", marks=pytest.mark.soak), "small, sgd", "small, text")
 LONG = ("small, adamw, two workers", "small, transformer")
@@ -90,22 +88,26 @@ def passes(tmp_path_factory):
     return Passes(folder / "passes", planted.install(folder / "plugins"))
 
 
-@pytest.mark.parametrize("setting", [
-    pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])
-    for name in SETTINGS if name.startswith("small")
+def right(setting, engine):
+    """Parameters of the test below; `make test` has two settings of engine xla."""
+    marks = [pytest.mark.xla, NEEDS_XLA] if engine == "xla" else []
+    is_long = engine == "xla" and setting not in ("small, two workers", "small, text")
+    return pytest.param(
+        setting, engine, marks=[*marks, *([pytest.mark.soak] if is_long or setting in LONG else [])]
+    )
+
+
+@pytest.mark.parametrize(("setting", "engine"), [
+    right(setting, engine)
+    for engine in ("ddp:again", "ddp:no-channels_last", "xla")
+    for setting in SETTINGS if setting.startswith("small")
 ])  # fmt: skip
-@pytest.mark.parametrize(
-    "engine",
-    ["ddp:again", "ddp:no-channels_last",
-     pytest.param("xla", marks=[
-         pytest.mark.xla, pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")])],
-)  # fmt: skip
 def test_right_engines_train_the_same(passes, setting, engine):
     _look_at(passes, setting, engine)
 
 
 @pytest.mark.parametrize("setting", OF_JAX)
-@pytest.mark.skipif(not HAS_JAX, reason="jax is not installed")
+@NEEDS_JAX
 def test_jax_trains_the_same(passes, setting):
     _look_at(passes, setting, "jax")
 
@@ -120,7 +122,7 @@ def _look_at(passes, setting, engine):
 
 
 @pytest.mark.xla
-@pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
+@NEEDS_XLA
 @pytest.mark.parametrize(
     "setting",
     ["lean, transformer", pytest.param("lean, convolutions", marks=pytest.mark.soak)],
