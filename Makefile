@@ -60,7 +60,7 @@ train:
 # The tests start hundreds of Pythons, each of which would compile our modules anew.
 COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
 
-PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 prepare-test: prepare-dev prepare-xla
 
