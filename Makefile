@@ -60,18 +60,19 @@ train:
 # The tests start hundreds of Pythons, each of which would compile our modules anew.
 COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
 
-PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# More processes where tests wait for others, fewer where they compute.
+PYTEST := -m pytest --dist loadfile --no-loadscope-reorder
 
 prepare-test: prepare-dev prepare-xla
 
 # Those of today's torch and JAX, then engine xla's in its own environment where that can be.
 test: prepare-test
-	$(COMPILED_ONCE) $(PYTHON) $(PYTEST) -m "not soak and not xla"
-	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -m "not soak and xla")
+	$(COMPILED_ONCE) $(PYTHON) $(PYTEST) -n 4 -m "not soak and not xla"
+	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -n 3 -m "not soak and xla")
 
 # All with the oldest torch that is taken, which is torch_xla's.
 test-oldest: prepare-xla
-	$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -m "not soak"
+	$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -n 4 -m "not soak"
 
 soak: prepare-test
 	$(COMPILED_ONCE) $(PYTHON) -m pytest -m "soak and not xla" -n 2

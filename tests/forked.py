@@ -30,7 +30,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -332,6 +332,9 @@ def _become_worker(arguments: list[str], environment: dict[str, str]) -> NoRetur
     os.setsid()
     reset_signals()
     atexit._clear()
+    # As its import does, which was before. Without it what loading processes share stays, where the
+    # collector has not come by.
+    atexit.register(util._exit_function)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     tracker = resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None
