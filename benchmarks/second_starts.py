@@ -30,12 +30,14 @@ TINY_FLAGS = (*TINY_RUN, "--data=synthetic", "--max_steps=4")
 
 def first_step_s(engine: str, folder: Path, caches: Path, flags: tuple[str, ...]) -> float:
     """Return the seconds from the worker's start to the end of its first step."""
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "launch_single_task.py", *FLAGS, *flags, f"--engine={engine}",
          f"--output_dir={folder}"],
-        cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(caches)}, check=True,
+        cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(caches)},
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"a run of engine {engine} failed, as it says above")
     read = records.read(folder / "records.jsonl")
     (end,) = [record for record in read if isinstance(record, records.EndRecord)]
     assert end.time_to_first_step_s is not None

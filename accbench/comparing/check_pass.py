@@ -398,7 +398,7 @@ class CheckPass:
                 problem = distances.not_loaded(loaded, state)
         except NotLoadableError as error:
             problem = str(error)
-        rank_results.raise_together(problem)
+        rank_results.raise_together(problem, "did not take over its state")
 
     def _of_loss(self, loss: float, step: int) -> float:
         losses = self.reference.facts.losses[step][self._reference_ranks]

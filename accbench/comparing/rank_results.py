@@ -1,4 +1,4 @@
-"""What the ranks of a numerics pass find together. All ranks call each of these functions."""
+"""Join what the ranks of a numerics pass find; all ranks call each of these functions."""
 
 from collections.abc import Iterable, Mapping
 
@@ -57,12 +57,16 @@ def count_apart(tensors: Tensors, names: Iterable[str]) -> int:
     return sum(len(set(rank_sums)) > 1 for rank_sums in of_tensors)
 
 
-def raise_together(problem: str | None) -> None:
+def raise_together(problem: str | None, of_others: str) -> None:
     """Raise on all ranks if any has a problem, so that none waits for another.
 
+    Args:
+        problem: this rank's; None if it has none.
+        of_others: what ranks without one say of the first that has one, behind "rank 3 ".
+
     Raises:
-        NotLoadableError: a rank could not load its state.
+        NotLoadableError: a rank has a problem.
     """
     bad = [rank for rank, (n,) in enumerate(all_gather_values([float(problem is not None)])) if n]
     if bad:
-        raise NotLoadableError(problem or f"rank {bad[0]} did not take over its state")
+        raise NotLoadableError(problem or f"rank {bad[0]} {of_others}")

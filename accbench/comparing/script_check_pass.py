@@ -108,7 +108,7 @@ class _StepCheck(StepListener):
             problem = distances.not_loaded(loaded, state)
         except NotLoadableError as error:
             problem = str(error)
-        rank_results.raise_together(problem)
+        rank_results.raise_together(problem, "did not take over its state")
 
     def got(self, batch: Batch) -> None:
         self.sums += script_reference_pass.sums_of(batch)
@@ -121,7 +121,8 @@ class _StepCheck(StepListener):
         self.run.engine.wait()
         is_same = script_reference_pass.is_same_data(self.sums, self.expected.sums)
         rank_results.raise_together(
-            None if is_same else "the script gives other batches than to the reference"
+            None if is_same else "the script gives other batches than to the reference",
+            "is given other batches by the script than the reference was",
         )
         state = self.run.engine.training_state(self.run.model, self.run.optimizer)
         value = float(loss.cpu())

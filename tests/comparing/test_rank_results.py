@@ -1,4 +1,4 @@
-"""What the ranks of a numerics pass find together."""
+"""Ranks of a numerics pass find things together."""
 
 import math
 
@@ -43,8 +43,9 @@ def test_tensors_that_differ_in_a_bit_are_counted_apart(monkeypatch):
 
 def test_a_problem_of_one_rank_is_raised_on_all(monkeypatch):
     beside(monkeypatch, [0.0], [1.0], [0.0])
-    rank_results.raise_together(None)
-    with pytest.raises(NotLoadableError, match="rank 0 did not take over its state"):
-        rank_results.raise_together(None)
+    of_others = "got other batches"
+    rank_results.raise_together(None, of_others)
+    with pytest.raises(NotLoadableError, match="rank 0 got other batches"):
+        rank_results.raise_together(None, of_others)
     with pytest.raises(NotLoadableError, match="a is not what was loaded"):
-        rank_results.raise_together("a is not what was loaded")
+        rank_results.raise_together("a is not what was loaded", of_others)

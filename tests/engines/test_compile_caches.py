@@ -53,6 +53,7 @@ def found_by(module: str, engine: str, folder: Path, *arguments: object) -> dict
 # for all; what is read of Triton's files is read once in any case.
 DIGESTS_OF_STARTS = """
 import json, sys, threading
+from pathlib import Path
 from accbench.engines.inductor import cache_digests
 from torch._inductor import codecache
 
@@ -71,7 +72,7 @@ def start():
     return read_bytes() - before, key.hex()
 
 found = [start(), start()]
-kept = cache_digests._kept_file()
+kept = Path(codecache.cache_dir(), cache_digests.KEPT_FILE)
 good = kept.read_text()
 for damage in json.loads(sys.argv[1]):
     is_part = isinstance(damage, dict)

@@ -268,7 +268,7 @@ _REPEATS = {
     "jax tp 2 x 2": "jax ignored labels sequence 2 x 2",
     "jax ignored labels": "jax ignored labels sequence 2 x 2",
     "jax sequence 2 x 2": "jax ignored labels sequence 2 x 2",
-    "jax cp 4 ring": "cp 4 ring ignored labels", "jax cp 2 ring x tp 2": "cp 2 ring x tp 2",
+    "jax cp 4 ring": "jax cp 2 ring x tp 2",
 }  # fmt: skip
 REPEATED = {case: CASES.pop(case) for case in _REPEATS if case in CASES}
 
