@@ -10,14 +10,14 @@ XLA_EXTRAS := xla-cuda12,dev
 BENCH_DIR := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 TRAIN_DIR := runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # Small enough for two cores: a ResNet-18, 25 steps.
-BENCH_FLAGS := --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O0 \
+BENCH_FLAGS := --device=cpu --nproc_per_node=2 --model=resnet18 --image_size=96 --amp_level=O0 \
 	--batch_size=8 --lr=1e-4 --max_steps=25 --warmup_steps=5 --log_interval=5 \
 	--save_interval=0
 
 .PHONY: help bench bench-xla train test test-oldest soak check dist prepare prepare-dev prepare-xla prepare-test
 
 help:
-	@echo "make bench   train the baseline and the compiled engines on mock images, and compare"
+	@echo "make bench   train the baseline and the compiled engines on mock images on the CPU, and compare"
 	@echo "make bench-xla   the baseline and engine xla, in torch_xla's own environment"
 	@echo "make train   train a small ResNet on scanned digits to its end, and show the curves"
 	@echo "make test    run the tests, with today's torch and JAX, and engine xla's in its environment"

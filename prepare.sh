@@ -23,12 +23,12 @@ while (($#)); do
   esac
 done
 
-fits() { "$1" -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $newest))" 2>/dev/null; }
-no_other_torch() {
+fits() { "$1" -c "import sys; sys.exit(not (3, ${2:-10}) <= sys.version_info[:2] <= (3, $newest))" 2>/dev/null; }
+has_other_torch() {
   "$1" -c 'from importlib import metadata
 import sys
 torch = [d.version for d in metadata.distributions(name="torch")]
-sys.exit(bool(torch) and not torch[0].startswith("2.8."))' 2>/dev/null
+sys.exit(not torch or torch[0].startswith("2.8."))' 2>/dev/null
 }
 
 active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
@@ -37,7 +37,7 @@ if [[ ,$extras, == *,xla* ]]; then
   newest=13 # torch_xla has wheels for no newer Python
   own=$PWD/.venv-xla without="; without torch_xla (no xla in --extras) up to 3.14"
   candidates=(python3 python3.{13..10})
-  if [[ -n $active ]] && fits "$active/bin/python" && ! no_other_torch "$active/bin/python"; then
+  if [[ -n $active ]] && has_other_torch "$active/bin/python"; then
     active=
   fi
 else
@@ -51,8 +51,10 @@ if [[ -z $active ]]; then
   # A set-up that was interrupted leaves a folder without pip; so does uv, and then a stamp.
   if ! "$env/bin/python" -m pip --version >/dev/null 2>&1 && ! compgen -G "$env/.accbench-*" >/dev/null; then
     python=
-    for candidate in "${candidates[@]}"; do
-      fits "$candidate" && python=$candidate && break
+    for oldest in 11 10; do # JAX needs Python 3.11
+      for candidate in "${candidates[@]}"; do
+        fits "$candidate" $oldest && python=$candidate && break 2
+      done
     done
     if [[ -n $python ]]; then
       "$python" -m venv --clear "$env" || fail "cannot make ${env##*/} with $python; on Debian: apt install python3-venv"

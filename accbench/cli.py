@@ -244,6 +244,7 @@ def export(argv: Sequence[str]) -> int:
 
 def preflight(argv: Sequence[str]) -> int:
     """Compile a step for a GPU that is not here: does it fit, what does it move."""
+    restart_early(argv)
     from accbench.preflight import command
 
     return command.main(argv, f"{PROG} preflight")

@@ -35,7 +35,7 @@ def resolve(task: TaskConfig) -> TaskConfig:
 
 
 def restart_for(engines: Iterable[str], argv: Sequence[str]) -> None:
-    """Start this process's command anew in the environment of an engine whose packages lack here.
+    """Start this process's command again in the environment of an engine whose packages lack here.
 
     A comparison runs as a whole in one environment, so that all its rows have the same torch.
     Nothing happens where the process's own command line is another, as in a notebook: the engine is

@@ -71,6 +71,34 @@ def test_environment_with_a_python_that_does_not_fit(clone):
     )
 
 
+@pytest.mark.parametrize("has_other_torch", [True, False])
+def test_xla_beside_an_environment_of_a_newer_python(clone, has_other_torch):
+    """Today's environment stays as it is; one made for torch_xla, whose Python is no use, not."""
+    status = 0 if has_other_torch else 1
+    text = (
+        '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.14.1\n'
+        f'case "$2" in *metadata*) exit {status};; esac\nexit 1\n'
+    )
+    program(clone / "new" / "bin" / "python", text)
+    done = prepare(clone, "--extras", "xla", VIRTUAL_ENV=str(clone / "new"))
+    assert done.returncode == 2
+    if has_other_torch:
+        assert "no Python 3.10 to 3.13 found" in done.stderr
+    else:
+        assert f"{clone}/new has Python 3.14.1; accbench needs Python 3.10 to 3.13" in done.stderr
+
+
+@pytest.mark.parametrize("extras", ["xla", "jax"])
+def test_a_python_that_has_jax_comes_first(clone, extras):
+    no_venv = '[ "$2" = venv ] && exit 1\nexit 0\n'
+    of_python_3_10 = f'#!/bin/sh\ncase "$2" in *"(3, 11) <="*) exit 1;; esac\n{no_venv}'
+    program(clone / "bin" / "python3", of_python_3_10)
+    assert "cannot make .venv" in (alone := prepare(clone, "--extras", extras).stderr)
+    assert " with python3;" in alone
+    program(clone / "bin" / "python3.11", f"#!/bin/sh\n{no_venv}")
+    assert " with python3.11;" in prepare(clone, "--extras", extras).stderr
+
+
 def test_uv_finds_a_python(clone):
     # Installing takes a package index; what uv is asked to install is kept instead.
     venv = f'[ "$1" = venv ] && exec {uv_that_runs_alone()} "$@"'

@@ -211,6 +211,13 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         raise RequestError(f"--baseline {baseline} is none of the rows: {', '.join(names)}")
     if all(row.task is None for row in rows):
         raise RequestError(f"no engine can run: {rows[0].reason}")
+    asked = conditions.parse(flags.fail_if, names, baseline)
+    blind = [each for each in asked if each.needs_numerics and not flags.numerics_steps]
+    if blind:
+        cause = "--quick" if flags.quick else "--numerics_steps 0"
+        raise RequestError(
+            f"--fail_if '{blind[0]}' needs the numerics pass, which {cause} leaves out"
+        )
     base = rows[names.index(baseline)]
     if base.task is None:
         raise RequestError(f"the baseline cannot run: {base.reason}")
@@ -230,9 +237,7 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         usual_scatter=defaults.usual_scatter(flags, base.task["device"]),
     )  # fmt: skip
     folder = config.expand_home("--output_dir", flags.output_dir)
-    return CompareRequest(
-        plan, folder, flags.format, conditions.parse(flags.fail_if, names, baseline)
-    )
+    return CompareRequest(plan, folder, flags.format, asked)
 
 
 def _check(flags: Any) -> None:

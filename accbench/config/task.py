@@ -59,7 +59,7 @@ class WorkerFlags:
     max_restarts: int = flag(
         0,
         "How often workers are restarted from the newest checkpoint after one failed; on several "
-        "nodes, how often each node restarts its own.",
+        "nodes, how often each node restarts its own. Not with --launcher slurm, which requeues.",
         minimum=0,
         of_scripts=False,
     )

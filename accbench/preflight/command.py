@@ -79,7 +79,7 @@ class PreflightFlags(TaskConfig):
         "Two results side by side instead, as folders of --keep or files of --format json.",
     )
 
-    engine: str = flag("xla", "What trains: an engine that compiles whole steps.")
+    engine: str = flag("jax", "What trains: an engine that compiles whole steps, jax or xla.")
     data: str = flag("synthetic", "As in a run; what matters is the number of classes.")
     device: Literal["auto", "cuda"] = flag("auto", "Always cuda.")
 

@@ -20,9 +20,11 @@ _WORDS: dict[str, Callable[[RowResult], bool]] = {
     "faster": lambda row: row.verdict == verdict.FASTER,
     "not faster": lambda row: row.verdict in (verdict.SLOWER, verdict.NO_DIFFERENCE),
     "differs": lambda row: row.numerics.verdict == numerics.DIFFERS,
+    "not checked": lambda row: row.numerics.verdict == numerics.NOT_CHECKED,
     "not valid": lambda row: row.verdict == verdict.NOT_VALID,
     "failed": lambda row: row.verdict == verdict.FAILED,
 }
+_OF_NUMERICS = ("differs", "not checked")
 _OF_SPEED = ("slower", "faster", "not faster")
 _LIMIT = re.compile(r"(slower|faster) than (\d+(?:\.\d+)?|\.\d+)x?")
 _CHOICES = ", ".join((*_WORDS, "slower than X", "faster than X"))
@@ -41,6 +43,11 @@ class Condition:
     def __str__(self) -> str:
         limit = "" if self.limit is None else f" than {self.limit:g}"
         return f"{self.row} {self.words}{limit}"
+
+    @property
+    def needs_numerics(self) -> bool:
+        """Whether only the numerics pass can tell."""
+        return self.words in _OF_NUMERICS
 
     def holds(self, row: RowResult) -> bool:
         """Return whether the condition is shown to hold of a row.
@@ -137,6 +144,8 @@ def _facts(row: RowResult, baseline: str, condition: Condition) -> str:
     """Return what was measured that makes the condition hold."""
     if condition.words == "differs":
         return f"{row.name}'s training differs ({row.numerics.reason})"
+    if condition.words == "not checked":
+        return f"{row.name}'s training was not checked ({row.numerics.reason})"
     if row.speedup is None or row.speedup_ci95 is None or not is_judged(row):
         return f"{row.name} is {row.verdict} ({'; '.join(row.reasons)})"
     low, high = row.speedup_ci95

@@ -74,7 +74,7 @@ def _compiler_reasons(row: ComparisonRow) -> list[str]:
         changes = next((end.shape_changes for end in ends if end.shape_changes), [])
         reasons.append(
             _with_details(
-                f"{row.name} compiled {recompiles} graphs anew after the warm-up", changes
+                f"{row.name} compiled {recompiles} graphs again after the warm-up", changes
             )
         )
     if fallbacks:

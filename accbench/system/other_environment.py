@@ -9,7 +9,7 @@ from accbench.system import extras
 
 
 def restart_early(argv: Sequence[str]) -> None:
-    """Start this process's command anew where engine xla's packages are, before torch is imported.
+    """Start this process's command again where engine xla's packages are, before torch is imported.
 
     Only `--engine`, `--engines` and `--compiler-opt` on the command line are read. What else can
     name the engine is left to `resolving.restart_for`, which knows all flags, and imports torch.
@@ -22,7 +22,7 @@ def restart_early(argv: Sequence[str]) -> None:
 
 
 def restart(engine: str, python: Path | None, argv: Sequence[str]) -> None:
-    """Start this process's command anew with another Python, and say so.
+    """Start this process's command again with another Python, and say so.
 
     Nothing happens unless the process's own command line ends in `argv`: in a notebook, or in a
     process that serves several requests.

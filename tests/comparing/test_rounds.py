@@ -360,6 +360,8 @@ def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
         (["--price_per_hour=-1"], "--price_per_hour must be more than 0"),
         (["--compiler-opt"], "takes --engines"),
         (["--engines=ddp,xla", "--fail_if=jax slower"], "begins with none of the rows: ddp, xla"),
+        (["--engines=ddp,jax", "--quick", "--fail_if=jax differs"], "which --quick leaves out"),
+        (["--numerics_steps=0", "--fail_if=xla not checked"], "which --numerics_steps 0 leaves"),
         (["--lr=fast"], "lr"),
     ],
 )

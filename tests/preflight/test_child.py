@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("as_users_have_it")]
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL]
 )
 def test_whoever_ends_preflight_ends_the_compiler_too(number, tmp_path) -> None:
-    process = running.start("--model=resnet18", "--batch_size=8", f"--keep={tmp_path / 'kept'}")
+    process = running.start(
+        "--engine=xla", "--model=resnet18", "--batch_size=8", f"--keep={tmp_path / 'kept'}"
+    )
     child: list[psutil.Process] = []
 
     def compiling() -> bool:

@@ -45,7 +45,8 @@ def test_the_compiler_is_there() -> None:
     scope="module", params=["resnet18", pytest.param("resnet50", marks=pytest.mark.soak)]
 )
 def resnet(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    flags, kept = ("--gpu=h100", "--batch_size=256"), tmp_path_factory.mktemp("preflight") / "kept"
+    kept = tmp_path_factory.mktemp("preflight") / "kept"
+    flags = ("--engine=xla", "--gpu=h100", "--batch_size=256")
     result = running.result_of(*flags, f"--model={request.param}", f"--keep={kept}")
     return Found(request.param, result, kept)
 
@@ -113,7 +114,7 @@ def test_what_xla_made_is_kept_and_can_be_laid_beside_another(resnet) -> None:
 
 def test_optimizers_policies_and_accumulation_compile_for_a_gpu_as_well() -> None:
     flags = ("--model=tests.nets:tiny", "--image_size=64", "--batch_size=16", "--gpu=t4")
-    more = ("--optimizer=sgd", "--accumulate=2", "--clip_norm=1", "--ema_decay=0.9")
+    more = ("--engine=xla", "--optimizer=sgd", "--accumulate=2", "--clip_norm=1", "--ema_decay=0.9")
     found = running.result_of(
         *flags, *more, "--on_nan=skip", "--label_smoothing=0.1", "--mixup=0.2"
     )
@@ -130,7 +131,7 @@ def small_gpu(folder: Path, memory_bytes: int) -> Path:
 
 
 def test_a_batch_that_does_not_fit_and_the_largest_that_does(tmp_path) -> None:
-    flags = ("--model=tests.nets:tiny", "--image_size=64", "--workers=0")
+    flags = ("--engine=xla", "--model=tests.nets:tiny", "--image_size=64", "--workers=0")
     target = small_gpu(tmp_path, 4_000_000)
     more = ("--batch_size=24", f"--gpu={target}", "--find_batch", "--format=json")
     status, out, err = running.completed(*flags, *more)

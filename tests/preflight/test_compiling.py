@@ -18,7 +18,7 @@ def test_a_missing_or_wrong_plugin_is_one_line(plugin, message) -> None:
     if plugin == "libc":
         maps = psutil.Process().memory_maps()
         plugin = next(m.path for m in maps if "libc.so" in m.path or "libc-" in m.path)
-    flags = ("--model=tests.nets:tiny", "--batch_size=8", "--image_size=32")
+    flags = ("--engine=xla", "--model=tests.nets:tiny", "--batch_size=8", "--image_size=32")
     status, _, err = running.end(running.start(*flags, ACCBENCH_CUDA_PLUGIN=plugin))
     assert (status, err.count("\n")) == (2, 1), err
     assert message in err
@@ -26,7 +26,7 @@ def test_a_missing_or_wrong_plugin_is_one_line(plugin, message) -> None:
 
 def test_a_flag_that_xla_does_not_know_ends_its_process_and_is_one_line() -> None:
     """XLA aborts on it."""
-    flags = ("--model=tests.nets:tiny", "--batch_size=8", "--image_size=32")
+    flags = ("--engine=xla", "--model=tests.nets:tiny", "--batch_size=8", "--image_size=32")
     status, _, err = running.completed(*flags, "--xla.flags=xla_gpu_no_such_flag=1")
     assert (status, err.count("\n")) == (2, 1), err
     assert "xla_gpu_no_such_flag" in err

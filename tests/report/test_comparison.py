@@ -157,7 +157,7 @@ DEVICE = records.DeviceRecord
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        (records.EndRecord, {"num_recompiles": 3}, "compiled 3 graphs anew after the warm-up"),
+        (records.EndRecord, {"num_recompiles": 3}, "compiled 3 graphs again after the warm-up"),
         (records.EndRecord, {"num_fallbacks": 7}, "7 operations left the compiler"),
         (records.EndRecord, {"num_graphs": 0.0}, "compiled nothing"),
         (records.WindowRecord, {"loss": None}, "loss became NaN"),

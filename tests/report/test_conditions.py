@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 
 import jsonschema
 import pytest
@@ -37,7 +38,7 @@ def report(folder, fail_if: str, capsys) -> tuple[int, list[str]]:
         # Its interval is about 1.24 to 1.26: that it is beyond a number within is not shown.
         ("inductor faster than 1.25, inductor slower than 1.25x", []),
         ("inductor faster than 1.2", ["inductor faster than 1.2"]),
-        ("xla differs, ddp differs, xla not valid, ddp failed", []),
+        ("xla differs, ddp differs, xla not checked, xla not valid, ddp failed", []),
     ],
 )
 def test_conditions_that_hold(folder, fail_if, holding, capsys):
@@ -62,7 +63,10 @@ def test_the_line_has_the_numbers(folder, capsys):
     ("fail_if", "told"),
     [
         ("jax slower", "'jax slower' begins with none of the rows: ddp, inductor, xla"),
-        ("xla slowest", "after xla comes one of: slower, faster, not faster, differs, not valid"),
+        (
+            "xla slowest",
+            "after xla comes one of: slower, faster, not faster, differs, not checked, ",
+        ),
         ("xla slower than ddp", "after xla comes one of: "),
         ("xla", "after xla comes one of: "),
         ("", "begins with none of the rows"),
@@ -89,6 +93,15 @@ def test_rows_that_are_not_judged(tmp_path, capsys):
     status, (line,) = report(folder, "inductor faster,inductor differs", capsys)
     assert status == 3
     assert "inductor's training differs (" in line
+
+
+def test_training_that_was_not_checked_does_not_pass_unseen(tmp_path, capsys):
+    folder = fakes.write(tmp_path)
+    shutil.rmtree(folder / "numerics")
+    assert report(folder, "xla differs", capsys) == (0, [])
+    status, (line,) = report(folder, "xla differs, xla not checked", capsys)
+    assert status == 3
+    assert "'xla not checked' holds: xla's training was not checked (" in line
 
 
 def test_runs_are_no_comparisons(folder, capsys):
@@ -120,9 +133,10 @@ def test_the_workflow_of_the_page_asks_what_compare_takes():
     workflow["on"] = workflow.pop(True)  # YAML 1.1 reads `on` so
     jsonschema.validate(workflow, WORKFLOW)
     steps = workflow["jobs"]["compare"]["steps"]
-    (command,) = [step["run"] for step in steps if "accbench" in step.get("run", "")]
-    words = shlex.split(command.split(">")[0])
+    (command,) = [step["run"] for step in steps if "accbench compare" in step.get("run", "")]
+    words = shlex.split(command.split(">")[0].replace("my_nets:net", "tests.nets:tiny"))
     assert words[:2] == ["accbench", "compare"]
     request = plan.parse([*words[2:], "--device=cpu"], "accbench compare")
     assert request.format == "json"
-    assert list(map(str, request.conditions)) == ["jax differs", "jax slower than 0.9"]
+    conditions = ["jax differs", "jax not checked", "jax slower than 0.9"]
+    assert list(map(str, request.conditions)) == conditions

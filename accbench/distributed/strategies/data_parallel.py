@@ -150,8 +150,8 @@ def _without_notice_of_buffers() -> Iterator[None]:
     """Suppress torch 2.15's notice of `forward_sync_buffers`.
 
     With that flag DistributedDataParallel broadcasts buffers when it is made, and with it all that
-    gloo has no type for, and BatchNorm's statistics when it is made anew. For ranks that keep their
-    own, torch itself recommends the older flag.
+    gloo has no type for, and BatchNorm's statistics when it is made again. For ranks that keep
+    their own, torch itself recommends the older flag.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)

@@ -241,7 +241,7 @@ class Engine(ddp.Engine):
         """Compile the model whole where averaging uses the processors that compute.
 
         There is nothing to overlap then, and torch's cache refuses graphs that were cut: each start
-        would trace the model's gradients anew.
+        would trace the model's gradients again.
         """
         is_one_machine = self.topology.local_world_size == self.topology.world_size
         if self.device.type == "cpu" and is_one_machine:

@@ -11,13 +11,14 @@ from accbench.engines.common import compile_cache_key
 from accbench.errors import RequestError
 from accbench.pjrt import nvidia, xla_flags
 from accbench.recording.terminal import log
-from accbench.system import cache_folders
+from accbench.system import cache_folders, extras
 
 PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "tpu": "tpu,cpu"}
 """Device -> JAX's platforms: its own, and the host's, through which arrays are copied."""
 
 
 _PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
+_EXTRAS = {"cuda": "jax-cuda13", "tpu": "jax-tpu"}
 
 
 def device_problem(task: TaskConfig) -> str | None:
@@ -26,7 +27,8 @@ def device_problem(task: TaskConfig) -> str | None:
     if wanted and not any(importlib.util.find_spec(name) for name in wanted):
         return (
             f"--engine jax on {task.device} needs JAX's plug-in for it, one of "
-            f"{', '.join(wanted)}, which is not installed; use --device cpu or install it"
+            f"{', '.join(wanted)}, which is not installed; use --device cpu or install it: "
+            f"{extras.install_command(_EXTRAS[task.device])}"
         )
     return nvidia.problem(task.nproc_per_node) if task.device == "cuda" else None
 

@@ -19,7 +19,7 @@ GOLDEN = {
     "jax-cuda12-pjrt": {"bytes": 2.643e9, "launches": 402, "peak_bytes": 3.776e8, "early": 0.95},
     "jax-cuda13-pjrt": {"bytes": 2.694e9, "launches": 500, "peak_bytes": 3.703e8, "early": 0.596},
 }
-result_of = partial(running.result_of, "--engine=jax", "--gpu=h100", by=running.FORKED)
+result_of = partial(running.result_of, "--gpu=h100", by=running.FORKED)  # by default engine jax
 result_of_llama = partial(
     running.result_of, "--engine=jax", "--gpu=h100", "--model=llama_tiny", "--seq_len=64",
     "--batch_size=4", "--amp_dtype=bfloat16", by=running.WITH_LLAMA,
@@ -30,6 +30,7 @@ def test_jaxs_step_compiles_for_eight_gpus() -> None:
     # Smaller batches fit into the GPU's cache, where XLA writes float32 rather than compute twice.
     flags = ("--model=resnet18", "--image_size=64", "--batch_size=256", "--amp_dtype=float16")
     found = result_of(*flags, "--nproc_per_node=8")
+    assert found["engine"] == "jax"
     step, reduction = found["step"], found["reduction"]
     now = {"bytes": step["bytes"], "launches": step["launches"],
            "peak_bytes": found["memory"]["peak_bytes"],

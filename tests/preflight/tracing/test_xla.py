@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.xla, pytest.mark.usefixtures("as_users_have_it")]
 
 
 def test_eight_gpus_reduce_beside_the_backward_pass() -> None:
-    flags = ("--model=resnet10", "--image_size=64", "--batch_size=16", "--gpu=a100_80")
+    flags = ("--engine=xla", "--model=resnet10", "--image_size=64", "--batch_size=16",
+             "--gpu=a100_80")  # fmt: skip
     found = running.result_of(*flags, "--nproc_per_node=8", "--xla.bucket_mib=3")
     assert found["num_gpus"] == 8
     reduction = found["reduction"]
@@ -51,14 +52,15 @@ def test_all_ranks_have_one_program(tmp_path) -> None:
 @pytest.mark.parametrize("num_gpus", [1, 8])
 def test_a_step_that_is_recorded_compiles_for_gpus_as_well(num_gpus) -> None:
     flags = ("--model=tests.nets:tiny", "--batch_size=8", "--image_size=32", "--xla.replay=on")
-    found = running.result_of(*flags, f"--nproc_per_node={num_gpus}")
+    found = running.result_of("--engine=xla", *flags, f"--nproc_per_node={num_gpus}")
     assert found["host_transfers"] == []
     assert found["step"]["launches"] > 20
     assert (found["reduction"] is not None) == (num_gpus > 1)
 
 
 def test_a_step_that_asks_the_host_is_told_with_its_place_in_the_model() -> None:
-    status, _, err = running.completed("--model=tests.nets:asks_the_host", "--batch_size=8")
+    flags = ("--engine=xla", "--model=tests.nets:asks_the_host", "--batch_size=8")
+    status, _, err = running.completed(*flags)
     assert status == 2
     assert "a value is needed on the host" in err
     assert "tests/nets/" in err
@@ -67,7 +69,8 @@ def test_a_step_that_asks_the_host_is_told_with_its_place_in_the_model() -> None
 
 
 def test_a_backward_pass_that_fails_is_told_with_its_place_in_the_model() -> None:
-    status, _, err = running.completed("--model=tests.nets:raising", "--batch_size=8")
+    flags = ("--engine=xla", "--model=tests.nets:raising", "--batch_size=8")
+    status, _, err = running.completed(*flags)
     assert (status, err.count("\n")) == (2, 1), err
     assert "ValueError: no way back from here" in err
     assert "tests/nets/" in err
