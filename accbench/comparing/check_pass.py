@@ -250,6 +250,7 @@ class CheckPass:
             distance = distances.relative(self._score(source), self._expected_score)
         except Exception as error:  # a failed evaluation says nothing about its training
             problem = f"it could not evaluate: {_one_line(error)}"
+        problem = rank_results.joined(problem, "could not evaluate")
         self.write("evaluation", self.num_steps, {"loss": distance}, note=problem)
         for draw in range(0 if problem else 2 * self.num_draws):
             self._load_perturbed(self.reference.state_after, self.num_steps, draw)
@@ -339,6 +340,8 @@ class CheckPass:
             except Exception as error:
                 # An engine may run only its own kind of model; everything else has been checked.
                 not_tried = f"its own dropout could not be tried: {_one_line(error)}"
+        problem = rank_results.joined(problem, "drops otherwise than at random")
+        not_tried = rank_results.joined(not_tried, "could not try its own dropout")
         num_problems = {"problems": float(problem is not None)}
         self.write("own dropout", self.num_steps, num_problems, note=problem or not_tried)
 

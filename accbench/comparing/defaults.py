@@ -58,9 +58,11 @@ def fill_for_device(flags: Any) -> Any:
     """Return the flags with engines, and on an accelerator a numerics pass, that fit the device."""
     on_cpu = devices.find(flags.device) == "cpu"
     if flags.engines is None:
-        has_torch_xla = importlib.util.find_spec("torch_xla") is not None
-        through_jax = ["jax"] if not (on_cpu and has_torch_xla) else []
-        engines = ["ddp", "inductor", *through_jax, *["xla"] * has_torch_xla]
+        has_torch_xla, has_jax = (
+            importlib.util.find_spec(package) is not None for package in ("torch_xla", "jax")
+        )
+        asks_jax = has_jax and not (on_cpu and has_torch_xla)
+        engines = ["ddp", "inductor", *["jax"] * asks_jax, *["xla"] * has_torch_xla]
         flags = dataclasses.replace(flags, engines=",".join(engines))
     if flags.numerics_steps is None and not on_cpu and not flags.quick:
         flags = dataclasses.replace(flags, numerics_steps=_NUMERICS_STEPS_ON_GPU)
@@ -134,9 +136,12 @@ def alternates_windows(flags: Any, rows: Sequence[RowPlan]) -> bool:
     )
 
 
-def usual_scatter(flags: Any, device: str) -> float | None:
-    """Return the scatter of ratios that intervals take as known, of few rounds on a CPU."""
-    return USUAL_SCATTER_ON_CPU if flags.quick and device == "cpu" else None
+def usual_scatter(flags: Any, takes_turns: bool) -> float | None:
+    """Return the scatter of ratios that intervals take as known: of few rounds in turn, on a CPU.
+
+    Where runs follow each other they scatter by as much as the machine's speed changes.
+    """
+    return USUAL_SCATTER_ON_CPU if flags.quick and takes_turns else None
 
 
 def fill(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
@@ -150,7 +155,7 @@ def fill(flags: Any, engine: str, chosen: dict[str, Any]) -> Any:
     Raises:
         RequestError: the given flags leave no windows to measure.
     """
-    if flags.script is not None:  # the script itself decides most settings
+    if flags.script is not None and not flags.eval_interval:  # the script itself decides
         flags = dataclasses.replace(flags, eval_interval=TaskConfig.eval_interval)
     on_cpu = plugins.load("engines", engine).find_device(flags.device) == "cpu"
     by_device = DEFAULTS | (QUICK_DEFAULTS if flags.quick else {})

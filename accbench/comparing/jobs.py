@@ -1,7 +1,7 @@
 """The jobs of a comparison, in order: its rounds, runs without input, and the numerics pass."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ class Job:
     """For a numerics pass: the number of the reference's ranks, or the reference's folder.
 
     For a copy: the folder of the pass to copy."""
+    shared_by: tuple[str, ...] = ()
+    """Names of the rows that a pass is for, if it is for several; empty: for its own row alone."""
+
+    def is_needed(self, failed: Collection[str]) -> bool:
+        """Return whether a row that it is for has not failed."""
+        return not set(self.shared_by or (self.row.name,)) <= set(failed)
 
 
 def in_order(plan: ComparisonPlan, folder: Path) -> Iterator[list[Job]]:
@@ -107,28 +113,29 @@ def _numerics_jobs(
     is_here = (task["launcher"], task["nnodes"]) == ("local", "1")  # not on unknown machines
     reuse = ":reuse" if plan.reuses_reference and is_here else ""
     wanted = f"{num_ranks}{reuse}"
-    yield [Job("numerics  float64 reference", row, reference, exact, None, "reference", wanted)]
+    everyone = tuple(each.name for each, _ in rows)
+    label = "numerics  float64 reference"
+    yield [Job(label, row, reference, exact, None, "reference", wanted, everyone)]
     floors = []
     for name, channels_last in zip(FLOORS, (True, False), strict=True):
         at = comparison.numerics_folder(folder, name)
         floor = {**plain, "ddp": {"channels_last": channels_last}}
         label = f"numerics  plain ddp{'' if channels_last else ', other layout'}"
-        floors.append(Job(label, row, at, floor, None, "floor", str(reference)))
+        floors.append(Job(label, row, at, floor, None, "floor", str(reference), everyone))
+    kinds = {row.name: _kind_of_reference(row_task) for row, row_task in rows}
     references, checks = {"": reference}, []
     for row, row_task in rows:
-        of_row = config.task_of_values(row_task)
-        shared = mesh.workers_per_batch(of_row)
-        kind, merged = "", exact
-        if shared > 1:
-            kind = f"{shared} workers a batch"
-            merged = {**exact, "batch_size": exact["batch_size"] * shared}
-            wanted = f"{num_ranks // shared}x{shared}{reuse}"
-        elif config.devices_per_worker(of_row) > 1:  # whose threads cannot be given masks
-            kind, wanted = "without dropout", f"{num_ranks}:undropped{reuse}"
+        kind = kinds[row.name]
         if kind not in references:
+            shared = mesh.workers_per_batch(config.task_of_values(row_task))
+            merged = {**exact, "batch_size": exact["batch_size"] * shared} if shared > 1 else exact
+            layout = f"{num_ranks // shared}x{shared}" if shared > 1 else f"{num_ranks}:undropped"
             references[kind] = reference.with_name(f"{REFERENCE}-{kind.replace(' ', '-')}")
             label = f"numerics  float64 reference, {kind}"
-            yield [Job(label, row, references[kind], merged, None, "reference", wanted)]
+            alike = tuple(name for name, other in kinds.items() if other == kind)
+            yield [
+                Job(label, row, references[kind], merged, None, "reference", layout + reuse, alike)
+            ]
         at = comparison.numerics_folder(folder, row.folder)
         check = Job(
             f"numerics  {row.name}", row, at, {**row_task, **steps}, None, "check",
@@ -153,6 +160,16 @@ def _numerics_jobs(
             for floor_job, at in zip(floors, draws, strict=True)
         ]
         yield from grouped(again)
+
+
+def _kind_of_reference(task: dict[str, Any]) -> str:
+    """Return what sets a row's float64 reference apart from that of most rows, or nothing."""
+    whole = config.task_of_values(task)
+    shared = mesh.workers_per_batch(whole)
+    if shared > 1:
+        return f"{shared} workers a batch"
+    # Whose threads cannot be given masks.
+    return "without dropout" if config.devices_per_worker(whole) > 1 else ""
 
 
 def _copy_of_floor(check: Job, floors: Sequence[Job]) -> Job | None:

@@ -1,10 +1,10 @@
 """Numerics passes on disk."""
 
-import json
 import shutil
 from pathlib import Path
 
 from accbench import config
+from accbench.recording import records
 
 
 def copy_without_draws(source: Path, folder: Path) -> None:
@@ -20,7 +20,8 @@ def copy_without_draws(source: Path, folder: Path) -> None:
     if not file.exists():
         return
     folder.mkdir(parents=True)
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if not json.loads(line).get("phase", "").startswith("noise")]
-    (folder / config.RECORDS_FILE).write_text("".join(kept), encoding="utf-8")
-    shutil.copyfile(source / config.CONFIG_FILE, folder / config.CONFIG_FILE)
+    for record in records.read(file):
+        if not (isinstance(record, records.NumericsRecord) and record.phase.startswith("noise")):
+            records.append(folder / config.RECORDS_FILE, record)
+    if (source / config.CONFIG_FILE).exists():  # not of a launcher that was killed at once
+        shutil.copyfile(source / config.CONFIG_FILE, folder / config.CONFIG_FILE)

@@ -10,7 +10,7 @@ import tyro
 from accbench import config, launchers, resolving
 from accbench.comparing import defaults, update_rules
 from accbench.config import TaskConfig, plugins
-from accbench.config.field import flag
+from accbench.config.field import check_ranges, flag
 from accbench.config.task import MeshFlags
 from accbench.distributed import mesh
 from accbench.errors import RequestError
@@ -37,8 +37,8 @@ class CompareFlags(TaskConfig):
         None,
         "Engines to compare, comma-separated; an engine's options follow it after colons: "
         "`ddp:channels_last=false,ddp,xla`. How a row shards follows likewise: "
-        "`ddp,ddp:dp_shard=auto,ddp:tp=2`. Unset: ddp, inductor; jax on an accelerator and where "
-        "there is no torch_xla; xla where there is.",
+        "`ddp,ddp:dp_shard=auto,ddp:tp=2`. Unset: ddp, inductor, and what is installed of xla and "
+        "jax; on a CPU one of the two.",
     )
     baseline: str | None = flag(
         None, "The row that the others are compared with. Unset: the first."
@@ -51,9 +51,10 @@ class CompareFlags(TaskConfig):
     )
     repeats: int | None = flag(
         None,
-        "Rounds, 2 or more; each runs every engine once in a fresh process. With 4 or more, a row "
+        "Rounds; each runs every engine once in a fresh process. With 4 or more, a row "
         "that is decided after 3 rounds or later, or is far off after 2, is measured no further. "
         "Unset: 8, or 4 with --quick, which looks once, at its end.",
+        minimum=2,
     )
     max_repeats: int | None = flag(
         None,
@@ -79,12 +80,14 @@ class CompareFlags(TaskConfig):
     min_effect: float = flag(
         0.02,
         "Smallest difference in speed that matters, as a fraction: 0.02 is 2 %.",
+        minimum=0,
     )
     numerics_steps: int | None = flag(
         None,
         "Steps of the pass that compares losses, gradients and parameters; 0 skips it. Unset: 20 "
         "on a CPU, else 5, whose float64 is computed on the GPU where torch has CUDA; 0 with "
         "--quick.",
+        minimum=0,
     )
     numerics_cache: bool = flag(
         True,
@@ -131,11 +134,13 @@ class CompareFlags(TaskConfig):
     image_size: int | None = flag(  # type: ignore[assignment]
         None,
         "Height and width in pixels. Unset: 96 on a CPU, else 224.",
+        minimum=1,
     )
     batch_size: int | None = flag(
         None,
         "Samples per worker and step; in a row with tp=2 two workers share twice as many. Unset: 4 "
         "on a CPU, else 128.",
+        minimum=1,
     )
     amp_level: Literal["O0", "O1"] | None = flag(
         None,
@@ -148,14 +153,17 @@ class CompareFlags(TaskConfig):
     max_steps: int | None = flag(
         None,
         f"Steps of a run, warm-up included. {_unset('max_steps')}.",
+        minimum=1,
     )
     warmup_steps: int | None = flag(  # type: ignore[assignment]
         None,
         f"Steps of the first window. {_unset('warmup_steps')}; at most a third of --max_steps.",
+        minimum=1,
     )
     log_interval: int | None = flag(  # type: ignore[assignment]
         None,
         f"Steps of every other window. {_unset('log_interval')}; few enough for five windows.",
+        minimum=1,
     )
     save_interval: int = flag(0, "Epochs between checkpoints; 0 makes none.")
     eval_interval: int = flag(0, "Epochs between evaluations; 0 never evaluates.")
@@ -221,6 +229,10 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
     base = rows[names.index(baseline)]
     if base.task is None:
         raise RequestError(f"the baseline cannot run: {base.reason}")
+    others = [row for row in rows if row is not base]
+    if all(row.task is None for row in others):
+        raise RequestError(f"no row but the baseline can run: {others[0].reason}")
+    takes_turns = defaults.alternates_windows(flags, rows)
     plan = ComparisonPlan(
         rows=tuple(rows), baseline=baseline, repeats=flags.repeats, min_effect=flags.min_effect,
         numerics_steps=flags.numerics_steps,
@@ -233,17 +245,15 @@ def parse(argv: Sequence[str], prog: str) -> CompareRequest:
         stops_when_decided=not flags.quick and flags.repeats > FIRST_LOOK,
         looks_for_far=not flags.quick and flags.repeats > FIRST_LOOK, takes_medians=True,
         repeat_rule=defaults.repeat_rule(flags, len(rows)),
-        alternates_windows=defaults.alternates_windows(flags, rows),
-        usual_scatter=defaults.usual_scatter(flags, base.task["device"]),
+        alternates_windows=takes_turns,
+        usual_scatter=defaults.usual_scatter(flags, takes_turns),
     )  # fmt: skip
     folder = config.expand_home("--output_dir", flags.output_dir)
     return CompareRequest(plan, folder, flags.format, asked)
 
 
 def _check(flags: Any) -> None:
-    for name, minimum in {"repeats": 2, "min_effect": 0, "numerics_steps": 0}.items():
-        if not getattr(flags, name) >= minimum:
-            raise RequestError(f"--{name} must be at least {minimum}, not {getattr(flags, name)}")
+    check_ranges(flags)
     defaults.check_rounds(flags)
     if flags.price_per_hour is not None and not flags.price_per_hour > 0:
         raise RequestError(f"--price_per_hour must be more than 0, not {flags.price_per_hour}")
@@ -273,6 +283,10 @@ def _check(flags: Any) -> None:
         )
     if flags.profile is not None:
         raise RequestError("a profile slows what compare measures; take --profile in a run")
+    if flags.dry_run:
+        raise RequestError(
+            "compare has no --dry_run; `accbench run --dry_run` shows what it submits"
+        )
     if flags.on_oom != "stop":
         raise RequestError("compare measures what was asked for; --on_oom halve is for training")
     if flags.resume is not None or flags.max_restarts or flags.save_interval or flags.save_steps:
@@ -302,6 +316,11 @@ def _make_row(
     options = values.setdefault(engine, {})
     for key, value in _parse_settings(spec, settings).items():
         (values if key in _MESH_FLAGS else options)[key] = value
+    if options.get("cache_dir") is not None:
+        raise RequestError(
+            "compare keeps a compile cache for each row, empty before its first round: leave out "
+            f"--{engine}.cache_dir"
+        )
     del values["output_dir"]
     # Parse once more: only the flags' parser knows each option's name and type.
     try:

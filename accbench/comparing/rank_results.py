@@ -67,6 +67,16 @@ def raise_together(problem: str | None, of_others: str) -> None:
     Raises:
         NotLoadableError: a rank has a problem.
     """
+    if (joined_problem := joined(problem, of_others)) is not None:
+        raise NotLoadableError(joined_problem)
+
+
+def joined(problem: str | None, of_others: str) -> str | None:
+    """Return this rank's problem, or what is to be said of another rank's; None if none has any.
+
+    Args:
+        problem: this rank's; None if it has none.
+        of_others: what ranks without one say of the first that has one, behind "rank 3 ".
+    """
     bad = [rank for rank, (n,) in enumerate(all_gather_values([float(problem is not None)])) if n]
-    if bad:
-        raise NotLoadableError(problem or f"rank {bad[0]} {of_others}")
+    return (problem or f"rank {bad[0]} {of_others}") if bad else None

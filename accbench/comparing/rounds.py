@@ -75,10 +75,11 @@ def _compare(request: CompareRequest, folder: Path, prog: str) -> int:
 
 
 def _stopped(prog: str, error: RequestError | OSError, folder: Path) -> int:
-    """Print why the comparison cannot go on writing its folder, and return the exit status."""
-    if isinstance(error, OSError):
-        error = RequestError(f"cannot write {error.filename or folder}: {error.strerror}")
-    print(f"{prog}: {error}; once it can, go on with --output_dir {folder}", file=sys.stderr)
+    """Print why the comparison cannot go on, and return the exit status."""
+    if isinstance(error, RequestError):
+        return print_refusal(prog, error)
+    why = f"cannot write {error.filename or folder}: {error.strerror}"
+    print(f"{prog}: {why}; once it can, go on with --output_dir {folder}", file=sys.stderr)
     return 2
 
 
@@ -182,7 +183,7 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
     with _progress(console) as progress:
         bar = progress.add_task("", total=num_jobs)
         for group in jobs.in_order(plan, folder):
-            due = [j for j in group if j.row.name not in failed and not _is_done(j, plan, folder)]
+            due = [j for j in group if j.is_needed(failed) and not _is_done(j, plan, folder)]
             progress.advance(bar, len(group) - len(due))
             number = group[0].number
             at_once = len(due) > 1 and (plan.alternates_windows or number is None)
@@ -202,6 +203,12 @@ def measure(plan: ComparisonPlan, folder: Path, console: Console) -> None:
                         progress.console.print(line, markup=False)
                     told.add(line)
                 progress.advance(bar, len(together))
+            if plan.baseline in failed:
+                progress.console.print(
+                    f"{plan.baseline}, the baseline, failed: nothing can be held against it",
+                    markup=False,
+                )
+                break
     for reference in comparison.numerics_folder(folder, "").glob(f"{REFERENCE}*"):
         tensors = reference / jobs.REFERENCE_TENSORS
         shutil.rmtree(tensors, ignore_errors=True)  # large, and no longer needed
@@ -309,7 +316,7 @@ def _news(plan: ComparisonPlan, folder: Path, number: int, left_s: float | None)
             )
     if any(row.rounds[number - 1].status == "not run" for row in rows if len(row.rounds) >= number):
         return
-    if comparison.rounds_in_time(plan, rows) == number < plan.repeats:
+    if comparison.is_cut_short(plan, rows, number):
         yield f"--max_minutes {plan.max_minutes:g} has no time for a round after {number}"
     if left_s:
         yield f"{in_words(left_s)} left after round {number}"

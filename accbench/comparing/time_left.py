@@ -9,7 +9,7 @@ from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
 from accbench.report import comparison
-from accbench.report.comparison import ComparisonPlan, ComparisonRow
+from accbench.report.comparison import FEWEST_ROUNDS, ComparisonPlan, ComparisonRow
 from accbench.report.run import RecordedRun
 
 # A pass of the numerics goes through its steps twice, and loads and reads the state in between:
@@ -41,7 +41,9 @@ def estimate_s(
     rounds_s = sum(_round_s(row) * (len(row.rounds) - len(row.good)) for row in alive)
     if plan.max_minutes is not None:
         spent_s = sum(run.duration_s for row in rows for run in row.rounds)
-        rounds_s = max(0.0, min(rounds_s, 60 * plan.max_minutes - spent_s))
+        # Two rounds are made in any case.
+        least_s = sum(_round_s(row) for row in alive if len(row.good) < FEWEST_ROUNDS)
+        rounds_s = min(rounds_s, max(least_s, 60 * plan.max_minutes - spent_s))
     after_s = sum(
         _round_s(row)
         for row in alive

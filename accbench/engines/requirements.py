@@ -90,5 +90,13 @@ class EngineRequirements(abc.ABC):
 
     @classmethod
     def worker_env(cls, task: TaskConfig, local_rank: int) -> dict[str, str]:
-        """Return environment variables that a worker's process starts with."""
+        """Return environment variables that a worker's process starts with.
+
+        Those of the user's own environment win, but for `variables_replaced_by_flags`.
+        """
         return {}
+
+    @classmethod
+    def variables_replaced_by_flags(cls, task: TaskConfig) -> frozenset[str]:
+        """Return the names of variables in `worker_env` that say what a given flag says."""
+        return frozenset()

@@ -75,8 +75,9 @@ def worker_env(task: TaskConfig, rank: int, port: int, error_file: Path) -> dict
     engine = plugins.load("engines", task.engine)
     wanted = {**launchers.common_env(task), **engine.worker_env(task, rank)}
     num_workers = str(task.nproc_per_node)
+    set_by_user = os.environ.keys() - engine.variables_replaced_by_flags(task)
     return {
-        **{name: value for name, value in wanted.items() if name not in os.environ},
+        **{name: value for name, value in wanted.items() if name not in set_by_user},
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": num_workers,

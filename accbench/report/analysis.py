@@ -126,16 +126,25 @@ def judge(comparison: Comparison) -> ComparisonResult:
 def _num_runs_alone(comparison: Comparison) -> int:
     if not comparison.plan.alternates_windows:
         return 0
-    ends = [run.end for row in comparison.rows for run in row.good if run.end]
-    return sum(not end.waited_s for end in ends)
+    return sum(_num_alone(row) for row in comparison.rows)
+
+
+def _num_alone(row: ComparisonRow) -> int:
+    """Count a row's runs that had no other in between, of a plan whose windows take turns."""
+    return sum(not run.end.waited_s for run in row.good if run.end)
+
+
+def _ran_alone(row: ComparisonRow) -> bool:
+    return _num_alone(row) > 0
 
 
 def _best(comparison: Comparison) -> ComparisonRow | None:
     def compiler(row: ComparisonRow) -> str | None:
         return next((run.header.compiler for run in row.good if run.header), None)
 
+    # Not by samples/s: rows may have run in different rounds, on a machine whose speed changes.
     speeds = {
-        row.name: row.median("samples_per_s") or 0.0
+        row.name: _speedup(comparison.plan, row, comparison.baseline)[0] or 0.0
         for row in comparison.rows
         if row.good and compiler(row) != "xla"
     }
@@ -177,7 +186,7 @@ def _row_result(
         num_graphs=ends[-1].num_graphs if ends else None,
         synthetic_samples_per_s=synthetic,
         input_share=max(0.0, 1 - speed / synthetic) if speed and synthetic else None,
-        cost=cost.compute_cost(row, baseline, comparison.plan.price_per_hour),
+        cost=cost.compute_cost(row, baseline, speedup, comparison.plan.price_per_hour),
         numerics=checked,
         speedup_of_means=_speedup_of_means(plan, row, baseline),
         decided_after=end.num_rounds if end.is_decided else None,
@@ -208,18 +217,25 @@ def _speedup(
     plan: ComparisonPlan, row: ComparisonRow, other: ComparisonRow
 ) -> tuple[float | None, tuple[float, float] | None]:
     """Return a row's speed over another's with its interval, as far as there are rounds of both."""
-    ratios = [r for r in comparisons.round_ratios(plan, row, other) if r is not None]
+    ratios = _known_ratios(plan, row, other)
     if len(ratios) < 2:
         return (ratios[0] if ratios else None), None
     if plan.stops_when_decided:
         return sequential.mean_with_interval(
             ratios, plan.repeats, plan.most_rounds, plan.looks_for_far
         )
-    intervals = [statistics.mean_with_interval(ratios, usual_scatter=plan.usual_scatter)]
+    of_rounds_alone = statistics.mean_with_interval(ratios)
+    if plan.usual_scatter is None or any(map(_ran_alone, (row, other))):
+        return of_rounds_alone
+    leaning = statistics.mean_with_interval(ratios, usual_scatter=plan.usual_scatter)
     if any(_disturbed(plan, _numbered(each.rounds)) for each in (row, other)):
         # They may scatter more than usual, and three may lie close by chance.
-        intervals.append(statistics.mean_with_interval(ratios))
-    return max(intervals, key=lambda found: found[1][1] - found[1][0])
+        return max(leaning, of_rounds_alone, key=lambda found: found[1][1] - found[1][0])
+    return leaning
+
+
+def _known_ratios(plan: ComparisonPlan, row: ComparisonRow, other: ComparisonRow) -> list[float]:
+    return [r for r in comparisons.round_ratios(plan, row, other) if r is not None]
 
 
 def _verdict(
@@ -235,7 +251,9 @@ def _verdict(
     if speedup is None or interval is None:
         reasons.append("fewer than two rounds in which it and the baseline ended well")
         return verdict.NOT_VALID, reasons
-    wide = verdict.too_wide(speedup, interval, comparison.plan.min_effect)
+    num_rounds = len(_known_ratios(comparison.plan, row, comparison.baseline))
+    is_far_look = comparison.plan.looks_for_far and num_rounds == sequential.FAR_LOOK
+    wide = verdict.too_wide(speedup, interval, comparison.plan.min_effect, is_far_look)
     if wide:
         reasons.append(wide)
     if reasons:

@@ -19,7 +19,8 @@ PLAN_FILE = "comparison.json"
 SCHEMA_VERSION = 2
 # What a run may be without having failed.
 _UNDECIDED = ("ok", "not run")
-_FEWEST_ROUNDS = 2
+FEWEST_ROUNDS = 2
+"""Rounds that `max_minutes` leaves in any case: without them there is no verdict."""
 REFERENCE = "float64-reference"
 # Passes of plain ddp that give the noise: in its default memory layout, and in the other one.
 FLOORS = ("plain-ddp", "plain-ddp-other-layout")
@@ -283,18 +284,25 @@ def _read_set_aside(plan: ComparisonPlan, folder: Path, row: RowPlan) -> tuple[S
 def rounds_needed(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> dict[str, int]:
     """Return how many rounds each row is measured in, as far as its runs tell by now.
 
-    The baseline goes on as long as any other row does.
+    The baseline goes on as long as any other row does, and no row beyond a baseline that failed.
     """
-    limit = rounds_in_time(plan, rows)
-    if not plan.stops_when_decided:
-        return {row.name: min(plan.repeats, limit) for row in rows}
     baseline = next(row for row in rows if row.name == plan.baseline)
+    limit = rounds_in_time(plan, rows)
+    if (failed := _first_failed_round(baseline)) is not None:
+        limit = min(limit, failed)
     needed = {
         row.name: min(_rounds_until_ended(plan, row, baseline), limit)
         for row in rows
         if row is not baseline
     }
     return needed | {baseline.name: max(needed.values(), default=plan.repeats)}
+
+
+def is_cut_short(plan: ComparisonPlan, rows: Sequence[ComparisonRow], number: int) -> bool:
+    """Return whether `max_minutes` ends the rounds after round `number`, and a row needs more."""
+    baseline = next(row for row in rows if row.name == plan.baseline)
+    needed = [_rounds_until_ended(plan, row, baseline) for row in rows if row is not baseline]
+    return rounds_in_time(plan, rows) == number < max(needed, default=0)
 
 
 def rounds_in_time(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> int:
@@ -311,7 +319,7 @@ def rounds_in_time(plan: ComparisonPlan, rows: Sequence[ComparisonRow]) -> int:
         round_runs += [a.run for row in rows for a in row.set_aside if a.number == number]
         round_s = sum(run.duration_s for run in round_runs)
         elapsed_s += round_s
-        if number >= _FEWEST_ROUNDS and elapsed_s + round_s > 60 * plan.max_minutes:
+        if number >= FEWEST_ROUNDS and elapsed_s + round_s > 60 * plan.max_minutes:
             return number
     return plan.most_rounds
 
@@ -341,8 +349,12 @@ def _ratio_of_windows(run: RecordedRun, other: RecordedRun) -> float | None:
     return interquartile_mean_ratio(speeds[step] / other_speeds[step] for step in both)
 
 
+def _first_failed_round(row: ComparisonRow) -> int | None:
+    return next((n for n, run in enumerate(row.rounds, 1) if run.status not in _UNDECIDED), None)
+
+
 def _rounds_until_ended(plan: ComparisonPlan, row: ComparisonRow, baseline: ComparisonRow) -> int:
-    failed = next((n for n, run in enumerate(row.rounds, 1) if run.status not in _UNDECIDED), None)
+    failed = _first_failed_round(row)
     if row.reason is not None or failed is not None:  # it is measured no further
         return failed or 0
     return find_end(plan, row, baseline).num_rounds

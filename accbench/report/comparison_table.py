@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accbench.report import markdown, numerics, sequential, verdict
+from accbench.report import markdown, numerics, sequential, statistics, verdict
 from accbench.report.analysis import ComparisonResult, RowResult
 
 _NOT_KNOWN = "-"
@@ -37,7 +37,7 @@ def first_step(row: RowResult) -> str:
 
 def break_even(row: RowResult) -> str:
     """Format the steps that pay back a cold start."""
-    if row.verdict in (verdict.BASELINE, verdict.FAILED):
+    if row.verdict in (verdict.BASELINE, verdict.FAILED) or row.speedup is None:
         return _NOT_KNOWN
     return (
         number(row.cost.break_even_steps, "{:,}")
@@ -145,10 +145,14 @@ def notes(result: ComparisonResult) -> list[str]:
 
 
 def _lacks_rounds(row: RowResult, result: ComparisonResult) -> bool:
-    is_judged = row.name != result.baseline and row.verdict != verdict.FAILED
-    return (
-        is_judged and row.decided_after is None and len(row.samples_per_s_rounds) < result.repeats
-    )
+    """Return whether a row would have had more rounds, had there been time."""
+    num_rounds = len(row.samples_per_s_rounds)
+    if row.name == result.baseline or row.rounds_ok < num_rounds or row.decided_after is not None:
+        return False
+    if row.speedup is None or row.speedup_ci95 is None:
+        return num_rounds < result.repeats
+    is_wide = statistics.is_too_wide(row.speedup, row.speedup_ci95, result.min_effect)
+    return num_rounds < (result.max_repeats if is_wide else result.repeats)
 
 
 def _quick_note(result: ComparisonResult) -> str:

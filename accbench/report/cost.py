@@ -34,11 +34,23 @@ class Cost:
     throttled_share: float | None = None
 
 
-def compute_cost(row: ComparisonRow, baseline: ComparisonRow, price_per_hour: float | None) -> Cost:
-    """Compute the cost of a row relative to the baseline's."""
+def compute_cost(
+    row: ComparisonRow, baseline: ComparisonRow, speedup: float | None,
+    price_per_hour: float | None,
+) -> Cost:  # fmt: skip
+    """Compute the cost of a row relative to the baseline's.
+
+    Args:
+        row: the row.
+        baseline: the row that it is compared with.
+        speedup: the row's over the baseline, which the break-even follows from: rows may have run
+            in different rounds, on a machine whose speed changes.
+        price_per_hour: of all devices together; None: not known.
+    """
     cold, warm = _starts(row)
     base_cold, base_warm = _starts(baseline)
-    steps = _break_even(row, baseline, cold[0], base_cold[0])
+    saved_s = None if row is baseline else _saved_s_per_step(row, baseline, speedup)
+    steps = _break_even(saved_s, cold[0], base_cold[0])
     a_step, epoch = _samples_a_step(row), _samples_per_epoch(row)
     samples = steps * a_step if steps is not None and a_step else None
     speed = row.median("samples_per_s")
@@ -46,7 +58,7 @@ def compute_cost(row: ComparisonRow, baseline: ComparisonRow, price_per_hour: fl
         first_step_cold_s=cold[0], first_step_warm_s=warm[0],
         compile_cold_s=cold[1], compile_warm_s=warm[1],
         break_even_steps=steps,
-        break_even_steps_warm=_break_even(row, baseline, warm[0], base_warm[0]),
+        break_even_steps_warm=_break_even(saved_s, warm[0], base_warm[0]),
         break_even_samples=samples,
         break_even_epochs=samples / epoch if samples is not None and epoch else None,
         samples_per_epoch=epoch,
@@ -83,23 +95,20 @@ def _median(values: list[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
+def _saved_s_per_step(
+    row: ComparisonRow, baseline: ComparisonRow, speedup: float | None
+) -> float | None:
+    """Return the seconds that the row saves in a step of the rounds that both have run in."""
+    pairs = zip(row.rounds, baseline.rounds, strict=False)
+    both = [base for own, base in pairs if (own.status, base.status) == ("ok", "ok")]
+    known = [run.steps_per_s for run in both if run.steps_per_s]
+    return (1 - 1 / speedup) / statistics.median(known) if known and speedup else None
+
+
 def _break_even(
-    row: ComparisonRow,
-    baseline: ComparisonRow,
-    start_s: float | None,
-    baseline_start_s: float | None,
+    saved_s: float | None, start_s: float | None, baseline_start_s: float | None
 ) -> int | None:
-    steps_per_s, baseline_steps_per_s = row.median("steps_per_s"), baseline.median("steps_per_s")
-    if (
-        row is baseline
-        or not steps_per_s
-        or not baseline_steps_per_s
-        or start_s is None
-        or baseline_start_s is None
-    ):
-        return None
-    saved_s = 1 / baseline_steps_per_s - 1 / steps_per_s  # a step
-    if saved_s <= 0:
+    if saved_s is None or saved_s <= 0 or start_s is None or baseline_start_s is None:
         return None
     return max(0, -int(-(start_s - baseline_start_s) // saved_s))
 

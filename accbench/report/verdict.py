@@ -6,6 +6,7 @@ from accbench.config import makes_batches_between_steps
 from accbench.report import losses, numerics
 from accbench.report.comparison import Comparison, ComparisonRow
 from accbench.report.numerics import Numerics
+from accbench.report.sequential import FAR_LOOK, FAR_SCATTER
 from accbench.report.statistics import direction, is_too_wide
 
 # Who waits for loading processes trains as fast as they do, whatever an engine saves. Batches that
@@ -23,10 +24,24 @@ def judge_interval(speedup: float, interval: tuple[float, float], min_effect: fl
     return {1: FASTER, -1: SLOWER, 0: NO_DIFFERENCE}[direction(speedup, interval, min_effect)]
 
 
-def too_wide(speedup: float, interval: tuple[float, float], min_effect: float) -> str | None:
-    """Return the reason why the repeats differ too much for any answer; None if they do not."""
+def too_wide(
+    speedup: float, interval: tuple[float, float], min_effect: float, looks_for_far: bool
+) -> str | None:
+    """Return the reason why rounds leave an interval too wide for any answer; None if they do not.
+
+    Args:
+        speedup: the mean ratio of the rounds.
+        interval: of the mean.
+        min_effect: the smallest difference that matters.
+        looks_for_far: whether the interval is that of the look after two rounds.
+    """
     if not is_too_wide(speedup, interval, min_effect):
         return None
+    if looks_for_far:
+        return (
+            f"{FAR_LOOK} rounds decide only what is far off: their interval takes for granted that "
+            f"rounds scatter by {FAR_SCATTER:.0%}; go on with more rounds, or more --max_minutes"
+        )
     width = (interval[1] - interval[0]) / speedup
     return (
         f"spread between repeats too wide: the interval spans {width:.0%} of the speedup; "
@@ -49,9 +64,11 @@ def reasons_against(comparison: Comparison, row: ComparisonRow, checked: Numeric
         reasons += [f"{comparison.baseline.name}: {reason}" for reason in baseline_reasons]
     if row is not comparison.baseline and (divergence := losses.judge(comparison.baseline, row)):
         reasons.append(f"{row.name}: {divergence}")
-    for name in dict.fromkeys((row.name, comparison.baseline.name)):
-        measured = next(candidate for candidate in comparison.rows if candidate.name == name)
+    names = dict.fromkeys((row.name, comparison.baseline.name))
+    both = [each for name in names for each in comparison.rows if each.name == name]
+    for measured in both:
         reasons += _loss_reasons(measured) + _round_reasons(measured)
+    for measured in both:
         reasons += _input_reasons(measured) + _device_reasons(measured)
     if comparison.mixed:
         reasons.append(f"runs of different settings: {'; '.join(comparison.mixed)}")

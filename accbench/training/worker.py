@@ -127,8 +127,10 @@ def apply_environment(task: TaskConfig, topology: Topology) -> None:
         RequestError: there is no folder that can be written.
     """
     engine_class = plugins.load("engines", task.engine)
+    set_by_user = os.environ.keys() - engine_class.variables_replaced_by_flags(task)
     for name, value in engine_class.worker_env(task, topology.local_rank).items():
-        os.environ.setdefault(name, value)
+        if name not in set_by_user:
+            os.environ[name] = value
     run_dir = None if task.output_dir is None else task.run_dir
     for name, value in cache_folders.environment(run_dir).items():
         os.environ[name] = value  # a value that is set names a folder that cannot be written

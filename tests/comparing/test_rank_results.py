@@ -41,6 +41,13 @@ def test_tensors_that_differ_in_a_bit_are_counted_apart(monkeypatch):
     assert rank_results.count_apart({**mine, "b": torch.tensor([0.0, -0.0])}, "abc") == 1
 
 
+def test_a_problem_of_one_rank_is_known_to_all(monkeypatch):
+    beside(monkeypatch, [0.0], [1.0], [1.0])
+    assert rank_results.joined(None, "could not evaluate") is None
+    assert rank_results.joined(None, "could not evaluate") == "rank 0 could not evaluate"
+    assert rank_results.joined("no memory", "could not evaluate") == "no memory"
+
+
 def test_a_problem_of_one_rank_is_raised_on_all(monkeypatch):
     beside(monkeypatch, [0.0], [1.0], [0.0])
     of_others = "got other batches"

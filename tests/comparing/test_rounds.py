@@ -20,6 +20,7 @@ from accbench import cli
 from accbench.comparing import rounds
 from accbench.comparing.order import round_orders
 from accbench.comparing.plan import parse
+from accbench.errors import RequestError
 from accbench.report import analysis, comparison, publish
 from accbench.report import run as runs
 from benchmarks import planted
@@ -111,21 +112,27 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     """Variants are rows; what one engine cannot do does not stop the others."""
     plugins = planted.install(tmp_path / "plugins")
     folder = tmp_path / "c"
-    flags = ("--engines=ddp,ddp:channels_last=false,crashes", "--numerics_steps=2")
-    flags = (*flags, "--order_seed=6", "--fail_if=crashes slower, crashes failed")
+    # First, so that it is not in need of it that the numerics pass makes its reference.
+    flags = ("--engines=crashes,ddp,ddp:channels_last=false", "--baseline=ddp")
+    flags = (
+        *flags,
+        "--numerics_steps=2",
+        "--order_seed=6",
+        "--fail_if=crashes slower, crashes failed",
+    )
     status, out, err = compare(folder, *flags, plugins=plugins)
     assert status == 3, err
     (line,) = err.splitlines()
     assert "--fail_if 'crashes failed' holds: crashes is failed (" in line
     assert "planted crash" in line
     rows = rows_of(folder)
-    assert list(rows) == ["ddp", "ddp:channels_last=false", "crashes"]
+    assert list(rows) == ["crashes", "ddp", "ddp:channels_last=false"]
     assert rows["crashes"]["verdict"] == "failed"
     assert "planted crash" in rows["crashes"]["reasons"][0]
     assert rows["ddp:channels_last=false"]["rounds_ok"] == 2
     assert rows["ddp:channels_last=false"]["speedup"] > 0
     assert rows["ddp:channels_last=false"]["numerics"]["verdict"] == "trains the same"
-    run = comparison.read(folder).rows[1].rounds[0]
+    run = comparison.read(folder).rows[2].rounds[0]
     assert run.header.task["ddp"]["channels_last"] is False
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert "planted crash" in (folder / "report.md").read_text()
@@ -142,7 +149,20 @@ def test_rows_reports_and_an_engine_that_crashes(tmp_path):
     assert "numerics  ddp:channels_last=false, as plain ddp, other layout: 2 steps" in out
     passes = comparison.read(folder)
     assert {r.phase for r in passes.floors[0].numerics} >= {"step", "free", "noise"}
-    assert not any(r.phase.startswith("noise") for r in passes.rows[0].numerics.numerics)
+    assert not any(r.phase.startswith("noise") for r in passes.rows[1].numerics.numerics)
+
+
+def test_a_baseline_that_crashes_ends_the_comparison(tmp_path):
+    plugins = planted.install(tmp_path / "plugins")
+    flags = ("--engines=crashes,ddp", "--numerics_steps=2")
+    status, out, err = compare(tmp_path / "c", *flags, plugins=plugins)
+    assert status == 1, err
+    assert "crashes, the baseline, failed: nothing can be held against it" in out
+    assert "round 2" not in out
+    assert "numerics  float64" not in out
+    reasons = rows_of(tmp_path / "c")["ddp"]["reasons"]
+    assert "round 1 of crashes failed" in reasons[0]
+    assert "planted crash" in reasons[0]
 
 
 def test_interrupted_comparison_goes_on_where_it_stopped(tmp_path, refused):
@@ -361,7 +381,14 @@ def test_two_comparisons_in_one_second_get_two_folders(tmp_path, monkeypatch):
         (["--compiler-opt"], "takes --engines"),
         (["--engines=ddp,xla", "--fail_if=jax slower"], "begins with none of the rows: ddp, xla"),
         (["--engines=ddp,jax", "--quick", "--fail_if=jax differs"], "which --quick leaves out"),
-        (["--numerics_steps=0", "--fail_if=xla not checked"], "which --numerics_steps 0 leaves"),
+        (
+            ["--numerics_steps=0", "--fail_if=inductor not checked"],
+            "which --numerics_steps 0 leaves",
+        ),
+        (["--log_interval=0"], "--log_interval must be at least 1, not 0"),
+        (["--dry_run"], "compare has no --dry_run"),
+        (["--inductor.cache_dir=/tmp/x", "--engines=ddp,inductor"], "out --inductor.cache_dir"),
+        (["--engines=ddp,jax:cache_dir=/tmp/x"], "leave out --jax.cache_dir"),
         (["--lr=fast"], "lr"),
     ],
 )
@@ -370,6 +397,11 @@ def test_bad_request_is_one_line(flags, message, refused, tmp_path):
     assert message in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "c").exists()
+
+
+def test_what_a_script_decides_is_refused_and_not_dropped():
+    with pytest.raises(RequestError, match="--eval_interval is not for a script"):
+        parse(["--engines=ddp,ddp", "--script=train.py", "--eval_interval=3"], "accbench compare")
 
 
 def test_settings_that_are_chosen_fit_those_that_are_given():
@@ -384,6 +416,14 @@ def test_settings_that_are_chosen_fit_those_that_are_given():
     assert tasks("--warmup_steps=200") == (220, 200, 4)
     assert tasks("--quick") == (26, 6, 4)
     assert tasks("--quick", "--max_steps=20") == (20, 6, 2)
+
+
+def test_quick_intervals_lean_on_the_usual_scatter_where_windows_take_turns_alone():
+    flags = ["--quick", "--engines=ddp,ddp", "--device=cpu", "--data=synthetic"]
+    in_turn = parse(flags, "accbench compare").plan
+    one_by_one = parse([*flags, "--no-alternate_windows"], "accbench compare").plan
+    assert (in_turn.alternates_windows, in_turn.usual_scatter) == (True, 0.05)
+    assert (one_by_one.alternates_windows, one_by_one.usual_scatter) == (False, None)
 
 
 def test_quick_says_what_it_did_not_test(tmp_path):

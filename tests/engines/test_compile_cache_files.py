@@ -18,12 +18,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor ne
 NET = "--model=tests.nets:of_two_buckets"
 
 
-@pytest.fixture(autouse=True)
-def _no_folder_of_the_tests_own_process(monkeypatch):
-    """torch sets it where something was captured, and a person's wins over the flag."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-
-
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory):
     """Where precompiled headers are, whatever the cache folder."""

@@ -13,12 +13,6 @@ from tests.conftest import TINY, end_of, python, run
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
-@pytest.fixture(autouse=True)
-def _no_folder_of_the_tests_own_process(monkeypatch):
-    """torch sets it where something was captured, and a person's wins over the flag."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("inductor") / "cache"
@@ -34,13 +28,17 @@ def test_processes_that_compile_for_triton_are_started_for_gpus_alone():
     assert "TORCH_WARM_POOL" not in on_gpu
 
 
-def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache):
+def test_what_is_left_to_eager_pytorch_is_counted(tmp_path, cache, monkeypatch):
+    elsewhere = tmp_path / "of the environment"  # which the flag replaces
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(elsewhere))
     result = run(
         *TINY, "--model=tests.nets:not_compiled", "--engine=inductor", "--data=synthetic",
-        f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path}",
+        f"--inductor.cache_dir={cache}", f"--output_dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert end_of(tmp_path).num_fallbacks >= 1
+    assert end_of(tmp_path / "run").num_fallbacks >= 1
+    assert any(cache.rglob("*.so"))
+    assert not elsewhere.exists()
 
 
 def found_by(module, *arguments):

@@ -1,5 +1,7 @@
 """Which rounds are measured again, by made-up windows."""
 
+import dataclasses
+
 import pytest
 
 from accbench.report import analysis, comparison, statistics
@@ -58,7 +60,10 @@ def test_a_stall_in_two_windows_of_eight_moves_the_median_by_nothing():
 @pytest.mark.parametrize(("ratios", "alone_is_wider"), [
     ((0.970, 0.974, 0.975), False), ((0.7, 1.0, 1.3), True),
 ])  # fmt: skip
-def test_next_to_a_disturbed_round_the_wider_interval_counts(ratios, alone_is_wider, tmp_path):
+@pytest.mark.parametrize("waited_s", [1.0, 0.0])
+def test_next_to_a_disturbed_round_the_wider_interval_counts(
+    ratios, alone_is_wider, waited_s, tmp_path
+):
     """Rounds that lie close by chance do not narrow it, and those that scatter are not hidden."""
     plan = fakes.plan(repeats=3, repeat_rule=RULE, usual_scatter=0.05, stops_when_decided=False)
     fakes.write(tmp_path, plan)
@@ -67,11 +72,14 @@ def test_next_to_a_disturbed_round_the_wider_interval_counts(ratios, alone_is_wi
             share = 0.5 if number == 1 and row.folder == "xla" else 0.01
             speed = 100 * (1 if row.folder == "ddp" else ratio)
             windows = (fakes.window(step, speed, other_cpu_share=share) for step in (0, 10, 20, 30))
-            lines = [fakes.header(row.folder), *windows, fakes.end(row.folder, number == 1)]
+            end = dataclasses.replace(fakes.end(row.folder, number == 1), waited_s=waited_s)
+            lines = [fakes.header(row.folder), *windows, end]
             fakes.write_run(comparison.round_folder(tmp_path, number, row), lines)
     rows = {row.name: row for row in analysis.judge(comparison.read(tmp_path)).rows}
     (_, leaning), (_, alone) = (
         statistics.mean_with_interval(ratios, usual_scatter=usual) for usual in (0.05, None)
     )
+    if not waited_s:  # runs that had no other in between scatter by more than usual
+        leaning, alone_is_wider = alone, True
     assert rows["inductor"].speedup_ci95 == pytest.approx(leaning)
     assert rows["xla"].speedup_ci95 == pytest.approx(alone if alone_is_wider else leaning)

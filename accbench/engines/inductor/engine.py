@@ -47,6 +47,7 @@ from accbench.engines.inductor import (
 from accbench.errors import RequestError, errors_behind
 from accbench.system import cache_folders, extras
 
+_CACHE, _TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # dynamo's own names of its phases, in `compile_times`: tracing with the forward's
 # compilation, and the backward's where that is put off to the first backward pass.
 _PHASES = ("_compile.compile_inner", "compile_fx.<locals>.bw_compiler")
@@ -189,19 +190,24 @@ class Engine(ddp.Engine):
         if task.device == "cpu":
             # Processes that compile for Triton, which a CPU has no use for; each imports torch.
             env = {**env, "TORCH_WARM_POOL": "0"}
-        options = task.options.get("inductor")
-        if options is None or options.cache_dir is None:
+        if not cls.variables_replaced_by_flags(task):
             return env
-        # Both, or Triton keeps its kernels where a "cold" run finds them again.
         # A folder a processor, for code is compiled for the one that is here (-march=native).
-        folder = Path(options.cache_dir).absolute() / compile_cache_key.processor_fingerprint()
+        folder = (
+            Path(task.options["inductor"].cache_dir).absolute()
+            / compile_cache_key.processor_fingerprint()
+        )
         with contextlib.suppress(OSError), full_disk.reported(str(folder)):
             folder.mkdir(parents=True, exist_ok=True)  # torch does, while it is imported
-        return {
-            **env,
-            "TORCHINDUCTOR_CACHE_DIR": str(folder),
-            "TRITON_CACHE_DIR": str(folder / "triton"),
-        }
+        return {**env, _CACHE: str(folder), _TRITON_CACHE: str(folder / "triton")}
+
+    @classmethod
+    def variables_replaced_by_flags(cls, task: TaskConfig) -> frozenset[str]:
+        options = task.options.get("inductor")
+        if options is None or options.cache_dir is None:
+            return frozenset()
+        # Both, or Triton keeps its kernels where a "cold" run finds them again.
+        return frozenset({_CACHE, _TRITON_CACHE})
 
     def __init__(self, task: TaskConfig, options: Options, topology: Topology) -> None:
         super().__init__(task, options, topology)

@@ -52,7 +52,7 @@ def _full_folder(cache_folder: str) -> tuple[str, str]:
     temporary = tempfile.gettempdir()
     cache_device, cache_free = _device_and_free_bytes(cache_folder)
     device, free = _device_and_free_bytes(temporary)
-    setting = "--inductor.cache_dir (or TORCHINDUCTOR_CACHE_DIR, if that is set)"
+    setting = "--inductor.cache_dir"
     if device == cache_device:
         return cache_folder, f"set {setting} and TMPDIR to folders"
     if free < cache_free:

@@ -157,7 +157,8 @@ def _environment(
     task: config.TaskConfig, assignment: RankAssignment, store: Any, error_file: Path
 ) -> dict[str, str]:
     engine = plugins.load("engines", task.engine)
-    inherited = dict(os.environ)
+    replaced = engine.variables_replaced_by_flags(task)
+    inherited = {name: value for name, value in os.environ.items() if name not in replaced}
     for name, value in _nanny_environment().items():  # such as one thread, which nobody asked for
         if inherited.get(name) == value:
             del inherited[name]
