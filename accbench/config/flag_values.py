@@ -7,7 +7,7 @@ The option's declared type alone decides whether its text is a number, or means 
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,25 +22,46 @@ _GUESSED_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
 
 class _TextLoader(yaml.SafeLoader):
-    """A yaml.SafeLoader that keeps every scalar except null as text."""
+    """A yaml.SafeLoader that keeps every scalar except null as text, and refuses repeated keys."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _GUESSED_TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        _refuse_repeated(str(key.value) for key, _ in node.value)
+        return node
+
+
+def _refuse_repeated(keys: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for key in keys:
+        name = key.replace("-", "_")  # to a command line the same
+        if name in seen:
+            raise RequestError(f"the key {key!r} is there twice; keep one of them")
+        seen.add(name)
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_repeated(key for key, _ in pairs)
+    return dict(pairs)
+
 
 def read(path: Path) -> Mapping[str, Any]:
     """Read the `flag: value` lines of a YAML or JSON file; values are text, null or nested.
 
     Raises:
-        RequestError: the file cannot be read, or holds something else.
+        RequestError: the file cannot be read, holds something else, or has a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
         content = _parse_json(text) or yaml.load(text, Loader=_TextLoader)
     except OSError as error:
         raise RequestError(f"cannot read --config {path}: {error.strerror}") from None
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise RequestError(f"{path} is not {kind}: {' '.join(str(error).split())}") from None
@@ -52,7 +73,9 @@ def read(path: Path) -> Mapping[str, Any]:
 def _parse_json(text: str) -> Any | None:
     # For a run's config.json: JSON escapes characters beyond 16 bits in a way that YAML lacks.
     try:
-        return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+        return json.loads(
+            text, parse_int=str, parse_float=str, parse_constant=str, object_pairs_hook=_unrepeated
+        )
     except json.JSONDecodeError:
         return None
 

@@ -40,6 +40,10 @@ def read_flags(argv: Sequence[str], prog: str, base: type[TaskConfig] = TaskConf
     if flags.config is not None:
         content = flag_values.read(Path(expand_home("--config", flags.config) or ""))
         try:
+            if content.get("config") is not None:
+                raise RequestError(
+                    "config names another file, which is not read; put its lines here"
+                )
             from_file = flag_values.as_flags(content, flags_class)
             # The command line's flags have been checked already.
             flags = parse_flags(flags_class, [*from_file, *argv], prog)
@@ -58,7 +62,9 @@ def _of_a_config_alone(flags_class: Any, argv: Sequence[str]) -> Any | None:
         return None
     values = typed_values.read(Path(expand_home("--config", path) or ""))
     flags = typed_values.flags_of(flags_class, values)
-    return None if flags is None else dataclasses.replace(flags, config=path)
+    if flags is None or flags.config is not None:
+        return None
+    return dataclasses.replace(flags, config=path)
 
 
 def parse_flags(flags_class: Any, argv: Sequence[str], prog: str) -> Any:

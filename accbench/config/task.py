@@ -425,7 +425,8 @@ class FaultFlags:
     )
     max_skips: int = flag(
         3,
-        "For --on_nan skip: how many steps, before the run ends with the error.",
+        "For --on_nan skip: how many steps since the start, or the last resume, before the run "
+        "ends with the error.",
         minimum=0,
         of_scripts=False,
     )

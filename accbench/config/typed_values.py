@@ -16,11 +16,18 @@ _hints = cache(get_type_hints)
 
 
 def read(path: Path) -> Any:
-    """Return what a JSON file holds; None where it cannot be read, or holds no JSON."""
+    """Return what a JSON file holds; None where it cannot be read, holds no JSON or a key twice."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key is there twice")
+    return values
 
 
 def flags_of(flags_class: Any, values: Any) -> Any | None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
+from accbench import models
 from accbench.config import TaskConfig, plugins
 from accbench.data import nested, shared_memory
 from accbench.data.loader import name_dead_workers
@@ -96,6 +97,10 @@ class _EpochDataset(Dataset[Any]):
         return self.dataset[key % len(self.dataset)]  # type: ignore[arg-type]
 
     def __getitems__(self, keys: list[int]) -> "_KeyedSamples":
+        # Not the dataset's `__getitems__`: each sample is augmented by its own key.
+        fetch_samples = getattr(self.dataset, "fetch_samples", None)
+        if fetch_samples is not None:
+            fetch_samples([key % len(self.dataset) for key in keys])  # type: ignore[arg-type]
         return _KeyedSamples(keys[0], [self[key] for key in keys])
 
 
@@ -144,7 +149,8 @@ def seed_of_rank(task: TaskConfig, topology: Topology) -> int:
 class ReadableSamples(Dataset[Sample]):
     """A dataset that replaces unreadable samples.
 
-    The next readable sample replaces an unreadable one, with a message on the latter.
+    The next readable sample replaces an unreadable one, with a message on the latter. A subclass
+    may define `fetch_samples`, which training calls with a batch's indices before it reads them.
     """
 
     @abc.abstractmethod
@@ -188,9 +194,9 @@ class Loader:
         train: whether batches are shuffled, full and resumable.
         chance: the `decode.Chance` that the dataset augments by, if it does.
         mixing: mixes training batches; None for no mixing.
-        collate: called with the number of samples that a short batch is padded to, or without it;
-            returns a function that builds (a batch, its problems) from a list of samples, as
-            `Collate` does.
+        collate: called with the number of samples that a short batch is padded to, or without it in
+            training and where the model's scores would count padding; returns a function that
+            builds (a batch, its problems) from a list of samples, as `Collate` does.
         group_ids: the group of every sample; all samples of a batch are then of one group, in
             training over all ranks.
     """
@@ -233,7 +239,7 @@ class Loader:
         self._sampler, self._batch_size = sampler, task.batch_size
         self._num_ranks, self._has_room = topology.local_world_size, False
         collate = collate or Collate
-        collated: Any = _EpochCollate(collate(), mixing) if train else collate(task.batch_size)
+        collated: Any = _EpochCollate(collate(), mixing) if train else _eval_collate(collate, task)
         self._dataset, self._keys, self._collate = dataset, keys, collated
         self._loader = DataLoader(
             dataset,
@@ -352,6 +358,14 @@ def _sampler(
     return GroupedDistributedSampler(
         dataset, group_ids, task.batch_size, topology.world_size, topology.rank, seed=task.seed
     )
+
+
+def _eval_collate(collate: Callable[..., Any], task: TaskConfig) -> Any:
+    # A loss over a batch cannot leave out padding afterwards: without `ignores_padding` a short
+    # batch stays short, for which a compiler compiles once more.
+    if getattr(models.of_task(task), "ignores_padding", False):
+        return collate(task.batch_size)
+    return collate()
 
 
 def images_of(batch: Batch, num_images: int) -> torch.Tensor | None:

@@ -50,6 +50,8 @@ class Launcher(abc.ABC):
     """Whether `--max_restarts` is this launcher's own to keep."""
     elsewhere = False
     """Whether workers are no processes of this one's, and perhaps on other machines."""
+    starts_later = False
+    """Whether a job is submitted that itself finds the checkpoint of `--resume auto`, later."""
     attached = False
     """Whether `launch` is to return when the run has ended, and no sooner."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from accbench.system import folders
 @contextlib.contextmanager
 def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
     """Create the run's folder, lock it for the block, and write the task into it.
+
+    Where `--resume` finds a task in it, the caller replaces that.
 
     Raises:
         RequestError: the folder cannot be written, holds another run's records, or another
@@ -35,7 +38,9 @@ def claim_output_dir(task: TaskConfig) -> Iterator[TaskConfig]:
                 )
             (folder / "logs").mkdir(exist_ok=True)
             task = dataclasses.replace(task, output_dir=str(folder.absolute()))
-            write(task)
+            # A run that is there keeps its task until the checkpoint is known to fit the new one.
+            if task.resume is None or not (folder / CONFIG_FILE).exists():
+                write(task)
         except OSError as error:
             where = task.output_dir or "runs"
             raise RequestError(
@@ -50,13 +55,20 @@ def _resumes_here(task: TaskConfig, folder: Path) -> bool:
     if task.resume is None or task.resume == "auto":
         return task.resume is not None
     resumed = Path(task.resume).resolve()
-    return folder.resolve() in (resumed, *resumed.parents)
+    # Not one that was set aside: the record no longer has what that training did.
+    return folder.resolve() in (resumed, resumed.parent.parent)
 
 
 def write(task: TaskConfig) -> None:
-    """Write the task into its run's folder, where `--config` can read it.
+    """Write the task into its run's folder, where `--config` can read it; all of it or nothing.
 
     Raises:
         OSError: it cannot be written.
     """
-    (task.run_dir / CONFIG_FILE).write_text(json.dumps(as_mapping(task), indent=1) + "\n")
+    part = task.run_dir / f".{CONFIG_FILE}.{os.getpid()}.part"
+    try:
+        part.write_text(json.dumps(as_mapping(task), indent=1) + "\n")
+        part.replace(task.run_dir / CONFIG_FILE)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

@@ -176,6 +176,11 @@ class TrainingDisplay:
     def __exit__(self, *exc_info: object) -> None:
         self._progress.stop()
 
+    def set_num_steps(self, num_steps: int) -> None:
+        """Set the steps of the whole run."""
+        self.num_steps = num_steps
+        self._progress.update(self._bar, total=num_steps)
+
     def step(self, num_steps: int) -> None:
         """Move the bar to `num_steps` steps done."""
         self._progress.update(self._bar, completed=num_steps)

@@ -66,6 +66,13 @@ class CheckpointFacts:
     """Ranks with tokens of their own; None in checkpoints from before it was stored."""
     num_pp_ranks: int = 1
     """Ranks that share each model as stages of a pipeline."""
+    epochs_trained: float | None = None
+    """Epochs that the learning rate's schedule has gone through, of steps as long as they were;
+    None in checkpoints from before it was stored."""
+    data: str | None = None
+    """Name of the data source; None in checkpoints from before it was stored."""
+    num_train_samples: int | None = None
+    """Samples of an epoch's data; None where the loader's state does not hold it."""
     format: int = FORMAT
 
 

@@ -4,6 +4,7 @@ The newest few and the best one are kept.
 """
 
 import contextlib
+import itertools
 import re
 import shutil
 import threading
@@ -94,6 +95,26 @@ def clean(run_dir: Path) -> None:
             with contextlib.suppress(OSError):  # the newer one has the name
                 leftover.rename(leftover.with_name(name[0]))
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def set_later_aside(run_dir: Path, step: int) -> Path | None:
+    """Move the checkpoints after `step` to where they do not count; return that folder.
+
+    Returns None if there are none.
+
+    Raises:
+        OSError: they cannot be moved.
+    """
+    later = [other for other in steps_of(run_dir) if other > step]
+    if not later:
+        return None
+    names = (run_dir / FOLDER / f"abandoned-{number}" for number in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
+    aside.mkdir()
+    for other in later:
+        folder = folder_of(run_dir, other)
+        folder.rename(aside / folder.name)
+    return aside
 
 
 def _best(facts: dict[int, CheckpointFacts]) -> int | None:

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -49,6 +50,9 @@ class Epochs:
         self._at: tuple[int, int | None] = (0, None)
         self._at_step = 0
         self._saved_step: int | None = None
+        # Steps that the schedule is ahead of the run's.
+        self._schedule_lead = 0
+        self._is_unscored = False
         self._stops: StopRequests | None = None
         self._profile = (
             StepProfile(self.engine, self.timer, self.task.profile) if self.task.profile else None
@@ -66,6 +70,8 @@ class Epochs:
         self.first_epoch = facts.epoch
         self._go_on_from(facts)
         self._at = facts.epoch, None if facts.loader is None else 0
+        is_after_epoch = facts.loader is None and facts.epoch > 0
+        self._is_unscored = is_after_epoch and facts.loss is None
         if Path(self.task.resume) == checkpoints.folder_of(self.task.run_dir, facts.step):
             self._saved_step = facts.step
         self.logger.write(ResumeRecord(facts.step, facts.epoch, self.task.resume))
@@ -85,6 +91,7 @@ class Epochs:
             else contextlib.nullcontext()
         )
         with stops as self._stops:
+            self._evaluate_where_it_was_stopped()
             num_rollbacks, epoch = 0, self.first_epoch
             while epoch < self.task.epochs and not self._is_done():
                 try:
@@ -111,25 +118,49 @@ class Epochs:
             )  # fmt: skip
         if not is_complete:
             return
-        scores, number = None, epoch + 1
+        number = epoch + 1
         self._at = number, None
-        if self.eval_loader and self.task.eval_interval and number % self.task.eval_interval == 0:
-            self.engine.share_buffers(self.keeper.net)
-            scores = self._evaluate(self.eval_loader, epoch)
+        scores = self._evaluate(epoch) if self._is_to_evaluate_after(number) else None
         if self.task.save_interval and number % self.task.save_interval == 0:
             self._save(scores)
 
-    def _evaluate(self, loader: Any, epoch: int) -> EvalRecord:
-        """Evaluate, and return the scores of the averaged weights if there are any."""
+    def _is_to_evaluate_after(self, num_epochs: int) -> bool:
+        # The loader itself is false on a rank that has no sample.
+        has_samples, interval = self.eval_loader is not None, self.task.eval_interval
+        return has_samples and interval > 0 and num_epochs % interval == 0
+
+    def _evaluate(self, epoch: int) -> EvalRecord:
+        """Evaluate, and return the scores of the averaged weights if there are any.
+
+        Raises:
+            StoppedError: on all ranks, when one of them was asked to stop; the state is saved.
+        """
+        self.engine.share_buffers(self.keeper.net)
         models = [self.model]
         if self.task.ema_decay:
             models.append(self.engine.averaged_model(self.keeper.net, self.optimizer))
         for model in models:
-            scores = evaluate(self.engine, model, self.spec, loader, epoch)
-            scores = dataclasses.replace(scores, averaged=model is not self.model)
+            found = evaluate(
+                self.engine, model, self.spec, self.eval_loader, epoch, self._is_stopped
+            )
+            if found is None:
+                assert self._stops is not None
+                self._stop(self._stops)
+            scores = dataclasses.replace(found, averaged=model is not self.model)
             self.logger.write(scores)
             self.display.evaluation(scores)
         return scores
+
+    def _is_stopped(self) -> bool:
+        """Return whether to stop an evaluation, in which ranks need each other or do not."""
+        if self._stops is None:
+            return False
+        return self._stops.agreed() if self.engine.evaluates_together else self._stops.received
+
+    def _evaluate_where_it_was_stopped(self) -> None:
+        """Evaluate after the epoch that was restored, if a stop has cut that short."""
+        if self._is_unscored and self._is_to_evaluate_after(self.first_epoch):
+            self._save(self._evaluate(self.first_epoch - 1))
 
     def _after_step(self, num_batches: int) -> None:
         self._at, self._at_step = (self.timer.epoch, num_batches), self.timer.num_steps
@@ -172,6 +203,10 @@ class Epochs:
 
     def _go_on_from(self, facts: CheckpointFacts) -> None:
         self.timer.num_steps = self._at_step = facts.step
+        # Steps were as long as now, unless the number of workers or the batch size has changed.
+        if facts.epochs_trained is not None:
+            self._schedule_lead = round(facts.epochs_trained * self.steps_per_epoch) - facts.step
+        self.display.set_num_steps(self._num_steps())
         num_samples = facts.num_samples
         if num_samples is None:
             assert self.engine.task.batch_size is not None
@@ -180,21 +215,28 @@ class Epochs:
         self.timer.num_earlier_samples = num_samples - self.timer.num_samples_of_all
 
     def _start_schedule(self) -> None:
-        assert self.display.num_steps is not None
         self._schedule = Schedule(
-            self.optimizer, self.task, self.steps_per_epoch, self.display.num_steps,
-            self.timer.num_steps,
+            self.optimizer, self.task, self.steps_per_epoch,
+            self._num_steps() + self._schedule_lead, self.timer.num_steps + self._schedule_lead,
         )  # fmt: skip
+
+    def _num_steps(self) -> int:
+        """Return the optimizer steps of the whole run; earlier ones may have been longer."""
+        of_epochs = self.task.epochs * self.steps_per_epoch - self._schedule_lead
+        return min(self.task.max_steps or sys.maxsize, of_epochs)
 
     def _save(self, scores: EvalRecord | None = None) -> None:
         """Save a checkpoint, unless this step is saved already with as many scores."""
         is_saved = self._saved_step == self.timer.num_steps and scores is None
         if is_saved or not self.task.save_interval:
             return
-        self.keeper.save(self.timer.num_steps, *self._at, scores, self.timer.num_samples_of_all)
+        self.keeper.save(
+            self.timer.num_steps, *self._at, scores, self.timer.num_samples_of_all,
+            (self.timer.num_steps + self._schedule_lead) / self.steps_per_epoch,
+        )  # fmt: skip
         self._saved_step = self.timer.num_steps
 
-    def _stop(self, stops: StopRequests) -> None:
+    def _stop(self, stops: StopRequests) -> NoReturn:
         self.timer.close_window()
         self._save()
         self.keeper.finish()

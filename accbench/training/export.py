@@ -45,6 +45,8 @@ def export(
         raise RequestError(
             f"--evaluate is of --format onnx and onnx_int8; {format} holds the weights unchanged"
         )
+    if out.is_dir():
+        raise RequestError(f"cannot write {out}: it is a folder; name a file in it")
     folder = checkpoints.find(str(run), None, print)
     assert folder is not None
     saved = checkpoint_file.read(folder)

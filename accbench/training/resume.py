@@ -13,7 +13,12 @@ from torch import nn
 
 from accbench import config
 from accbench.config import TaskConfig
-from accbench.distributed.process_group import Topology, all_gather_tensor, broadcast_value
+from accbench.distributed.process_group import (
+    Topology,
+    all_gather_tensor,
+    all_gather_values,
+    broadcast_value,
+)
 from accbench.engines import Engine
 from accbench.engines.common import model_state, optimizer_state
 from accbench.engines.common.training_state import NotLoadableError
@@ -30,12 +35,13 @@ def with_checkpoint(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
     The caller holds the run's folder.
 
     Raises:
-        RequestError: the named checkpoint does not exist, or none is complete.
+        RequestError: the named checkpoint does not exist, it is of another run, which leaves the
+            folder as it was, or none is complete.
     """
     checkpoints.clean(task.run_dir)
     if task.resume is None:
         return task
-    checkpoint = checkpoints.find(task.resume, task.run_dir, say)
+    checkpoint = _find(task, say)
     if checkpoint is None:
         say(f"no checkpoint in {task.run_dir} yet: training starts from the beginning")
         path = task.run_dir / config.RECORDS_FILE
@@ -44,11 +50,64 @@ def with_checkpoint(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
     else:
         say(f"going on from {checkpoint}")
     task = dataclasses.replace(task, resume=str(checkpoint) if checkpoint else None)
+    _write_down(task)
+    return task
+
+
+def with_checkpoint_later(task: TaskConfig, say: Callable[[str], None]) -> None:
+    """Write down a task of `--resume auto` whose checkpoint a job chooses when it starts.
+
+    The caller holds the run's folder.
+
+    Raises:
+        RequestError: the newest checkpoint is of another run, or none is complete.
+    """
+    _find(task, say)
+    _write_down(task)
+
+
+def _find(task: TaskConfig, say: Callable[[str], None]) -> Path | None:
+    assert task.resume is not None
+    checkpoint = checkpoints.find(task.resume, task.run_dir, say)
+    if checkpoint is not None:
+        options = task.options.get(config.data_name(task.data)[0])
+        refuse_other(checkpoint, task, getattr(options, "num_classes", None), None)
+    return checkpoint
+
+
+def refuse_other(
+    checkpoint: Path, task: TaskConfig, num_classes: int | None, num_samples: int | None
+) -> None:
+    """Compare a checkpoint's facts with the task; what is None on either side is not compared.
+
+    Args:
+        checkpoint: its folder.
+        task: the task that is to go on from it.
+        num_classes: classes of the data.
+        num_samples: samples of the training data.
+
+    Raises:
+        RequestError: it is of another model, optimizer, seed or of other data, or is damaged.
+    """
+    try:
+        facts = checkpoint_file.read_facts(checkpoint)
+    except DamagedError as error:
+        raise RequestError(f"--resume {checkpoint}: {error}") from None
+    for what, then, now in (
+        ("--model", facts.model, task.model), ("classes", facts.num_classes, num_classes),
+        ("--optimizer", facts.optimizer, task.optimizer), ("--seed", facts.seed, task.seed),
+        ("--data", facts.data, config.data_name(task.data)[0]),
+        ("training samples", facts.num_train_samples, num_samples),
+    ):  # fmt: skip
+        if None not in (then, now) and then != now:
+            raise RequestError(f"--resume {checkpoint}: it is of {what} {then}, and this is {now}")
+
+
+def _write_down(task: TaskConfig) -> None:
     try:
         run_folder.write(task)
     except OSError as error:
         raise RequestError(f"cannot write to {task.run_dir}: {error.strerror}") from None
-    return task
 
 
 def with_newest_checkpoint(task: TaskConfig, say: Callable[[str], None]) -> TaskConfig:
@@ -104,6 +163,7 @@ class Keeper:
     def save(
         self, step: int, epoch: int, num_batches: int | None = None,
         scores: records.EvalRecord | None = None, num_samples: int | None = None,
+        epochs_trained: float | None = None,
     ) -> None:  # fmt: skip
         """Start writing a checkpoint; all ranks call it, and training goes on meanwhile.
 
@@ -113,6 +173,7 @@ class Keeper:
             num_batches: batches of that epoch that this process has trained on; None for none.
             scores: scores of the evaluation at this point, if there was one.
             num_samples: samples that all ranks have trained on.
+            epochs_trained: epochs that the learning rate's schedule has gone through.
 
         Raises:
             RequestError: the checkpoint before could not be written, and that ends the run.
@@ -134,7 +195,9 @@ class Keeper:
                 loss=None if scores is None else scores.loss,
                 optimizer=self.engine.task.optimizer, image_size=self.engine.task.image_size,
                 num_samples=num_samples, num_token_ranks=self.engine.mesh.num_token_ranks,
-                num_pp_ranks=self.engine.mesh.pp,
+                num_pp_ranks=self.engine.mesh.pp, epochs_trained=epochs_trained,
+                data=config.data_name(self.engine.task.data)[0],
+                num_train_samples=self._num_train_samples(),
             )  # fmt: skip
             rng_of_ranks = tuple(
                 {name: states[rank] for name, states in by_name.items()}
@@ -153,6 +216,10 @@ class Keeper:
         finally:
             if self.engine.reads_together:
                 checkpoint_file.gather_rest(checkpoint)
+
+    def _num_train_samples(self) -> int | None:
+        number: int | None = self.loader.state_dict(0).get("num_total")
+        return number
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint of this run, on every rank."""
@@ -173,22 +240,17 @@ class Keeper:
             self.writer.finish()
 
     def restore(self, folder: Path) -> CheckpointFacts:
-        """Restore a checkpoint, on every rank.
+        """Restore a checkpoint, on every rank, and set those after it in the run's folder aside.
 
         Raises:
             RequestError: it is of another model or of other data, or is damaged.
         """
+        refuse_other(folder, self.engine.task, self.num_classes, self._num_train_samples())
         try:
             saved = checkpoint_file.read(folder, by_rows=self.engine.reads_together)
         except DamagedError as error:
             raise RequestError(f"--resume {folder}: {error}") from None
         facts, task = saved.facts, self.engine.task
-        for what, then, now in (
-            ("--model", facts.model, task.model), ("classes", facts.num_classes, self.num_classes),
-            ("--optimizer", facts.optimizer, task.optimizer),
-        ):  # fmt: skip
-            if then != now:
-                raise RequestError(f"--resume {folder}: it is of {what} {then}, and this is {now}")
         try:
             self.engine.load_training_state(
                 self.net, self.optimizer, optimizer_state.with_averages(task, saved.state)
@@ -218,7 +280,26 @@ class Keeper:
             if facts.num_pp_ranks != self.engine.mesh.pp:
                 change += f", in stages over {facts.num_pp_ranks} and now {self.engine.mesh.pp}"
             log.info(f"{change}: dropout and the like draw new random numbers")
+        self._set_later_aside(facts.step)
         return facts
+
+    def _set_later_aside(self, step: int) -> None:
+        """Set checkpoints of a training that this one abandons aside, before it saves its own.
+
+        By their steps they would count as newer than those to come.
+        """
+        all_gather_values([0.0])  # waits until no rank can refuse the checkpoint any more
+        if self.writer is None:
+            return
+        try:
+            aside = checkpoints.set_later_aside(self.writer.run_dir, step)
+        except OSError as error:
+            raise RequestError(
+                f"cannot set the checkpoints after step {step} in {self.writer.run_dir} aside: "
+                f"{error.strerror}; resume into another --output_dir"
+            ) from None
+        if aside is not None:
+            log.info(f"the checkpoints after step {step} count no more; they are in {aside}")
 
 
 # Ranks have consecutive seeds; seeds after later steps must not coincide with them.

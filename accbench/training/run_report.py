@@ -28,7 +28,11 @@ class Reporter:
     ) -> None:  # fmt: skip
         self.logger, self.display, self.task = logger, display, task
         self.engine, self.optimizer = engine, optimizer
-        self.num_skipped = 0
+        self.num_skipped = self._num_skipped_before = 0
+
+    def restored(self, num_steps: int) -> None:
+        """Note how many of the restored run's steps were skipped, which do not count any more."""
+        self._num_skipped_before = num_steps - self.engine.applied_steps(self.optimizer)
 
     def step(self, num_steps: int) -> None:
         """Move the progress bar."""
@@ -56,9 +60,11 @@ class Reporter:
         """Count skipped steps; all ranks count the same, as they have the same gradients.
 
         Raises:
-            NonFiniteLossError: more steps than `--max_skips` were skipped since the start.
+            NonFiniteLossError: more steps than `--max_skips` were skipped since the start of this
+                process.
         """
         num_skipped = num_steps - self.engine.applied_steps(self.optimizer)
+        num_skipped -= self._num_skipped_before
         if num_skipped > self.num_skipped:
             notice = f"gradients were not finite in {num_skipped - self.num_skipped} of these steps"
             if num_skipped > self.task.max_skips:

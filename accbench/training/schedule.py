@@ -36,7 +36,7 @@ class Schedule:
         task: the task.
         steps_per_epoch: optimizer steps of an epoch.
         num_steps: optimizer steps of the whole run.
-        step: optimizer steps done.
+        step: optimizer steps done, as the schedule counts them.
     """
 
     def __init__(

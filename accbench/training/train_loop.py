@@ -66,8 +66,23 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: int) -> EvalRecord:
+def evaluate(
+    engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: int,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> EvalRecord | None:  # fmt: skip
     """Score the validation set: loss, and accuracy if the task has one; each rank its part.
+
+    Args:
+        engine: the engine that trains.
+        model: the prepared model.
+        spec: the model's spec, which has the scores.
+        loader: the validation loader.
+        epoch: the epoch's number, from 0.
+        is_stopped: asked before each batch whether to stop; where ranks evaluate together it
+            returns the same on all of them.
+
+    Returns:
+        The scores; None if a rank stopped before its last batch.
 
     Raises:
         RequestError: ranks have to evaluate together, and one of them has no sample.
@@ -75,18 +90,26 @@ def evaluate(engine: Engine, model: nn.Module, spec: Any, loader: Any, epoch: in
     model.eval()
     sums: torch.Tensor | None = None
     missing = _num_missing_batches(loader) if engine.evaluates_together else 0
+    stopped = False
     with closing(engine.device_batches(loader)) as batches:
         for batch in batches:
+            if stopped := is_stopped():
+                break
             score = engine.run_score(model, spec, batch)
             sums = score if sums is None else sums + score
             engine.end_step()
     for _ in range(missing):  # the others wait for this rank's forward pass
+        if stopped := stopped or is_stopped():
+            break
         engine.run_score(model, spec, batch)
     # float64 on the host; a rank without samples adds nothing
     local_sums = [0.0] * 4 if sums is None else sums.cpu().double().tolist()
-    loss, top1, top5, num_samples = (
-        sum(values) for values in zip(*all_gather_values(local_sums), strict=True)
+    loss, top1, top5, num_samples, num_stopped = (
+        sum(values)
+        for values in zip(*all_gather_values([*local_sums, float(stopped)]), strict=True)
     )
+    if num_stopped:
+        return None
 
     def mean(total: float) -> float | None:
         return finite_or_none(total / num_samples) if num_samples else None

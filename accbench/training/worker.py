@@ -205,15 +205,19 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
         engine, net, optimizer, train_loader, source.num_classes, topology, _writer(task, topology)
     )
     with TrainingDisplay(console, num_steps, header.counted) as display:
-        timer = StepTimer(engine, started, Reporter(logger, display, task, engine, optimizer))
+        reporter = Reporter(logger, display, task, engine, optimizer)
+        timer = StepTimer(engine, started, reporter)
         epochs = Epochs(
             engine, model, spec, optimizer, train_loader, eval_loader,
             LabelCounts(engine, spec, source), timer, keeper, logger, display, steps_per_epoch,
         )  # fmt: skip
         epochs.restore()
+        reporter.restored(timer.num_steps)
         logger.tensorboard = _open_tensorboard(task, topology, train_loader, timer.num_steps)
         epochs.run()
-    bad = sum(loader.num_bad_samples for loader in (train_loader, eval_loader) if loader)
+    bad = sum(
+        loader.num_bad_samples for loader in (train_loader, eval_loader) if loader is not None
+    )
     num_bad = int(sum(n for (n,) in process_group.all_gather_values([bad])))
     num_bad = num_bad * engine.mesh.num_data_ranks // engine.mesh.world_size
     end = end_record(engine, optimizer, timer, num_bad, steps_per_epoch)

@@ -242,6 +242,34 @@ def test_what_is_neither_on_nor_off_is_refused_with_the_files_name(tmp_path):
     assert str(raised.value) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: 0.5\nbatch_size: 4\nlr: 0.25\n", "the key 'lr' is there twice; keep one of them"),
+        (
+            "ddp: {channels_last: on, channels-last: off}\n",
+            "the key 'channels-last' is there twice",
+        ),
+        ('{"ddp": {"channels_last": "on", "channels_last": "off"}}', "the key 'channels_last' is "),
+        ("lr: 0.5\nconfig: other.yaml\n", "config names another file, which is not read"),
+        ('{"lr": 0.5, "config": "other.json"}', "config names another file, which is not read"),
+    ],
+)
+def test_no_line_of_a_file_is_dropped_silently(tmp_path, text, said):
+    file = tmp_path / f"task.{'json' if 'json' in text else 'yaml'}"
+    file.write_text(text)
+    with pytest.raises(RequestError) as raised:
+        config.parse(["--config", str(file)] if file.suffix == ".yaml" else [f"--config={file}"])
+    assert str(raised.value).startswith(f"{file}: {said}")
+
+
+def test_merged_keys_in_yaml_are_not_repeated(tmp_path):
+    file = tmp_path / "task.yaml"
+    file.write_text("ddp: &of_ddp {channels_last: off}\ninductor: {<<: *of_ddp, channels_last: on}")
+    options = config.parse(["--engine=inductor", "--config", str(file)]).options["inductor"]
+    assert options.channels_last
+
+
 # To tyro, None is no text where a flag may be unset.
 TEXT = st.text(st.characters(exclude_characters="\0"), min_size=1).filter(lambda x: x != "None")
 

@@ -11,10 +11,14 @@ from tests.data.pictures import jpeg
 
 BODY = jpeg(32, 32)
 STALL_S = 120
+TOGETHER_S = 10
 
 
 class Server(ThreadingHTTPServer):
-    """Answers GET of a key by `answers`: a status, "stall", "short", or how often 503 is first."""
+    """Answers GET of a key by `answers`: a status, "stall", "short", or how often 503 is first.
+
+    "together" waits for others of the kind, so that four at once are answered, and fewer by 503.
+    """
 
     daemon_threads = True
 
@@ -24,6 +28,7 @@ class Server(ThreadingHTTPServer):
         self.requests: Counter[str] = Counter()
         self.listing_status = 200
         self.ended = threading.Event()
+        self.four_at_once = threading.Barrier(4, timeout=TOGETHER_S)
 
     @property
     def url(self) -> str:
@@ -48,6 +53,12 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(answer, error(answer))
         elif answer == "stall":
             self.server.ended.wait(STALL_S)
+        elif answer == "together":
+            try:
+                self.server.four_at_once.wait()
+                self._answer(200, BODY)
+            except threading.BrokenBarrierError:
+                self._answer(503, error(503))
         elif answer == "short":
             self._answer(200, BODY[:100], length=len(BODY))
         elif isinstance(answer, int) and self.server.requests[key] <= answer:

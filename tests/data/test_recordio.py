@@ -472,6 +472,22 @@ def test_wrong_location_is_refused_before_any_worker_starts(tmp_path):
         assert result.stderr.count("\n") == 1
 
 
+def test_train_and_val_of_different_classes_are_refused(tmp_path):
+    for split in ("train", "val"):
+        faces(tmp_path / f"{split}.rec")
+    (tmp_path / "train.classes.txt").write_bytes(b"cat\nd\xf6g\nemu\n")
+    source(tmp_path)  # the other has no names to compare
+    for names, said in (
+        (b"cat\nemu\n", r"1 is 'd\\udcf6g' in the one and 'emu' in the other"),
+        (b"cat\nd\xf6g\n", "2 is 'emu' in the one and missing in the other"),
+    ):
+        (tmp_path / "val.classes.txt").write_bytes(names)
+        with pytest.raises(RequestError, match=said):
+            source(tmp_path)
+    shutil.copy(tmp_path / "train.classes.txt", tmp_path / "val.classes.txt")
+    source(tmp_path)
+
+
 def test_loader_gives_whole_faces_of_the_right_label(tmp_path):
     path = faces(tmp_path / "train.rec", 12)
     loader = source(path, "--recordio.augment=flip").train_loader()

@@ -346,21 +346,35 @@ def test_bucket_that_cannot_be_listed(tmp_path, status):
             faulty(server, tmp_path, attempts=2)
 
 
+def train_loader(server, *flags: str):
+    arguments = [*TINY, "--data=s3://bucket/set", f"--s3.endpoint_url={server.url}"]
+    task = resolving.resolve(config.parse([*arguments, "--s3.anonymous", *flags]))
+    source = plugins.load("data", "s3")
+    return source(task.data, task, task.options["s3"], Topology()).train_loader()
+
+
 def test_bad_objects_count_against_the_budget(tmp_path):
     answers = {f"set/c{i % 2}/{i}.jpg": 404 if i == 3 else 0 for i in range(8)}
     with serving(answers) as server:
-
-        def loader(*flags: str):
-            arguments = [*TINY, "--data=s3://bucket/set", f"--s3.endpoint_url={server.url}"]
-            task = resolving.resolve(config.parse([*arguments, "--s3.anonymous", *flags]))
-            source = plugins.load("data", "s3")
-            return source(task.data, task, task.options["s3"], Topology()).train_loader()
-
         with pytest.raises(BadSampleError, match=r"s3://bucket/set/c1/3.jpg"):
-            list(loader())
-        lenient = loader("--max_bad_samples=1")
+            list(train_loader(server))
+        server.requests.clear()
+        lenient = train_loader(server, "--max_bad_samples=1")
         assert len(list(lenient)) == 2
         assert lenient.num_bad_samples == 1
+        assert max(server.requests.values()) == 1  # what failed is not asked for again
+
+
+def test_training_fetches_the_objects_of_a_batch_together(tmp_path):
+    with serving({f"set/c{i % 2}/{i}.jpg": "together" for i in range(8)}) as server:
+        flags = ("--s3.cache_gib=0", "--s3.attempts=1")
+        batches = list(train_loader(server, *flags, "--batch_size=4"))
+        assert server.requests == {"": 1, **dict.fromkeys(server.answers, 1)}
+        server.answers = dict.fromkeys(server.answers, 0)
+        singles = list(train_loader(server, *flags, "--batch_size=1"))
+    for part in range(2):  # images, labels
+        together, apart = (torch.cat([batch[part] for batch in of]) for of in (batches, singles))
+        assert torch.equal(together, apart)
 
 
 # The cache

@@ -14,6 +14,7 @@ from accbench.data import PADDING_LABEL
 from accbench.distributed.process_group import Topology
 from accbench.errors import BadSampleError, RequestError, UnreadableSampleError
 from accbench.recording import records
+from tests import nets
 from tests.conftest import TINY, end_of, of_kind, run
 
 ALONE = Topology()
@@ -108,6 +109,20 @@ def test_last_short_batch_is_dropped_in_training_alone(numbered):
 def test_every_validation_image_counts_once_over_ranks(numbered):
     seen = [v for shard in shards(3) for v in values(source(numbered, shard).eval_loader())]
     assert len(seen) == len(set(seen)) == 10
+
+
+def test_no_padding_counts_in_a_loss_that_cannot_tell_it(numbered):
+    spec = nets.Recolours()
+    net = spec.build(2)
+    for num_ranks, batch_size in ((1, 5), (1, 8), (3, 4)):
+        flags = ("--model=tests.nets:Recolours", f"--batch_size={batch_size}")
+        loaders = [source(numbered, shard, *flags).eval_loader() for shard in shards(num_ranks)]
+        scores = [spec.score(net, batch).detach() for loader in loaders for batch in loader]
+        loss, _, _, num_samples = sum(scores).tolist()
+        assert num_samples == 10
+        if batch_size == 5:  # full batches alone
+            expected = loss
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_eval_takes_the_centre(tmp_path):

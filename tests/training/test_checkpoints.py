@@ -1,5 +1,8 @@
 """Checkpoints on disk: whole or not there, found again, damaged ones passed over."""
 
+import contextlib
+import dataclasses
+import errno
 import json
 import os
 import random
@@ -7,10 +10,11 @@ import random
 import pytest
 import torch
 
+from accbench import config
 from accbench.engines.common.training_state import TrainingState
 from accbench.errors import RequestError
-from accbench.recording import records
-from accbench.training import checkpoint_file, checkpoints
+from accbench.recording import records, run_folder
+from accbench.training import checkpoint_file, checkpoints, resume
 from accbench.training.checkpoint_file import Checkpoint, CheckpointFacts, DamagedError
 from tests.conftest import small_disk
 
@@ -144,6 +148,39 @@ def test_the_lowest_loss_is_best_where_there_is_no_top1(tmp_path):
     saving.save(checkpoint(9), stall_s=0.0)
     saving.finish()
     assert checkpoints.steps_of(tmp_path) == [9, 8]  # a top-1 wins where there is one
+
+
+def test_facts_that_an_older_checkpoint_lacks_are_not_compared(tmp_path):
+    wanted = ["--model=m", "--data=imagefolder:/images", "--seed=0"]
+    old = checkpoint()
+    of_data = dataclasses.replace(old.facts, data="recordio", num_train_samples=9)
+    new = dataclasses.replace(old, facts=of_data)
+    for folder, saved, flags, cause in (
+        (tmp_path / "old", old, wanted, None),
+        (tmp_path / "old", old, [*wanted, "--seed=1"], "--seed 0, and this is 1"),
+        (tmp_path / "new", new, wanted, "--data recordio, and this is imagefolder"),
+        (tmp_path / "new", new, [*wanted, "--data=recordio:/r"], "training samples 9, and this is"),
+    ):
+        checkpoint_file.write(folder, saved)
+        with (
+            contextlib.nullcontext() if cause is None else pytest.raises(RequestError, match=cause)
+        ):
+            resume.refuse_other(folder, config.parse(flags), 10, 8)
+
+
+def test_a_task_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    task = config.parse(["--data=synthetic", f"--output_dir={tmp_path}"])
+    run_folder.write(task)
+
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        run_folder.write(task)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert json.loads((tmp_path / "config.json").read_text())["data"] == "synthetic"
 
 
 def test_full_disk_leaves_the_one_before_whole(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -14,8 +15,10 @@ from accbench import config, resolving
 from accbench.data import digits
 from accbench.data.sources import imagefolder
 from accbench.distributed.process_group import Topology
+from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints
+from accbench.training import export as exporting
 from tests.conftest import TINY, of_kind, run
 
 
@@ -43,6 +46,9 @@ def test_state_dict_is_what_torchvision_loads(images, tmp_path):
             net.load_state_dict(load(out))  # all names, and no other
             for name, tensor in net.state_dict().items():
                 assert torch.equal(tensor, expected[f"net.{name}"])
+    for folder in (tmp_path / "out", Path(".")):  # the second has no name either
+        with pytest.raises(RequestError, match=f"cannot write {folder}: it is a folder"):
+            exporting.export(run_dir, folder, "state_dict")
     done = export(tmp_path, tmp_path / "more")
     assert done.returncode == 2
     assert "no checkpoint is in it" in done.stderr

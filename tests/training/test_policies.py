@@ -1,16 +1,23 @@
 """What a run does when the loss is not finite, gradients overflow, or memory is out."""
 
+import dataclasses
 import json
 import shutil
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
+from accbench.config import TaskConfig
+from accbench.errors import NonFiniteLossError
 from accbench.recording import records
 from accbench.training import checkpoint_file, checkpoints
+from accbench.training.run_report import Reporter
 from tests.conftest import TINY, end_of, of_kind, run
 from tests.engine_params import NEEDS_XLA, XLA
+from tests.report import fakes
 
 # Two workers, six steps an epoch.
 STEPS = 16
@@ -80,6 +87,38 @@ def test_skips_and_goes_on(learn, engine, flags):
     for name in counts:
         assert before.model[name] == 7 * a_step
         assert last.model[name] == (STEPS - 1) * a_step
+
+
+class _Skipping:
+    """An engine in float32 that has applied as many steps as a test says."""
+
+    precision = SimpleNamespace(loss_scale=lambda: None)
+    num_applied = 0
+
+    def applied_steps(self, _optimizer: torch.optim.Optimizer) -> int:
+        return self.num_applied
+
+    def left_compiler(self) -> list[str]:
+        return []
+
+
+def test_steps_that_were_skipped_before_a_resume_are_no_new_ones():
+    task = TaskConfig(on_nan="skip", max_skips=3, batch_size=4)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    engine, display = _Skipping(), SimpleNamespace(window=lambda *_: None)
+    reporter = Reporter(SimpleNamespace(write=lambda _: None), display, task, engine, optimizer)
+    engine.num_applied = 15
+    reporter.restored(20)  # five were skipped, as by float16's loss scale
+    of_ten = dataclasses.replace(fakes.window(20, 1.0), mean_loss=1.0)
+    engine.num_applied = 25
+    reporter.window(of_ten)
+    assert reporter.num_skipped == 0
+    engine.num_applied = 33
+    reporter.window(dataclasses.replace(of_ten, first_step=30, mean_loss=None))
+    assert reporter.num_skipped == 2
+    engine.num_applied = 43
+    with pytest.raises(NonFiniteLossError, match="but the gradients are"):
+        reporter.window(dataclasses.replace(of_ten, first_step=40, mean_loss=None))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accbench.data import mock_images
 from accbench.recording import records
 from accbench.training import checkpoints
 from tests import conftest
@@ -151,6 +152,29 @@ def test_asked_to_stop(images, undisturbed, tmp_path, monkeypatch, number):
     assert losses(run_dir) == losses(undisturbed / "ddp-2")
 
 
+def test_asked_to_stop_while_it_evaluates(images, tmp_path, monkeypatch):
+    """The epoch is saved at once, and its evaluation is made by the run that goes on."""
+    monkeypatch.setenv("SLOW_NET_S", "0.3")
+    run_dir = tmp_path / "run"
+    flags = (*TINY, "--model=tests.nets:slow", "--max_steps=99", "--epochs=2", "--batch_size=3",
+             f"--data=imagefolder:{images}", f"--output_dir={run_dir}")  # fmt: skip
+    with under_way(run_dir, command(*flags), 8) as process:  # of two steps: all of the epoch
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=HANG_S)
+    assert process.returncode == 75, stderr
+    assert "stopped after step 16" in stderr
+    assert not evaluations(run_dir)
+    (saved,) = of_kind(run_dir, records.CheckpointRecord)
+    assert (saved.step, saved.epoch) == (16, 1)
+    monkeypatch.setenv("SLOW_NET_S", "0")
+    result = run(*flags, "--resume=auto")
+    assert result.returncode == 0, result.stderr
+    assert [(e.epoch, e.num_samples) for e in evaluations(run_dir)] == [(0, 12), (1, 12)]
+    assert end_of(run_dir).num_steps == 32
+    newest = checkpoints.folder_of(run_dir, 16)
+    assert json.loads((newest / "checkpoint.json").read_text())["loss"] is not None
+
+
 def under_nohup(run_dir, arguments, num_windows):
     return conftest.under_way(run_dir, ["nohup", *arguments], num_windows)
 
@@ -243,6 +267,8 @@ def test_other_engine_other_number_of_workers(images, tmp_path, monkeypatch):
         assert result.returncode == 0, result.stderr
         windows = of_kind(run_dir, records.WindowRecord)
         assert windows[0].first_step == 10
+        # As far into its schedule, of which a worker alone has twice as many steps.
+        assert windows[0].lr == of_kind(first, records.WindowRecord)[10].lr
         if num_workers == 2:
             assert [w.loss for w in windows] == pytest.approx(whole[10:], rel=1e-3)
         else:  # half of each batch, of the same samples
@@ -255,18 +281,22 @@ def test_other_engine_other_number_of_workers(images, tmp_path, monkeypatch):
 def test_what_cannot_be_resumed(undisturbed, images, tmp_path):
     run_dir = undisturbed / "ddp-2"
     synthetic = (*TINY, "--data=synthetic", f"--output_dir={tmp_path / 'new'}")
+    here = ("--resume=auto", f"--output_dir={run_dir}")
+    more_images = tmp_path / "images"
+    mock_images.make(more_images, mock_images.MockImagePlan(num_classes=3, num_train=17, num_val=1))
+    written = [(run_dir / name).read_bytes() for name in ("config.json", "records.jsonl")]
     for flags, cause in {
         ("--resume=auto", *TINY, "--data=synthetic"): "looks for checkpoints in --output_dir",
         (*synthetic, "--save_interval=0", "--save_steps=5"): "--save_steps needs checkpoints",
         (*synthetic, "--save_interval=0", "--on_nan=rollback"): "--on_nan rollback needs",
         (*synthetic, f"--resume={tmp_path}"): "no checkpoint is in it",
-        (*synthetic, f"--resume={run_dir}"): "is of --model tests.nets:killed_once",
-        (*LEARNING, "--data=synthetic", f"--output_dir={tmp_path / 'second'}", "--resume",
-         str(run_dir)): "it is of classes 3, and this is 1000",
-        (*LEARNING, "--data=synthetic", "--synthetic.num_classes=3", "--resume", str(run_dir),
-         f"--output_dir={tmp_path / 'other'}"): "not of synthetic data",
-        (*LEARNING, f"--data=imagefolder:{images}", "--seed=3", "--resume", str(run_dir),
-         f"--output_dir={tmp_path / 'third'}"): "the sampler's state has seed 0",
+        (*TINY, "--data=synthetic", *here): "is of --model tests.nets:killed_once",
+        (*LEARNING, "--data=synthetic", "--synthetic.num_classes=5", *here):
+            "it is of classes 3, and this is 5",
+        (*LEARNING, "--data=synthetic", *here): "it is of --data imagefolder, and",
+        (*LEARNING, f"--data=imagefolder:{images}", "--seed=3", *here): "it is of --seed 0, and",
+        (*LEARNING, f"--data=imagefolder:{more_images}", f"--resume={run_dir}",
+         f"--output_dir={tmp_path / 'other'}"): "it is of training samples 48, and this is 51",
         (*synthetic, f"--output_dir={run_dir}"): "or resume it with --resume auto",
     }.items():  # fmt: skip
         result = run(*flags)
@@ -274,6 +304,8 @@ def test_what_cannot_be_resumed(undisturbed, images, tmp_path):
         assert cause in result.stderr
         assert "Traceback" not in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
+    # A run that is refused leaves the one that is there as it was.
+    assert [(run_dir / name).read_bytes() for name in ("config.json", "records.jsonl")] == written
 
 
 @pytest.mark.xla
@@ -290,13 +322,23 @@ def test_replayed_steps_go_on(images, undisturbed, tmp_path):
 
 def test_done_already(images, undisturbed, tmp_path):
     flags = (*LEARNING, *SETTINGS["ddp-2"], f"--data=imagefolder:{images}", "--max_steps=6",
-             "--save_steps=1000", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+             "--save_steps=3", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
     first = run(*flags)
     assert first.returncode == 0, first.stderr
     again = run(*flags, "--resume=auto")
     assert again.returncode == 0, again.stderr
     assert losses(tmp_path / "run") == losses(undisturbed / "ddp-2")[:6]
     assert end_of(tmp_path / "run").num_steps == 6
+    # From an earlier one on, those after it count no more, and are not lost.
+    earlier = checkpoints.folder_of(tmp_path / "run", 3)
+    other = run(*flags, f"--resume={earlier}", "--max_steps=5", "--keep_checkpoints=1")
+    assert other.returncode == 0, other.stderr
+    assert checkpoints.steps_of(tmp_path / "run") == [5]
+    (aside,) = earlier.parent.glob("abandoned-*")
+    assert f"the checkpoints after step 3 count no more; they are in {aside}" in other.stdout
+    assert [path.name for path in aside.iterdir()] == ["step-000000006"]
+    back = run(*flags, f"--resume={aside / 'step-000000006'}")
+    assert "already holds a run" in back.stderr
 
 
 def test_under_torchrun(images, undisturbed, tmp_path):

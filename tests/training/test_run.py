@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from accbench.data import mock_images
 from accbench.recording import records
 from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, read, run
 
@@ -190,6 +191,17 @@ def test_a_windows_mean_loss_is_that_of_its_steps(tmp_path):
     means = [sum(steps[:3]) / 3, sum(steps[3:]) / 3]
     assert [window.mean_loss for window in losses[3]] == pytest.approx(means)
     assert len(set(steps)) == 6
+
+
+def test_a_rank_without_a_validation_sample_waits_for_the_others(tmp_path):
+    plan = mock_images.MockImagePlan(num_classes=1, num_train=8, num_val=1)
+    mock_images.make(tmp_path / "images", plan)
+    flags = (*TINY, "--nproc_per_node=2", "--epochs=2", "--timeout_s=60")
+    data = f"--data=imagefolder:{tmp_path / 'images'}"
+    result = run(*flags, data, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    evals = of_kind(tmp_path / "run", records.EvalRecord)
+    assert [(e.epoch, e.num_samples) for e in evals] == [(0, 1), (1, 1)]
 
 
 def test_a_model_without_accuracy_is_evaluated_by_its_loss(images, tmp_path):

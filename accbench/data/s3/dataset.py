@@ -84,6 +84,7 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         self._bucket = Bucket(bucket, endpoint_url, anonymous, timeout_s, attempts)
         self._cache = BoundedCache(folder, cache_bytes)
         self._listing = self._bucket.listing(self.prefix, folder, listing_max_age_s)
+        self._fetched: dict[int, bytes | UnreadableSampleError] = {}
         self._choose(allow_empty)
 
     def _choose(self, allow_empty: bool) -> None:
@@ -125,11 +126,19 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         return self._listing.key(int(self._chosen[index]))
 
     def encoded(self, index: int) -> bytes:
-        """Return an image's bytes, from the cache or else from the bucket.
+        """Return an image's bytes, as `fetch` left them, from the cache or else from the bucket.
 
         Raises:
             UnreadableSampleError: it cannot be read; the message names bucket and key.
         """
+        fetched = self._fetched.pop(index, None)
+        if fetched is None:
+            fetched = self._try_read(index)
+        if isinstance(fetched, UnreadableSampleError):
+            raise fetched
+        return fetched
+
+    def _read(self, index: int) -> bytes:
         number = int(self._chosen[index])
         key, size = self._listing.key(number), int(self._listing.sizes[number])
         name = f"{self._bucket.identity}/{key}#{self._listing.tags[number]:x}"
@@ -140,19 +149,19 @@ class S3ImageFolder(Dataset[tuple[Any, int]]):
         return content
 
     def fetch(self, indices: list[int]) -> None:
-        """Fetch the images that the cache lacks, several at a time.
+        """Fetch images, several at a time, for the next `encoded` of each.
 
-        A failure is raised later, when the sample is read.
+        A failure is raised then.
         """
-        if self._cache.max_bytes:
-            with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
-                list(pool.map(self._try_encoded, indices))
+        # Kept here too: the cache may store nothing, and a failed request is not repeated.
+        with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
+            self._fetched = dict(zip(indices, pool.map(self._try_read, indices), strict=True))
 
-    def _try_encoded(self, index: int) -> None:
+    def _try_read(self, index: int) -> bytes | UnreadableSampleError:
         try:
-            self.encoded(index)
-        except UnreadableSampleError:
-            return  # raised again when the sample is read
+            return self._read(index)
+        except UnreadableSampleError as error:
+            return error
 
     def where(self, index: int) -> str:
         """Return the image's URL."""
@@ -195,8 +204,12 @@ class S3Samples(data.ReadableSamples):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, indices: list[int]) -> list[data.Sample]:
+    def fetch_samples(self, indices: list[int]) -> None:
+        """Fetch images, several at a time, before they are read."""
         self.dataset.fetch(indices)
+
+    def __getitems__(self, indices: list[int]) -> list[data.Sample]:
+        self.fetch_samples(indices)
         return [self[index] for index in indices]
 
     def read(self, index: int) -> tuple[torch.Tensor, int]:

@@ -4,6 +4,8 @@ A folder holds train.rec and perhaps val.rec, preferably each with its .idx file
 """
 
 import dataclasses
+import os
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +51,8 @@ class Source(data.Source):
         self.train_set = _opened(location)
         val = self.train_set.path.with_name("val.rec")
         self.eval_set = _opened(val) if Path(location).is_dir() and val.exists() else None
+        if self.eval_set is not None:
+            _refuse_different_classes(self.train_set.path, val)
         sets = [dataset for dataset in (self.train_set, self.eval_set) if dataset is not None]
         self.num_classes = options.num_classes or max(map(_num_classes, sets))
         size = task.image_size
@@ -77,6 +81,32 @@ def _opened(path: str | Path) -> RecordIODataset:
         return RecordIODataset(path)
     except RequestError as error:
         raise RequestError(f"--data: {error}") from None
+
+
+def _refuse_different_classes(train: Path, val: Path) -> None:
+    """Compare what `accbench data convert` wrote beside both files, if it did."""
+    train, val = (rec.with_suffix(".classes.txt") for rec in (train, val))
+    try:
+        names = [_class_names(file) for file in (train, val)]
+    except FileNotFoundError:  # files of other tools have none
+        return
+    except OSError as error:
+        raise RequestError(f"--data: cannot read {error.filename}: {error.strerror}") from None
+    for label, (name, other) in enumerate(zip_longest(*names)):
+        if name != other:
+            raise RequestError(
+                f"--data: {train} and {val.name} have different classes: {label} is "
+                f"{_quoted(name)} in the one and {_quoted(other)} in the other; convert both from "
+                "folders of the same classes"
+            )
+
+
+def _class_names(file: Path) -> list[str]:
+    return [os.fsdecode(line) for line in file.read_bytes().split(b"\n") if line]
+
+
+def _quoted(name: str | None) -> str:
+    return "missing" if name is None else repr(name)
 
 
 def _num_classes(dataset: RecordIODataset) -> int:

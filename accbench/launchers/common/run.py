@@ -36,7 +36,10 @@ def run(argv: Sequence[str], prog: str, worker: Sequence[str] = (), attached: bo
             if (joined := launcher.joined(task)) is not None:
                 return _take_part(launcher, joined)
             task = stack.enter_context(run_folder.claim_output_dir(task))
-            task = resume.with_checkpoint(task, _say)
+            if launcher.starts_later and task.resume == "auto":
+                resume.with_checkpoint_later(task, _say)
+            else:
+                task = resume.with_checkpoint(task, _say)
         except RequestError as error:
             return print_refusal(prog, error)
         # The workers' imports take seconds, in which nothing else is printed.

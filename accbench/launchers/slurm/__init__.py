@@ -22,6 +22,10 @@ from accbench.system.stop_signals import StopSignals
 
 SCRIPT_FILE = "job.sh"
 _POLL_S = 1.0
+# Seconds without an answer from squeue after which a job is given up. A controller that is started
+# again, or whose backup takes over, answers within minutes.
+_NO_ANSWER_S = 600.0
+_OVER = ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
 
 class Launcher(launchers.Launcher):
@@ -29,6 +33,7 @@ class Launcher(launchers.Launcher):
 
     restarts_workers = True  # by Slurm's requeueing
     elsewhere = True
+    starts_later = True
 
     @dataclasses.dataclass(frozen=True)
     class Options:
@@ -95,17 +100,31 @@ class Launcher(launchers.Launcher):
 
 
 def job_state(job: str) -> str:
-    """Return the job's state as squeue prints it; empty when the job is over and gone."""
+    """Return the job's state as squeue prints it; empty when the job is over and gone.
+
+    Raises:
+        RequestError: squeue does not know; the message is its own.
+    """
     done = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", "--format=%T"], capture_output=True, text=True
     )
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise RequestError(f"squeue failed: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
 
 
 def _wait_for_job(job: str, run_dir: Path) -> Failure | None:
     """Wait for the job's end; a signal to this process cancels the job."""
     with StopSignals() as signals:
-        while job_state(job) not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+        answered = time.monotonic()
+        while True:
+            try:
+                if job_state(job) in _OVER:
+                    break
+                answered = time.monotonic()
+            except RequestError as error:
+                if time.monotonic() - answered > _NO_ANSWER_S:
+                    return _give_up(job, str(error))
             if signals.graceful or signals.forced:
                 subprocess.run(["scancel", job])
             time.sleep(_POLL_S)
@@ -117,3 +136,11 @@ def _wait_for_job(job: str, run_dir: Path) -> Failure | None:
     return Failure(
         ends[-1].status if ends else "error", f"job {job}: {why}", is_recorded=bool(ends)
     )
+
+
+def _give_up(job: str, why: str) -> Failure:
+    """Cancel a job of which nothing is known, so that no other one runs beside it."""
+    subprocess.run(["scancel", job])
+    why = f"job {job} is given up after {_NO_ANSWER_S:.0f} s: {why}; scancel {job} if it still runs"
+    # The job itself may still write its record.
+    return Failure("error", why, exit_status=2, is_recorded=True)

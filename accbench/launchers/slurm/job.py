@@ -1,6 +1,7 @@
 """The job's process on its first node: it runs the workers by srun, and completes the record."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from accbench.errors import (
     MEETING_VARIABLE,
     STOPPED_STATUS,
     RequestError,
+    print_refusal,
 )  # fmt: skip
 from accbench.launchers import Failure
 from accbench.launchers.common import failures
@@ -33,19 +35,24 @@ _GRACE_S = 5.0
 def main() -> None:
     """Run the job.
 
-    The arguments are the run's folder, whether the submitter holds it (held or free), and a
-    worker's command.
+    The arguments are the run's folder, whether the submitter holds it (held or free), which
+    checkpoint to go on from (auto, or as-written in the task), and a worker's command.
     """
-    folder, held, *worker = sys.argv[1:]
+    folder, held, resumed, *worker = sys.argv[1:]
     run_dir = Path(folder)
     task = config.parse([f"--config={run_dir / config.CONFIG_FILE}"])
+    if resumed == "auto":
+        task = dataclasses.replace(task, resume="auto")
     try:
         with contextlib.nullcontext() if held == "held" else folders.lock(run_dir):
-            task = _resolve_task(task)
-            failure = _srun(task, worker)
+            try:
+                task = _resolve_task(task)
+                failure = _srun(task, worker)
+            except RequestError as error:
+                failure = Failure("error", str(error), exit_status=2)
             status = launchers.conclude(run_dir, failure)
-    except RequestError as error:
-        status = launchers.conclude(run_dir, Failure("error", str(error), exit_status=2))
+    except RequestError as error:  # another job holds the folder, and its record
+        status = print_refusal("accbench", error)
     if status == STOPPED_STATUS and _is_time_over(task):
         job = os.environ["SLURM_JOB_ID"]
         print(f"the job's time is over: requeueing {job} to resume its checkpoint", flush=True)
@@ -54,9 +61,12 @@ def main() -> None:
 
 
 def _resolve_task(task: TaskConfig) -> TaskConfig:
-    """Resolve the task on this node; resume from the newest checkpoint if Slurm has requeued it."""
+    """Resolve the task on this node, with the newest checkpoint by now.
+
+    A named checkpoint is taken only the first time, before Slurm has requeued the job.
+    """
     task = resolving.resolve(task)
-    if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+    if task.resume == "auto" or int(os.environ.get("SLURM_RESTART_COUNT", 0)):
         return resume.with_newest_checkpoint(task, lambda line: print(line, flush=True))
     run_folder.write(task)
     return task

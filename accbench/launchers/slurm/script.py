@@ -42,5 +42,7 @@ def render(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> 
     lines += [f"#SBATCH {argument}" for argument in shlex.split(options.sbatch_args)]
     job_main = launchers.main_of("accbench.launchers.slurm.job")
     lock_state = "held" if is_held else "free"
-    command = [sys.executable, *job_main, str(folder), lock_state, *worker]
+    # Said here too: each job on the folder writes down the checkpoint that it has chosen.
+    resume = "auto" if task.resume == "auto" else "as-written"
+    command = [sys.executable, *job_main, str(folder), lock_state, resume, *worker]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])

@@ -111,6 +111,7 @@ class ImageClassification(Spec):
     takes: ClassVar = IMAGES
     unit: ClassVar = "images"
     mixes: ClassVar = True
+    ignores_padding: ClassVar = True
     name: str
     build_net: Callable[..., nn.Module]
     """Called with num_classes; its module maps normalised images to logits."""

@@ -51,6 +51,7 @@ class LanguageModel(Spec):
 
     takes: ClassVar = TOKENS
     unit: ClassVar = "tokens"
+    ignores_padding: ClassVar = True
     name: str
     build_net: Callable[[int], nn.Module]
     """Called with the vocabulary size; its module maps `input_ids` to logits (N, T, V), in any form

@@ -25,6 +25,7 @@ class Segmentation(Spec):
     takes: ClassVar = "images with masks"
     unit: ClassVar = "images"
     usual_num_classes: ClassVar = 21
+    ignores_padding: ClassVar = True
     name: str
     image_size: int = 224
     """Height and width in pixels."""

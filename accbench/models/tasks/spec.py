@@ -29,6 +29,9 @@ class Spec(abc.ABC):
     ignores_labels: ClassVar[bool] = False
     """Whether labels are ignored whatever the data: the model leaves some out, or `synthetic_batch`
     does."""
+    ignores_padding: ClassVar[bool] = False
+    """Whether `score` leaves out samples whose labels are all ignored; only then are the short
+    batches of an evaluation padded with such samples, so that all have one shape."""
 
     @property
     def units_per_sample(self) -> int:

@@ -1,18 +1,25 @@
 """A job of a real Slurm of one node trains like a run here, and is requeued from its checkpoint."""
 
+import dataclasses
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from accbench import cli
+from accbench import cli, config, resolving
 from accbench.distributed import slurm_variables
 from accbench.distributed.slurm_variables import as_torchrun, tasks_per_node
 from accbench.errors import RequestError
+from accbench.launchers import slurm as slurm_launcher
+from accbench.launchers.slurm import job
 from accbench.recording import records
+from accbench.system import folders
+from accbench.training import checkpoint_file, checkpoints
 from tests.conftest import (
     HANG_S,
     ROOT,
@@ -27,6 +34,7 @@ from tests.conftest import (
     wait_until,
 )
 from tests.launchers.slurm import cluster
+from tests.training.test_checkpoints import checkpoint
 
 SYNTHETIC = (*TINY, "--data=synthetic", "--device=cpu", "--nproc_per_node=2")
 FLAGS = (*SYNTHETIC, "--launcher=slurm")
@@ -141,6 +149,80 @@ def test_wrong_flags_get_a_line(flags, said, tmp_path, capsys, monkeypatch):
     assert cli.run([*SYNTHETIC, *flags, f"--output_dir={tmp_path / 'run'}"]) == 2
     errors = capsys.readouterr().err
     assert said in errors
+
+
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """Have Slurm's commands be shell scripts, which are given as text."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def install(**commands: str) -> None:
+        for name, text in commands.items():
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    return install
+
+
+def test_a_job_finds_its_checkpoint_when_it_starts(fake_slurm, tmp_path, capsys, monkeypatch):
+    fake_slurm(sbatch="echo 7", srun="exit 0")
+    run_dir = tmp_path / "run"
+    flags = [*FLAGS, "--nproc_per_node=1", "--resume=auto", f"--output_dir={run_dir}"]
+    assert cli.run(flags) == 0
+    assert "submitted job 7" in capsys.readouterr().out
+    _, command_line = (run_dir / "job.sh").read_text().split("exec ", 1)
+    words = shlex.split(command_line)
+    monkeypatch.setattr(sys, "argv", words[words.index(str(run_dir)) - 1 :])
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_NTASKS", "1")):
+        monkeypatch.setenv(name, value)
+    saved = checkpoint(4)
+    facts = dataclasses.replace(saved.facts, model="tests.nets:tiny")
+    newest = None
+    # Two jobs that are submitted before any checkpoint is there: the first makes one.
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            job.main()
+        assert ended.value.code == 0
+        assert json.loads((run_dir / "config.json").read_text())["resume"] == newest
+        checkpoint_file.write(
+            checkpoints.folder_of(run_dir, 4), dataclasses.replace(saved, facts=facts)
+        )
+        newest = str(checkpoints.folder_of(run_dir, 4))
+    # A second one at the same time leaves the record to the first.
+    with folders.lock(run_dir), pytest.raises(SystemExit) as ended:
+        job.main()
+    assert ended.value.code == 2
+    assert "another process is at work" in capsys.readouterr().err
+    assert not (run_dir / "records.jsonl").exists()
+
+
+def test_a_squeue_that_fails_is_asked_again(fake_slurm, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_launcher, "_POLL_S", 0)
+    task = resolving.resolve(config.parse([*SYNTHETIC, f"--output_dir={tmp_path}"]))
+    task = dataclasses.replace(task, options={"slurm": slurm_launcher.Launcher.Options()})
+    launcher = slurm_launcher.Launcher()
+    launcher.attached = True
+    asked, record = tmp_path / "asked", tmp_path / "records.jsonl"
+    end = '{"kind": "end", "status": "ok"}'
+    unknown = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
+    no_answer = "echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1"
+    fake_slurm(
+        sbatch="echo 7", scancel=f"echo cancelled >>{asked}",
+        squeue=f"""echo >>{asked}
+case $(wc -l <{asked}) in 1) echo RUNNING;; 2) {no_answer};; 3) echo RUNNING;;
+*) echo '{end}' >{record}; {unknown};; esac""",
+    )  # fmt: skip
+    assert launcher.launch(task, []) is None
+    assert asked.read_text() == "\n" * 4
+    monkeypatch.setattr(slurm_launcher, "_NO_ANSWER_S", 0)
+    fake_slurm(squeue=no_answer)
+    failure = launcher.launch(task, [])
+    assert failure.exit_status == 2
+    assert failure.is_recorded  # by the job, if it still runs
+    assert "Unable to contact slurm controller; scancel 7 if it still runs" in failure.error
+    assert asked.read_text().endswith("cancelled\n")
 
 
 def test_a_tasks_place_is_read_from_slurms_variables():
