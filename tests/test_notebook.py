@@ -24,12 +24,11 @@ def texts(notebook) -> str:
     )
 
 
-@pytest.mark.xla
-@pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
+@pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
 def test_runs_from_top_to_bottom(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (flags,) = (cell for cell in notebook.cells if "--model=resnet18" in cell.source)
-    # torch_xla compiles it thrice; and other tests have the other core.
+    # Other tests have the other core.
     small = "--model=tests.nets:tiny --threads=1 --workers=0"
     flags.source = flags.source.replace("--model=resnet18", small)
     client = NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": str(ROOT)}})

@@ -19,7 +19,7 @@ from torch import nn
 from accbench.comparing import shared_dropout
 from accbench.comparing.reference_files import FOLDER, LOSS_SCALE
 from accbench.comparing.reference_pass import DRAWS_OTHERWISE
-from accbench.config import TaskConfig
+from accbench.config import RECORDS_FILE, TaskConfig
 from accbench.data import nested
 from accbench.distributed import complex_numbers, process_group
 from accbench.distributed.process_group import Topology
@@ -33,6 +33,8 @@ from accbench.training import script
 from accbench.training.accelerated_run import Run, StepListener
 from accbench.training.current import Worker
 
+# The phase of a record that says why a script's steps cannot be compared.
+_NOT_COMPARABLE = "not comparable"
 # Relative difference of a batch's sums in float32 and in float64.
 _SAME_DATA = 1e-5
 
@@ -179,12 +181,24 @@ class Float64Engine(ddp.Engine):
 
 
 def run(task: TaskConfig, topology: Topology) -> None:
-    """Make the script's reference in the run's folder, and write its losses into the record."""
+    """Make the script's reference in the run's folder, and write its losses into the record.
+
+    The record says so where the script's steps cannot be compared.
+    """
     assert task.max_steps is not None
     logger = RunLogger(task.run_dir, topology.rank)
-    with shared_dropout.shared_dropout():
-        _run_and_store(task, topology, logger)
+    try:
+        with shared_dropout.shared_dropout():
+            _run_and_store(task, topology, logger)
+    except _NotComparable as reason:
+        logger.write(records.NumericsRecord(_NOT_COMPARABLE, 0, {}, note=str(reason)))
     logger.write(records.EndRecord("ok", num_steps=task.max_steps))
+
+
+def is_comparable(reference_dir: Path) -> bool:
+    """Return whether the steps of the reference's script can be compared."""
+    reference_records = records.read(reference_dir / RECORDS_FILE)
+    return not any(getattr(r, "phase", None) == _NOT_COMPARABLE for r in reference_records)
 
 
 def _run_and_store(task: TaskConfig, topology: Topology, logger: RunLogger) -> None:
@@ -231,11 +245,20 @@ def run_script(
     """
 
     def begin(run: Run) -> StepListener:
+        if not run.loaders:
+            run.let_go()
+            raise _NotComparable(
+                "the script gives accelerate no loader, whose batches the reference has in float64"
+            )
         run.logger = run.timer.listener.logger = _HeaderLogger(task.run_dir, topology.rank)  # type: ignore[attr-defined]
         return watch(run)
 
     engine.close = lambda: None  # the caller uses it again
     script.run_in(Worker(task, topology, 0.0, None, engine, begin))
+
+
+class _NotComparable(BaseException):  # noqa: N818  # which no script catches
+    """Ends a script whose steps cannot be compared; the message says why, without a full stop."""
 
 
 class _FirstStepDone(BaseException):
@@ -255,7 +278,7 @@ class _DropoutRecorder(StepListener):
     def before_step(self) -> None:
         self.draws.begin(0, 0, lambda tensor: tensor)
 
-    def after_step(self, loss: torch.Tensor) -> None:
+    def after_step(self, loss: torch.Tensor, is_own: bool) -> None:
         self.draws.shapes = shared_dropout.unexpected_shapes()
         raise _FirstStepDone
 
@@ -267,6 +290,7 @@ class _StepWriter(StepListener):
         self.run, self.draws, self.folder = run, draws, folder
         self.losses: list[float] = []
         self.sums: list[float] = []
+        self.before: TrainingState | None = None
         self.shapes = draws.shapes
 
     def before_step(self) -> None:
@@ -277,11 +301,22 @@ class _StepWriter(StepListener):
     def got(self, batch: Batch) -> None:
         self.sums += sums_of(batch)
 
-    def after_step(self, loss: torch.Tensor) -> None:
+    def after_step(self, loss: torch.Tensor, is_own: bool) -> None:
+        before, self.before = self.before, None
+        if not is_own:
+            raise _NotComparable(
+                "the script steps another optimizer than accelerate was given, or that one first; "
+                "steps are compared by the formula of the one that was given"
+            )
+        if before is None:
+            raise _NotComparable(
+                "the script takes a step for which it asked no loader for a batch, as a second one "
+                "by the same batch; steps are compared from batch to batch"
+            )
         step = len(self.losses)
         self.losses.append(float(loss))
         reference_step = ReferenceStep(
-            self.losses[-1], self.sums, self.before, gradients(self.run), _read_state(self.run),
+            self.losses[-1], self.sums, before, gradients(self.run), _read_state(self.run),
             [list(shape) for shape in self.shapes or ()],
         )  # fmt: skip
         reference_step.write(self.folder, step, self.run.rank)

@@ -1,5 +1,6 @@
 """Batches and outputs as nested containers of tensors, of the kinds in `nest_kinds`."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from accbench.data import nest_kinds
 from accbench.errors import RequestError
+
+# How many parts of a container are asked how many samples it has.
+_NUM_ASKED = 8
 
 
 def mapped(
@@ -58,13 +62,35 @@ def tensors_of(nest: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in named_tensors(nest)]
 
 
-def num_rows(nest: Any) -> int:
-    """Return how many samples a batch has: the length of its first tensor that has one.
+def num_rows(nest: Any, expected: int | None = None) -> int:
+    """Return how many samples a batch has: the length that its tensors, or lists of them, share.
 
-    For a packed sequence it is the number of sequences. An object may state it, as batches of
-    graphs do (`num_graphs`, `batch_size`). It is 1 if nothing has a length.
+    Where they share several, it is the number that is expected, and the first tensor's length if
+    that is none of them: a list of 8 images of 3 channels may be 8 samples or 3. For a packed
+    sequence it is the number of sequences. An object may state it, as batches of graphs do
+    (`num_graphs`, `batch_size`). It is 1 if nothing has a length.
+
+    Args:
+        nest: the batch.
+        expected: the loader's batch size; None if not known.
     """
-    return next(_rows(nest), 1)
+    possible = _possible_rows(nest)
+    return expected if expected in possible else next(iter(possible), 1)
+
+
+def _possible_rows(nest: Any) -> list[int]:
+    """Return the numbers of samples that a nest may have, the likeliest first."""
+    kind = nest_kinds.find_kind(nest)
+    if kind is None or isinstance(nest, PackedSequence) or nest_kinds.moves_itself(nest):
+        return [*itertools.islice(_rows(nest), 1)]
+    asked = (_possible_rows(part) for _, part in kind.parts(nest)[:_NUM_ASKED])
+    by_part = [rows for rows in asked if rows]
+    shared = [n for n in by_part[0] if all(n in rows for rows in by_part)] if by_part else []
+    is_list = isinstance(nest, Sequence) and not hasattr(nest, "_fields")
+    if by_part and not shared:  # such as positions beside tokens
+        shared = [*itertools.islice(_rows(nest), 1)]
+        shared += [] if is_list else itertools.chain(*by_part)
+    return [*shared, len(nest)] if is_list and len(nest) else shared
 
 
 def _rows(nest: Any) -> Iterator[int]:

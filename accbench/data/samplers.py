@@ -7,6 +7,7 @@ processes, each sample still comes once per epoch. Loaders read ahead of trainin
 
 import copy
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from accbench.data.batch_samplers import (
     IterationBasedBatchSampler,
     make_batch_data_sampler,
 )
+from accbench.distributed import slurm_variables
 
 __all__ = [
     "BatchSampler",
@@ -46,6 +48,16 @@ __all__ = [
 _CHUNK = 65_536
 
 
+def _num_ranks_and_rank() -> tuple[int, int]:
+    """Return those of the process group or, before there is one, of the environment."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    variables = slurm_variables.with_torchruns(os.environ)
+    if "WORLD_SIZE" not in variables or "RANK" not in variables:
+        return 1, 0
+    return int(variables["WORLD_SIZE"]), int(variables["RANK"])
+
+
 class _ShardedSampler(Sampler[int]):
     """A rank's shard of an order that all ranks know, with the state for resuming.
 
@@ -57,9 +69,9 @@ class _ShardedSampler(Sampler[int]):
         self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool,
         contiguous: bool,
     ) -> None:  # fmt: skip
-        in_group = dist.is_available() and dist.is_initialized()
-        self.num_replicas = num_replicas or (dist.get_world_size() if in_group else 1)
-        self.rank = (dist.get_rank() if in_group else 0) if rank is None else rank
+        num_ranks, own_rank = _num_ranks_and_rank()
+        self.num_replicas = num_replicas or num_ranks
+        self.rank = own_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
             raise ValueError(f"rank {self.rank} is not one of {self.num_replicas} ranks")
         self.seed, self.drop_last, self.contiguous = seed, drop_last, contiguous
@@ -196,7 +208,8 @@ class DistributedSampler(_ShardedSampler):
 
     Args:
         dataset: the data set, or anything with a length.
-        num_replicas: number of ranks; None for that of the process group, or 1.
+        num_replicas: number of ranks; None for that of the process group or, before there is one,
+            of torchrun's or srun's environment.
         rank: this rank.
         shuffle: whether each epoch has a new order, from `seed` and the epoch.
         seed: seed of the order.
@@ -243,7 +256,8 @@ class GroupedDistributedSampler(DistributedSampler):
         dataset: the data set, or anything with a length.
         group_ids: the group of every sample of the dataset.
         batch_size: samples of a rank's batch. A state fits only the same batch size.
-        num_replicas: number of ranks; None for that of the process group, or 1.
+        num_replicas: number of ranks; None for that of the process group or, before there is one,
+            of torchrun's or srun's environment.
         rank: this rank.
         shuffle: whether each epoch has a new order.
         seed: seed of the order.
@@ -299,7 +313,8 @@ class DistributedWeightedRandomSampler(_ShardedSampler):
         weights: weight of each sample, not negative; they need not sum to one.
         num_samples: samples drawn per epoch, over all ranks.
         replacement: whether a sample may be drawn twice.
-        num_replicas: number of ranks; None for that of the process group, or 1.
+        num_replicas: number of ranks; None for that of the process group or, before there is one,
+            of torchrun's or srun's environment.
         rank: this rank.
         seed: seed of the draws.
         drop_last: drop the samples that do not fill all ranks.

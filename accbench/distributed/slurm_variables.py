@@ -38,6 +38,14 @@ def adopt() -> None:
         _refuse_others(variables)
 
 
+def with_torchruns(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Return an environment with torchrun's variables, also before `adopt` where srun began it."""
+    is_torchruns = "RANK" in variables or "WORLD_SIZE" in variables
+    if is_torchruns or _num_tasks(variables) == 1:
+        return variables
+    return {**variables, **as_torchrun(variables)}
+
+
 def _num_tasks(variables: Mapping[str, str]) -> int:
     """Return the tasks of srun's step; 1 in a batch script and in an interactive shell."""
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")

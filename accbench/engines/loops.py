@@ -120,8 +120,13 @@ class LoopEngine(Engine):
         """
         return
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients over ranks, where `backward` has not done so."""
+    def reduce_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Average gradients over ranks, where `backward` has not done so.
+
+        Args:
+            model: the user's, of which further optimizers may step some parameters.
+            optimizer: from `adopt_optimizer`.
+        """
         return
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -8,6 +8,7 @@ from torch.amp.grad_scaler import OptState
 
 from accbench.config import TaskConfig, amp_level
 from accbench.distributed import complex_parameters
+from accbench.distributed.whole_tensors import own_shard
 
 
 class Precision:
@@ -51,6 +52,29 @@ class Precision:
         if self.scaler is not None:
             with complex_parameters.as_real(optimizer):
                 self.scaler.unscale_(optimizer)
+
+    @torch.no_grad()
+    def rescale(self, optimizer: torch.optim.Optimizer, are_averaged: bool) -> None:
+        """Multiply the gradients by the loss scale again, as no step has followed `unscale`.
+
+        So a further backward pass may add to them, or begins anew if they have been set to zero.
+
+        Args:
+            optimizer: that of `unscale`.
+            are_averaged: whether ranks had the same gradients in `unscale`. Then an overflow lowers
+                the scale, as it would in a step: a loop that leaves out steps of infinite norm
+                would meet no other.
+        """
+        if not self.has_loss_scale:
+            return
+        states = self.scaler._per_optimizer_states
+        if are_averaged and states[id(optimizer)]["found_inf_per_device"]:
+            self.scaler.update()
+        states.pop(id(optimizer), None)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own_shard(parameter.grad).mul_(self.scaler._scale)
 
     def unscale_and_look(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Divide the gradients by the loss scale, and return the flags of what overflowed.

@@ -1,6 +1,8 @@
 """A user's data loader, sharded over the ranks, with its batches moved to the device."""
 
+import contextlib
 import copy
+import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any, Protocol
@@ -38,6 +40,8 @@ class AcceleratedLoader:
         self.loader, self._passes, self._sampler = loader, passes, sampler
         self.epoch = 0
         """Epoch of the next pass, by which a sampler made here shuffles."""
+        self._stream: weakref.ref[Any] | None = None
+        """Batches of the last pass over a loader with worker processes."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -64,18 +68,19 @@ class AcceleratedLoader:
     @property
     def position(self) -> BatchPosition:
         """A count of batches for a new pass, for `Run.gather`."""
-        inner = getattr(self.loader, "batch_sampler", None)
-        samplers = (getattr(self.loader, "sampler", None), inner, getattr(inner, "sampler", None))
-        sharded = (sampler for sampler in samplers if hasattr(sampler, "num_replicas"))
-        return BatchPosition(next(sharded, None))
+        return BatchPosition(_distributed_sampler(self.loader), *_batch_sizes(self.loader))
 
     def _on_device(self) -> Generator[Batch, None, None]:
         engine = self._passes.engine
         if getattr(self.loader, "num_workers", 0):
+            earlier = self._stream() if self._stream is not None else None
+            if earlier is not None and getattr(self.loader, "persistent_workers", False):
+                earlier.close()  # its thread would take batches of this pass
             with shared_memory.explained():
                 on_host = name_dead_workers(self._on_host())
                 shared_memory.explain_signals()
             with closing(engine.stream(on_host)) as batches:  # type: ignore[type-var]
+                self._stream = weakref.ref(batches)
                 yield from batches
         else:
             for batch in self._on_host():
@@ -102,14 +107,15 @@ def shard_loader(loader: Any, topology: Topology, seed: int) -> tuple[Any, _Rank
     """Shard a loader: return a loader of this rank's samples, and the sampler made for it.
 
     Raises:
-        RequestError: it cannot be sharded.
+        RequestError: it cannot be sharded, or has a sampler of another worker's samples.
     """
+    distributed = _distributed_sampler(loader)
+    if distributed is not None:
+        _check_ranks(distributed, topology)
+        return loader, None
     if topology.world_size == 1:
         return loader, None
     sampler = getattr(loader, "sampler", None)
-    samplers = (sampler, getattr(loader, "batch_sampler", None))
-    if any(hasattr(candidate, "num_replicas") for candidate in samplers):
-        return loader, None
     why = _why_not_shardable(loader, sampler)
     if why is not None:
         raise RequestError(
@@ -122,6 +128,42 @@ def shard_loader(loader: Any, topology: Topology, seed: int) -> tuple[Any, _Rank
         loader.dataset, topology.world_size, topology.rank, shuffle=shuffle, seed=seed
     )
     return _with_sampler(loader, shard), shard
+
+
+def _batch_sizes(loader: Any) -> tuple[int | None, int | None]:
+    """Return a loader's batch size, and its samples in an epoch; None for what is not known."""
+    batches = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+    num_samples = None
+    if type(batches) is BatchSampler:
+        with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
+            num_samples = len(batches.sampler)  # type: ignore[arg-type]
+    return batch_size if isinstance(batch_size, int) else None, num_samples
+
+
+def _distributed_sampler(loader: Any) -> Any:
+    """Return the distributed sampler of a loader or of its batch sampler; None if it has none."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    distributed = (s for s in samplers if getattr(s, "num_replicas", None) is not None)
+    return next(distributed, None)
+
+
+def _check_ranks(sampler: Any, topology: Topology) -> None:
+    """Check that a distributed sampler gives this worker's samples.
+
+    Raises:
+        RequestError: it is for another number of workers, or for another one of them.
+    """
+    here, size = topology.rank, topology.world_size
+    rank = getattr(sampler, "rank", here)  # some samplers do not show it
+    if (sampler.num_replicas, rank) != (size, here):
+        raise RequestError(
+            f"the loader's {type(sampler).__name__} is for rank {rank} of {sampler.num_replicas}, "
+            f"and this worker is rank {here} of {size}: leave the sampler out, as accelerate "
+            f"shares out a plain DataLoader, build it with num_replicas={size} and rank={here}, "
+            "or say sharded=True if it is meant so"
+        )
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler) -> DataLoader[Any]:

@@ -1,10 +1,11 @@
 """The run of a user's own training loop, which `accbench.accelerate` returns."""
 
 import contextlib
-import inspect
+import time
+import weakref
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from accbench.data import nested
 from accbench.distributed import complex_parameters, process_group, whole_tensors
-from accbench.engines import Batch
+from accbench.engines import Batch, CompileStats
 from accbench.engines.common import model_state
 from accbench.engines.loops import LoopEngine
 from accbench.errors import RequestError, RunEnded
@@ -34,6 +35,25 @@ from accbench.training.opening import open_engine
 from accbench.training.run_report import Reporter
 from accbench.training.step_listener import StepListener
 from accbench.training.step_timer import StepTimer
+
+
+@dataclass(eq=False)
+class _LoaderPass:
+    """A pass over a loader, of which the loop has asked for a batch.
+
+    It is an evaluation until it is known to train.
+    """
+
+    epoch: int
+    position: BatchPosition
+    began: tuple[float, CompileStats] | None = None
+    """When its first batch was asked for, and what had been compiled by then."""
+    first_step: int = 0
+    trains: bool = False
+    batch: Batch = None
+    """The batch that the loop works on."""
+    num_backward: int = 0
+    """Backward passes of the run before the batch."""
 
 
 class Run:
@@ -78,15 +98,20 @@ class Run:
             Reporter(self.logger, display, self.task, self.engine, optimizer),
         )  # fmt: skip
         self.timer.start(0)
-        self._passes: list[Generator[Batch, None, None]] = []
+        # Python closes a pass that the loop has left, as nothing else refers to it.
+        self._passes: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
         self._losses: list[torch.Tensor] = []
-        self._taken: dict[int, int] = {}  # pass over a loader -> samples taken for the next step
+        self._taken: dict[_LoaderPass, int] = {}  # samples taken for the next step
         self._position: BatchPosition | None = None
         self._stepped: set[int] = set()  # optimizers, by the gradients of the last backward passes
-        self._training_passes: set[int] = set()  # begun, and not at their end
+        self._training_passes: set[_LoaderPass] = set()  # begun, and not at their end
+        self._is_epoch_over = True
+        # Passes for which the clock stands still: evaluations, and training that was left.
+        self._stopped_for: list[_LoaderPass] = []
         self._num_applied = self._num_backward = 0
         self._error: Exception | None = None
         self._has_header = self._ended = self._is_unscaled = self._without_reduction = False
+        self._are_averaged = True  # the gradients
         self._watch: StepListener = begun.watch(self) if begun.watch else StepListener()
         self._hook = optimizer.register_step_post_hook(self._count)
         self._foreign = ForeignSteps(
@@ -146,13 +171,18 @@ class Run:
                 "graph: take them by torch.autograd.grad(..., create_graph=True), and "
                 "run.backward what you make of them"
             )
+        self._note_training()
         self._num_backward += 1
         self._stepped.clear()
+        if self._is_unscaled:  # and no step has followed
+            self._is_unscaled = False
+            self.engine.precision.rescale(self.optimizer, self._are_averaged)
         with self._foreign.in_backward():
             self.engine.backward(loss, retain_graph)
         complex_parameters.materialize_gradients(self.optimizer)
-        if not self._without_reduction:
-            self.engine.reduce_gradients(self.optimizer)
+        self._are_averaged = not self._without_reduction
+        if self._are_averaged:
+            self.engine.reduce_gradients(self.model, self.optimizer)
         self._losses.append(loss.detach())
         if self._foreign.take_backward_step():
             self._after_step(None)
@@ -160,12 +190,13 @@ class Run:
     def gather(self, nest: Any) -> Any:
         """Return all workers' tensors joined along the first dimension, on the host.
 
-        Called in an evaluation on what the last batch gave, it returns each sample once, in the
-        loader's order, and leaves out those that a distributed sampler has added so that all
-        workers have equally many. Every worker calls it.
+        Called in a loop over a loader on what the last batch of N samples gave, (N, ...), it
+        returns each sample once, in the loader's order, and leaves out those that a distributed
+        sampler has added so that all workers have equally many. Behind the loop, and of numbers
+        (), it returns what every worker has, by rank. Every worker calls it.
 
         Args:
-            nest: tensors in any nesting; (N, ...) of a batch of N samples.
+            nest: tensors in any nesting.
 
         Raises:
             RequestError: workers have tensors of different types or shapes.
@@ -256,7 +287,7 @@ class Run:
         self.engine.end_step()
         num_samples = sum(self._taken.values())
         self._begin_record(num_samples)
-        self._watch.after_step(loss)
+        self._watch.after_step(loss, is_own=optimizer is self.optimizer)
         self._losses, self._taken, self._is_unscaled = [], {}, False
         # No samples: one more optimizer's step on the same batch, or a loop without a loader.
         known = num_samples or (0 if self.loaders else self.task.batch_size)
@@ -294,75 +325,129 @@ class Run:
 
     def batches(self, loader: AcceleratedLoader, on_device: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of one pass over a loader; `on_device` is closed when the pass ends."""
-        # An evaluation is not part of a training window.
-        evaluates = not (torch.is_grad_enabled() and self.model.training)
-        # A further loader that is read at the same time does not end the window.
-        if not (evaluates or self._training_passes):
-            self.timer.close_window()
-            self.timer.start(loader.epoch - 1)
-        new_pass = self._pass(on_device, evaluates, loader.position)
-        self._passes = [
-            earlier
-            for earlier in self._passes
-            if inspect.getgeneratorstate(earlier) != inspect.GEN_CLOSED
-        ]
-        self._passes.append(new_pass)
+        new_pass = self._pass(_LoaderPass(loader.epoch - 1, loader.position), on_device)
+        self._passes.add(new_pass)
         return new_pass
 
-    def _pass(
-        self, on_device: Any, evaluates: bool, position: BatchPosition
-    ) -> Generator[Batch, None, None]:
-        pauses = evaluates and not self.timer.is_paused
-        if pauses:
-            self.timer.pause()
-        timed = iter(on_device) if evaluates else self.timer.batches(on_device)
-        end, pass_id = "failed", id(on_device)
-        if not evaluates:
-            self._training_passes.add(pass_id)
+    def _pass(self, this: _LoaderPass, on_device: Any) -> Generator[Batch, None, None]:
+        timed = self.timer.batches(on_device)
+        end = "failed"
         try:
             while True:
                 self._raise_left()
                 self._end_if_done()
-                if not evaluates and not self._losses:
-                    self._taken.pop(pass_id, None)  # of a batch that no step used
-                    self._watch.before_step()
+                self._on_request(this)
                 try:
-                    batch = next(timed)
+                    this.batch = next(timed if this.trains else on_device)
                 except StopIteration:
                     end = "whole"
                     return
-                num_steps = self.timer.num_steps
-                samples = nested.num_rows(batch)
-                position.next(samples)
-                self._position = position
-                if not evaluates:
-                    self._begin_record(samples)
-                    self._taken[pass_id] = self._taken.get(pass_id, 0) + samples
-                    self._watch.got(batch)
-                yield self.engine.batch_for_loop(batch)
-                del batch
+                num_steps, this.num_backward = self.timer.num_steps, self._num_backward
+                this.position.next(this.batch)
+                self._position = this.position
+                if this.trains:
+                    self._count_batch(this)
+                yield self.engine.batch_for_loop(this.batch)
+                this.batch = None
                 if self.timer.num_steps == num_steps:  # otherwise the step has ended it
                     self.engine.end_step()
-        except (GeneratorExit, RunEnded):
+        except GeneratorExit:
             end = "left"
             raise
+        except RunEnded:
+            end = "run ended"
+            raise
         finally:
-            self.engine.leave_batches()
-            on_device.close()
-            self._training_passes.discard(pass_id)
-            if pauses:
-                self.timer.resume()
-            # Not after an error: the other ranks may be gone, which a window waits for.
-            if not (evaluates or self._ended or end == "failed" or self._training_passes):
-                self._close_window(left=end == "left")
+            self._end_pass(this, on_device, end)
 
-    def _close_window(self, left: bool) -> None:
+    def _on_request(self, this: _LoaderPass) -> None:
+        """Handle the loop's request for a batch: is it training, and does a step begin?"""
+        is_first, allows_training = this.began is None, torch.is_grad_enabled()
+        if is_first:
+            this.began = time.perf_counter(), self.engine.compile_stats()
+            this.first_step = self.timer.num_steps
+        if this.trains:
+            self._continue_clock()
+        elif is_first and allows_training and self.model.training:
+            self._continue_clock()
+            self._begin_training(this, None)
+        else:
+            self._stop_clock(this)
+        if self._losses:
+            return
+        self._taken.pop(this, None)  # of a batch that no step used
+        # Of a first batch it shows only later that it is trained on, as of a model in eval mode.
+        if this.trains or (is_first and allows_training and not self._taken):
+            self._watch.before_step()
+
+    def _begin_training(self, this: _LoaderPass, began: tuple[float, CompileStats] | None) -> None:
+        """Count a pass as training, and begin an epoch unless others train beside it."""
+        if self._is_epoch_over:
+            self.timer.close_window()
+            self.timer.start(this.epoch, began)
+            self._is_epoch_over = False
+        this.trains = True
+        self._training_passes.add(this)
+
+    def _note_training(self) -> None:
+        """Count passes as training that were taken for evaluations: `backward` is called in them.
+
+        The model may be in eval mode to keep BatchNorm's statistics, or since a validation.
+        """
+        evaluations = [a_pass for a_pass in self._stopped_for if not a_pass.trains]
+        self._continue_clock(waits=False)
+        for this in evaluations:
+            self._begin_training(this, this.began)
+            self.timer.shapes.note(this.batch)
+            self._count_batch(this)
+
+    def _count_batch(self, this: _LoaderPass) -> None:
+        num_samples = this.position.num_in_batch
+        self._begin_record(num_samples)
+        self._taken[this] = self._taken.get(this, 0) + num_samples
+        self._watch.got(this.batch)
+
+    def _stop_clock(self, this: _LoaderPass) -> None:
+        if not self._stopped_for:
+            self.timer.pause()
+        if this not in self._stopped_for:
+            self._stopped_for.append(this)
+
+    def _continue_clock(self, waits: bool = True) -> None:
+        if self._stopped_for:
+            self._stopped_for.clear()
+            self.timer.resume(waits)
+
+    def _end_pass(self, this: _LoaderPass, on_device: Any, end: str) -> None:
+        """Close a pass; where the loop was left, Python may do so at different times on ranks."""
+        is_to_do = end == "left" and this.num_backward == self._num_backward
+        if not (is_to_do and torch.is_grad_enabled()):  # a batch of next(iter(loader)) is to do
+            self.engine.leave_batches()
+        on_device.close()
+        if self._position is this.position:
+            self._position = None
+        self._training_passes.discard(this)
+        if self._stopped_for == [this]:
+            self.timer.resume()
+        if this in self._stopped_for:
+            self._stopped_for.remove(this)
+        # Not after an error: the other ranks may be gone, which a window waits for.
+        if not this.trains or self._ended or end == "failed" or self._training_passes:
+            return
+        if end != "left":
+            self._is_epoch_over = True
+            self._close_window(is_run_over=end == "run ended")
+        elif self.timer.num_steps > this.first_step:
+            self._is_epoch_over = True
+            self._stop_clock(this)  # the window ends where all ranks begin the next epoch
+
+    def _close_window(self, is_run_over: bool) -> None:
         try:
             self.timer.close_window()
         except Exception as error:
-            if not left:
+            if not is_run_over:
                 raise
-            self._error = error  # a loop that was left early would not see it raised
+            self._error = error  # the script ends, and would not see it raised
 
     def _raise_left(self) -> None:
         error, self._error = self._error, None
@@ -385,9 +470,10 @@ class Run:
     def let_go(self) -> None:
         """Close the display and all passes over loaders, and wait for no other rank."""
         self._ended = True
-        for a_pass in self._passes:
+        for a_pass in [*self._passes]:
             with contextlib.suppress(ValueError):  # the pass that called this
                 a_pass.close()
+        self.engine.leave_batches()
         self._stack.close()
 
     def close(self) -> None:
@@ -404,6 +490,7 @@ class Run:
                 f"run.backward was called {self._num_backward} times, and no optimizer of the "
                 "model's parameters has stepped: call the step of the one that accelerate was given"
             )
+        self._continue_clock()
         self.timer.close_window()
         self._begin_record(0)
         self.let_go()

@@ -17,23 +17,31 @@ _num_calls = itertools.count()
 class BatchPosition:
     """A worker's position in an epoch, for samplers that pad the last batch."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(
+        self, sampler: Any, batch_size: int | None = None, num_local: int | None = None
+    ) -> None:
         """Begin at the start of an epoch.
 
         Args:
             sampler: the loader's sampler, or its batch sampler's; None or another object if each
                 worker's loader has samples of its own.
+            batch_size: samples in all batches but the last; None if not known.
+            num_local: this worker's samples in the epoch; None if not known.
         """
+        self._batch_size, self._num_local = batch_size, num_local
         replicas = getattr(sampler, "num_replicas", None)
         in_turn = replicas is not None and not getattr(sampler, "contiguous", False)
         dataset = getattr(sampler, "dataset", None)
         self.num_samples = len(dataset) if in_turn and dataset is not None else None
         self.num_before = self.num_in_batch = 0
 
-    def next(self, num_samples: int) -> None:
+    def next(self, batch: Any) -> None:
         """Count a batch of this worker."""
         self.num_before += self.num_in_batch
-        self.num_in_batch = num_samples
+        expected = self._batch_size
+        if expected is not None and self._num_local is not None:
+            expected = min(expected, self._num_local - self.num_before)
+        self.num_in_batch = nested.num_rows(batch, expected)
 
 
 def whole_on_host(nest: Any, timeout_s: float) -> Any:
@@ -68,11 +76,11 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
 
     All workers call it, with the same nest; their first dimensions may differ. Results of the last
     batch are put into the order of the samples, without those that a distributed sampler has added
-    so that all workers have equally many.
+    so that all workers have equally many. Numbers, (), are each worker's own, by rank.
 
     Args:
-        nest: tensors in any nesting; (N, ...) for N samples, or () for one.
-        position: position of the last batch; None if there was none.
+        nest: tensors in any nesting; (N, ...) for the N samples of the last batch.
+        position: position of the last batch; None behind the loop over a loader.
         world_size: the number of workers.
 
     Raises:
@@ -82,7 +90,7 @@ def gather(nest: Any, position: BatchPosition | None, world_size: int) -> Any:
     def all_gather_tensor(tensor: Any) -> torch.Tensor:
         local = torch.atleast_1d(tensor.detach().cpu()).contiguous()
         parts = _all_gather(local) if world_size > 1 else [local]
-        if position is None or position.num_samples is None or world_size == 1:
+        if position is None or position.num_samples is None or world_size == 1 or not tensor.dim():
             return torch.cat(parts)
         if any(len(part) != position.num_in_batch for part in parts):
             return torch.cat(parts)

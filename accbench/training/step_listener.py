@@ -14,5 +14,10 @@ class StepListener:
     def got(self, batch: Batch) -> None:
         """Handle a training batch that has come to the device."""
 
-    def after_step(self, loss: torch.Tensor) -> None:
-        """Handle a step that was handed to the device; its gradients still exist."""
+    def after_step(self, loss: torch.Tensor, is_own: bool) -> None:
+        """Handle a step that was handed to the device; its gradients still exist.
+
+        Args:
+            loss: the step's loss, on the device.
+            is_own: whether the optimizer has stepped that `accbench.accelerate` was given.
+        """

@@ -69,27 +69,33 @@ class StepTimer:
         """Seconds between windows in which other runs had their turns."""
         self._in_warmup = True
 
-    def start(self, epoch: int) -> None:
-        """Begin a window: at the start, and after anything that was not training."""
-        self.epoch = epoch
-        self._stats = self.engine.compile_stats()
-        self._window_started = time.perf_counter()
-        self._data_wait_s = self._dispatch_s = 0.0
+    def start(self, epoch: int, began: tuple[float, CompileStats] | None = None) -> None:
+        """Begin a window: at the start, and after anything that was not training.
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether the clock is stopped."""
-        return self._paused is not None
+        Args:
+            epoch: the number of the epoch.
+            began: `time.perf_counter()` and the compiler's counts at the beginning; None for now.
+        """
+        self.epoch = epoch
+        self._window_started, self._stats = began or (
+            time.perf_counter(), self.engine.compile_stats()
+        )  # fmt: skip
+        self._data_wait_s = self._dispatch_s = 0.0
 
     def pause(self) -> None:
         """Stop the clock within a window, for what is not training."""
         self.engine.wait()
         self._paused = time.perf_counter(), self.engine.compile_stats()
 
-    def resume(self) -> None:
-        """Continue the clock, as if nothing had happened since `pause`."""
+    def resume(self, waits: bool = True) -> None:
+        """Continue the clock, as if nothing had happened since `pause`.
+
+        Args:
+            waits: wait for the device first; not within a step, which it would cut in two.
+        """
         assert self._paused is not None
-        self.engine.wait()
+        if waits:
+            self.engine.wait()
         paused, before = self._paused
         self._window_started += time.perf_counter() - paused
         self._stats += self.engine.compile_stats() - before

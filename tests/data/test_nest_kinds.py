@@ -243,7 +243,18 @@ def test_an_unknown_object_with_tensors_is_refused_in_one_line(make):
         assert "\n" not in str(e.value)
 
 
-def test_rows_are_those_of_the_first_tensor_or_as_an_object_says():
+def test_rows_are_those_that_parts_share_or_as_an_object_says():
+    images = [torch.ones(3, 9, 9)] * 8
+    boxes = [{"boxes": torch.ones(n, 4)} for n in range(8)]
+    rows = torch.ones(8, 2)
+    for batch in (
+        (tuple(images), ({},) * 8), (images, boxes), (images, [*range(8)]), [rows, rows[:, 0]],
+        {"x": images, "y": rows}, Pair(rows, rows), [[rows, rows], rows], {"x": rows, "size": (2,)},
+    ):  # fmt: skip
+        assert nested.num_rows(batch) == 8
+    for batch in (images, [(torch.ones(3), 5)] * 8, [rows, rows], {"at": torch.ones(4), "x": rows}):
+        assert nested.num_rows(batch, expected=8) == 8
+    assert nested.num_rows((rows[:1], rows[:1]), expected=1) == 1
     assert nested.num_rows({"n": torch.tensor(3), "x": torch.ones(5, 2)}) == 5
     assert nested.num_rows(pack_sequence([torch.ones(3), torch.ones(1)])) == 2
     assert nested.num_rows([Graphs(torch.ones(7, 2), 3)]) == 3

@@ -395,6 +395,25 @@ def test_bounds_of_aspect_ratios_can_be_given():
     assert list(batches) == [[0], [1, 2], [3]]
 
 
+def test_ranks_are_the_environments_before_there_is_a_process_group(monkeypatch):
+    """Those of torchrun, or of srun's own variables."""
+    assert DistributedSampler(range(4)).num_replicas == 1
+    of_srun = {
+        "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NUM_TASKS": "3",
+    }  # fmt: skip
+    for variables in (of_srun, {"RANK": "1", "WORLD_SIZE": "2"}):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        sampler = DistributedSampler(range(6), shuffle=False)
+        weighted = DistributedWeightedRandomSampler([1.0] * 6, 6)
+        rank, size = (2, 3) if variables is of_srun else (1, 2)
+        assert (sampler.rank, sampler.num_replicas) == (rank, size)
+        assert (weighted.rank, weighted.num_replicas) == (rank, size)
+        assert list(sampler) == [*range(rank, 6, size)]
+    assert DistributedSampler(range(6), 4, 3).num_replicas == 4
+
+
 def test_make_data_sampler_chooses():
     of_two = make_data_sampler(range(4), False, True, num_replicas=2, rank=1)
     assert isinstance(of_two, DistributedSampler)

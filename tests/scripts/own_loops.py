@@ -224,7 +224,10 @@ class Cases:
         self.found[name] = [0.0, 0.0 if abs(rate - 0.25) < 0.01 else rate]
 
     def overflow(self, name):
-        """A step whose float16 gradients are infinite changes nothing, the next one does."""
+        """A step whose float16 gradients are infinite changes nothing, the next one does.
+
+        Norms are right where a loop leaves out a step that it has clipped for, or clips twice.
+        """
         net, optimizer, loader = of_parts(adamw)
         run = accbench.accelerate(
             net, optimizer, loader, engine=self.engine, amp_dtype="float16", threads=1,
@@ -244,8 +247,17 @@ class Cases:
             moved.append(
                 max((a - b).abs().max().item() for a, b in zip(before, after, strict=True))
             )
+        norms = []
+        for zeroes in (True, True, False):
+            if zeroes:
+                optimizer.zero_grad()
+            run.backward(F.cross_entropy(net(inputs)["logits"], targets))
+            norms += [run.clip_grad_norm_(1e9).item() for _ in range(2)]
+        optimizer.step()
         run.close()
-        self.found[name] = [moved[0], 0.0 if moved[1] > 0 else 1.0]
+        once = norms[0]
+        wrong = [abs(n / once - k) for n, k in zip(norms, (1, 1, 1, 1, 2, 2), strict=True)]
+        self.found[name] = [moved[0], max(0.0 if moved[1] > 0 else 1.0, *wrong)]
 
     def early(self, net, optimizer):
         for _ in range(2):

@@ -52,8 +52,13 @@ def main() -> None:
     found["plain"] = float(samples[run.rank :: 2].mean())
     found["attribute"] = run.loaders[0].note
     net.eval()
-    gathered = [run.gather({"x": x})["x"] for (x,) in run.loaders[1]]
+    gathered = []
+    for (x,) in run.loaders[1]:
+        gathered.append(run.gather({"x": x})["x"])
+        found["number"] = run.gather(torch.tensor(float(run.rank))).tolist()
     found["gathered"] = torch.cat(gathered).flatten().tolist()
+    # As many as the last batch has rows, but not of its samples.
+    found["behind"] = run.gather(torch.tensor([float(run.rank)])).tolist()
     found["uneven"] = run.gather(torch.full((run.rank + 1,), float(run.rank))).tolist()
     number = torch.complex(torch.full((3,), float(run.rank)), torch.ones(3))
     found["complex"] = torch.view_as_real(run.gather(number)).tolist()

@@ -1,5 +1,7 @@
 """One of several workers' loop of its own that does not only call the model and go back.
 
+A second optimizer has some of the parameters, and the last step trains a layer that was added then.
+
     python -m tests.training.own_workers ENGINE FOLDER [unused]
 
 Writes to FOLDER-rankN.txt how far the weights end from those of one plain loop over all samples.
@@ -41,9 +43,22 @@ class Net(nn.Module):
 def losses(model: Any, images: torch.Tensor, step: int, rank: int) -> list[torch.Tensor]:
     """What a step goes back from, one after the other."""
     if step % 2:  # methods and submodules alone; workers don't take the same ones
-        return [model.experts[rank](model.encode(images)).square().mean()]
+        scores = model.experts[rank](model.encode(images))
+        # Of which the gradient is the same on all workers, whatever its weights are.
+        late = model.late(scores.detach()).mean() if step == STEPS - 1 else 0
+        return [scores.square().mean() + late]
     first, second = model(images), model(images + 1)
     return [first.square().mean(), second.abs().mean()]
+
+
+def optimizers(model: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(part.parameters(), 0.5) for part in (model.image, model.experts)]
+
+
+def add_late(model: Any, optimizer: torch.optim.Optimizer, device: Any, weight: float) -> None:
+    model.late = nn.Linear(2, 1, bias=False).to(device)
+    nn.init.constant_(model.late.weight, weight)
+    optimizer.add_param_group({"params": model.late.parameters()})
 
 
 def main() -> None:
@@ -55,23 +70,29 @@ def main() -> None:
         own.unused = nn.Linear(2, 2)
     plain = copy.deepcopy(own)
     data = torch.randn(STEPS * world_size * 2, 3, 4, 4)
-    optimizer = torch.optim.SGD(own.parameters(), 0.5)
     run = accbench.accelerate(
-        own, optimizer, DataLoader(data, batch_size=2), engine=engine, amp_level="O0",  # type: ignore[arg-type]
+        own, optimizers(own)[0], DataLoader(data, batch_size=2), engine=engine, amp_level="O0",  # type: ignore[arg-type]
         device="cpu", tensorboard="off", output_dir=folder,
     )  # fmt: skip
+    _, second = optimizers(own)  # after `accelerate`, as XLA has other parameters then
     for step, images in enumerate(run.loaders[0]):
-        optimizer.zero_grad()
+        if step == STEPS - 1:
+            add_late(own, run.optimizer, run.device, 1.0 + run.rank)
+        own.zero_grad()
         for loss in losses(own, images, step, run.rank):
             run.backward(loss)
-        optimizer.step()
-    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+        run.optimizer.step()
+        second.step()
+    first, second = optimizers(plain)
     for step, images in enumerate(data.split(2 * world_size)):
-        optimizer.zero_grad()
+        if step == STEPS - 1:
+            add_late(plain, first, "cpu", 1.0)
+        plain.zero_grad()
         for rank in range(world_size):
             for loss in losses(plain, images[rank::world_size], step, rank):
                 (loss / world_size).backward()
-        optimizer.step()
+        first.step()
+        second.step()
     pairs = zip(own.parameters(), plain.parameters(), strict=True)
     far = max(float((one.cpu() - other).norm() / other.norm()) for one, other in pairs)
     Path(f"{folder}-rank{run.rank}.txt").write_text(str(far))

@@ -12,7 +12,14 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import accbench
 from accbench.distributed.process_group import Topology
@@ -97,7 +104,7 @@ def test_evaluation_and_batches_of_a_step_are_in_no_ones_way(own_loops):
         assert (end.num_recompiles, end.num_fallbacks, end.skipped_steps) == (0, 0, 0)
         assert end.num_graphs == (0 if engine == "ddp" else 1)
     overflown = end_of(out / "overflow")
-    assert (overflown.num_steps, overflown.skipped_steps) == (2, 1)
+    assert (overflown.num_steps, overflown.skipped_steps) == (3, 1)
     accumulated = end_of(out / "accumulation")
     assert (accumulated.num_steps, accumulated.num_samples) == (4, 48)
 
@@ -298,6 +305,28 @@ def test_samples_are_shared_out_or_refused():
         with pytest.raises(RequestError, match="cannot be shared out over 2 workers"):
             accelerated_loader.shard_loader(loader, second, 0)
         assert accelerated_loader.shard_loader(loader, Topology(), 0) == (loader, None)
+
+
+def test_a_sampler_of_another_worker_is_refused():
+    data = TensorDataset(torch.arange(10))
+    second = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
+
+    def sharded(topology, *ranks):
+        inner = BatchSampler(DistributedSampler(data, *ranks), 2, False)
+        for loader in (
+            DataLoader(data, 2, sampler=inner.sampler),
+            DataLoader(data, batch_sampler=inner),
+        ):
+            assert accelerated_loader.shard_loader(loader, topology, 0) == (loader, None)
+        del inner.sampler.rank
+        assert accelerated_loader.shard_loader(loader, topology, 0) == (loader, None)
+
+    sharded(second, 2, 1)
+    sharded(Topology(), 1, 0)
+    for topology, *ranks in ((second, 1, 0), (second, 2, 0), (second, 4, 1), (Topology(), 2, 0)):
+        told = f"rank {ranks[1]} of {ranks[0]}, and this worker is rank {topology.rank} of "
+        with pytest.raises(RequestError, match=told):
+            sharded(topology, *ranks)
 
 
 class _Stream(IterableDataset):

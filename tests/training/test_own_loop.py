@@ -116,6 +116,24 @@ def test_steps_of_wrapped_optimizers_and_samples_of_two_loaders_are_counted(engi
         assert (before["steps"], before["far"]) == (6, 0 if engine == "ddp" else before["far"])
 
 
+def test_passes_that_are_left_or_in_eval_mode_are_counted_and_closed(tmp_path):
+    done = python("-m", "tests.training.own_passes", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    left, persistent = found["left"], found["persistent"]
+    assert left["windows"] == [[0, 0, 2], [0, 2, 1], [1, 3, 2], [1, 5, 1]]
+    assert left["outside_windows_s"] >= left["others_s"]
+    assert left["kept"] == [0, 0]  # neither a thread nor a process of an epoch that was left
+    assert persistent["batches"] == [[0.0], [0.0, 1.0, 2.0]]  # the outer loop, the one within it
+    assert persistent["kept"] == [0, 1]
+    in_eval_mode = found["in_eval_mode"]
+    assert in_eval_mode["windows"] == [[0, 0, 2], [0, 2, 1], [1, 3, 2], [1, 5, 1]]
+    assert in_eval_mode["wall_s"] >= in_eval_mode["slept_s"]
+    assert (in_eval_mode["batch_size"], in_eval_mode["num_samples"]) == (2, 2 * 5)
+    lists = found["lists_of_images"]
+    assert (lists["batch_size"], lists["num_samples"]) == (2, 5)
+
+
 def test_two_workers_gather_each_sample_once_and_keep_a_loaders_class(tmp_path):
     done = two_ranks("-m", "tests.training.own_loaders", tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -123,6 +141,7 @@ def test_two_workers_gather_each_sample_once_and_keep_a_loaders_class(tmp_path):
         found = json.loads((tmp_path / f"run-rank{rank}.json").read_text())
         assert found["scaled"] == pytest.approx(1000 * found["plain"])
         assert found["gathered"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert found["number"] == found["behind"] == [0.0, 1.0]
         assert found["uneven"] == [0.0] + [1.0, 1.0]
         assert found["complex"] == [[0.0, 1.0]] * 3 + [[1.0, 1.0]] * 3
         assert found["attribute"] == "kept"

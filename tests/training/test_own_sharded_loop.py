@@ -89,6 +89,9 @@ def test_wholes_that_one_rank_alone_asks_for_are_told_in_a_line(tmp_path):
         "run.to_host: workers 1 have not called it within 5 s: with --dp_shard each has a part of "
         "every tensor, so call it on all, and save on one what it returns"
     ) in done.stderr
+    for rank in range(2):  # of a layer that was added
+        line = (tmp_path / f"late-{rank}.txt").read_text()
+        assert "shape (1, 7) came after accbench.accelerate, and --dp_shard averages no" in line
 
 
 OF_SCRIPT = (f"--script={own_sharded_loops.__file__}", "--nproc_per_node=2", "--device=cpu")

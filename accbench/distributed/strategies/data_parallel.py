@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,14 +39,26 @@ class DataParallel(TorchStrategy):
         self.find_unused_parameters = find_unused_parameters
         self._is_checked = self._will_average = False
         self._averaged: list[bool] = []
+        self._in_model = set[nn.Parameter]()  # when it was wrapped
+        self._shared = set[nn.Parameter]()  # which have had the same values on all ranks
+        self._complex: list[nn.Parameter] = []
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model in DistributedDataParallel, or as it is where nothing is averaged."""
+        self._note_parameters(model)
+        return self._wrap(model)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
         if self.topology.world_size == 1 or not complex_parameters.exclude_from_ddp(model):
             return model
-        self._averaged = requires_grad(model)
         with _without_notice_of_buffers():
             return DistributedDataParallel(model, **self._settings())
+
+    def _note_parameters(self, model: nn.Module) -> None:
+        self._averaged = requires_grad(model)
+        self._in_model = {*model.parameters()}
+        self._shared |= self._in_model
+        self._complex = [p for p in model.parameters() if p.is_complex()]
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -68,7 +80,7 @@ class DataParallel(TorchStrategy):
             DistributedDataParallel.__init__(wrapper, model, **self._settings())
         wrapper.train(model.training)
         wrapper._compiled_call_impl = call
-        self._averaged = requires_grad(model)
+        self._note_parameters(model)
 
     def before_call(self, model: nn.Module) -> None:
         """Note that a loop of a user's own is about to call what `wrap` returned."""
@@ -84,7 +96,7 @@ class DataParallel(TorchStrategy):
             return model.no_sync()
         return contextlib.nullcontext()
 
-    def reduce_after_loop(self, optimizer: torch.optim.Optimizer) -> None:
+    def reduce_after_loop(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of a loop of a user's own, where its backward pass has not.
 
         DistributedDataParallel averages in a backward pass if it was called before, and not where
@@ -92,18 +104,24 @@ class DataParallel(TorchStrategy):
         """
         if self.topology.world_size == 1:
             return
-        if not self._will_average:
-            self._average([p for group in optimizer.param_groups for p in group["params"]])
-            return
-        self._average(complex_parameters.in_optimizer(optimizer))
-        self._check_once(optimizer)
-        self._will_average = False
+        trained = used_parameters.of_loop(model, optimizer)
+        left = self._left_out(optimizer) if self._will_average else [*trained]
+        used_parameters.share_new(left, self._shared)
+        self._average(left)
+        if self._will_average:
+            self._check_once(trained)
+            self._will_average = False
+
+    def _left_out(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Return what DistributedDataParallel does not average: complex, or not the model's."""
+        in_optimizer = (p for group in optimizer.param_groups for p in group["params"])
+        return [*self._complex, *(p for p in in_optimizer if p not in self._in_model)]
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Average what DistributedDataParallel leaves out in the backward pass of a step."""
         self._average(complex_parameters.in_optimizer(optimizer))
         if self.topology.world_size > 1:
-            self._check_once(optimizer)
+            self._check_once(p for group in optimizer.param_groups for p in group["params"])
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         if self.topology.world_size == 1 or not parameters:
@@ -119,12 +137,11 @@ class DataParallel(TorchStrategy):
             real(gradient).copy_(total / self.topology.world_size)
             parameter.grad = gradient
 
-    def _check_once(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_once(self, parameters: Iterable[nn.Parameter]) -> None:
         """Check that every gradient is there: a bucket is sent when all of it have one."""
         if self._is_checked:
             return
         self._is_checked = True
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         unused = [tuple(p.shape) for p in parameters if p.requires_grad and p.grad is None]
         if unused and not self.find_unused_parameters:
             raise RequestError(
@@ -136,9 +153,7 @@ class DataParallel(TorchStrategy):
     def average_probe(self, value: float) -> Sequence[float]:
         probe = nn.Linear(2, 1, bias=False).to(self.device)
         inputs = torch.full((1, 2), value, device=self.device)
-        of_model = self._averaged
-        wrapped = self.wrap(probe)  # kept by name: it averages while it lives
-        self._averaged = of_model
+        wrapped = self._wrap(probe)  # kept by name: it averages while it lives
         wrapped(inputs).sum().backward()
         assert probe.weight.grad is not None
         averaged: list[float] = probe.weight.grad.flatten().tolist()

@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from accbench.distributed import parameter_shards
+from accbench.distributed import parameter_shards, used_parameters
 from accbench.distributed.mesh import MeshShape
 from accbench.distributed.parameter_shards import ParameterShard
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import read_parameters
 from accbench.distributed.strategies.torch_strategy import ShardingStrategy, refuse_unshardable
+from accbench.errors import RequestError
 
 
 class ShardedDataParallel(ShardingStrategy):
@@ -125,6 +126,22 @@ class ShardedDataParallel(ShardingStrategy):
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()  # a micro-batch's whole gradients would have to be kept
+
+    def reduce_after_loop(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Check that FSDP has averaged all gradients of a loop of a user's own.
+
+        Raises:
+            RequestError: there is one of a parameter that came after `wrap`.
+        """
+        if self.topology.world_size == 1:
+            return
+        for parameter in used_parameters.of_loop(model, optimizer):
+            if parameter.grad is not None and not isinstance(parameter, DTensor):
+                raise RequestError(
+                    f"a parameter of shape {tuple(parameter.shape)} came after "
+                    "accbench.accelerate, and --dp_shard averages no gradients of it: add it to "
+                    "the model before, or leave --dp_shard out"
+                )
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients: dict[str, Any] = {n: shard.parameter.grad for n, shard in self.shards.items()}

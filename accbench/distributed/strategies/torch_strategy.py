@@ -63,7 +63,7 @@ class TorchStrategy(Strategy):
         """Return a context in which backward passes need not average."""
         return nullcontext()
 
-    def reduce_after_loop(self, optimizer: torch.optim.Optimizer) -> None:
+    def reduce_after_loop(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of a loop of a user's own, where its backward pass has not."""
 
     def reduce_after_step(self, optimizer: torch.optim.Optimizer) -> None:

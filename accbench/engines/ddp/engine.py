@@ -122,8 +122,8 @@ class Engine(LoopEngine):
         if task.device == "cuda":
             self.device = torch.device("cuda", topology.local_rank)
             torch.cuda.set_device(self.device)
-            torch.backends.cudnn.set_flags(_benchmark=True)  # shapes do not change
-            if task.script is None:
+            if task.script is None:  # whose own settings stay
+                torch.backends.cudnn.set_flags(_benchmark=True)  # shapes do not change
                 allow_tf32(task.tf32 == "on")
         self.precision.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.precision.needs_loss_scale
@@ -341,9 +341,9 @@ class Engine(LoopEngine):
             yield
         self.strategy.after_evaluation(model)
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def reduce_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """See the base class."""
-        self.strategy.reduce_after_loop(optimizer)
+        self.strategy.reduce_after_loop(model, optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:
         dtype = self.precision.autocast_dtype

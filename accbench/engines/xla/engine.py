@@ -21,6 +21,7 @@ from accbench import engines
 from accbench.config import TaskConfig
 from accbench.data import moving, nested, prefetch
 from accbench.data.prefetch import BackgroundGenerator
+from accbench.distributed import used_parameters
 from accbench.distributed.process_group import Topology
 from accbench.engines.common import model_state, tied_parameters, training_state
 from accbench.engines.common.training_state import Tensors, TrainingState
@@ -134,6 +135,7 @@ class Engine(LoopEngine):
         if self.precision.scaler is not None:
             self.precision.scaler.fresh_step_tensors = self._fresh_step_tensors
         self._num_steps = 0
+        self._shared_parameters = set[nn.Parameter]()  # of a loop of a user's own
         self._index_watch = index_watch.IndexWatch()
         self._left_compiler: list[str] = []
 
@@ -212,7 +214,7 @@ class Engine(LoopEngine):
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         from accbench.engines.xla import optimizer_conversion
 
-        self._note_parameter_order(model)
+        self._shared_parameters = {*model.parameters()}
         optimizer_conversion.convert(optimizer, self._send, self._fused)
         self.precision.create_scaler_state()
         self.xla.sync()
@@ -300,7 +302,8 @@ class Engine(LoopEngine):
             ) from error
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self.reduce_gradients(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.strategy.reduce(sorted(parameters, key=self._index_of_param.__getitem__))
         precision = self.precision
         if precision.skips_nonfinite:
             precision.find_nonfinite(optimizer)
@@ -316,9 +319,12 @@ class Engine(LoopEngine):
         # Or the step's graph would have every gradient as a result, and keep it in memory.
         optimizer.zero_grad(set_to_none=True)
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.strategy.reduce(sorted(parameters, key=self._index_of_param.__getitem__))
+    def reduce_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """See the base class."""
+        if self.topology.world_size > 1:
+            parameters = [*used_parameters.of_loop(model, optimizer)]
+            used_parameters.share_new(parameters, self._shared_parameters)
+            self.strategy.reduce(parameters, may_change=True)
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         from accbench.engines.xla import optimizer_conversion, sync_free

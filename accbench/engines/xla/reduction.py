@@ -35,11 +35,12 @@ class XlaDataParallel(Strategy):
         self._requires_grad: list[bool] = []
         self._used_on_any_rank: list[bool] = []
 
-    def reduce(self, parameters: list[nn.Parameter]) -> None:
+    def reduce(self, parameters: list[nn.Parameter], may_change: bool = False) -> None:
         """Average gradients over the ranks, in place.
 
         Args:
             parameters: in the order in which a forward pass uses them, as far as is known.
+            may_change: whether other parameters may have gradients than in the first step.
 
         Raises:
             RequestError: a gradient is there that was on no rank in the first step.
@@ -47,16 +48,17 @@ class XlaDataParallel(Strategy):
         if self.topology.world_size == 1:
             return
         average = average_in_graph if self.collectives == "in_graph" else average_on_host
-        average(self._used(parameters), self.device, self.topology.world_size, self.bucket_bytes)
+        used = self._used(parameters, may_change or self.collectives == "host")
+        average(used, self.device, self.topology.world_size, self.bucket_bytes)
 
-    def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    def _used(self, parameters: list[nn.Parameter], may_change: bool) -> list[nn.Parameter]:
         """Return those with a gradient on some rank; on the others it is zeros from here on.
 
-        What is averaged in the graph must be the same in all steps, so ranks tell each other in the
-        first one, and when other parameters train.
+        What is averaged in the graph must be the same on all ranks. They tell each other each time
+        if it may change, or else in the first step and when other parameters train.
         """
         requires_grad = [p.requires_grad for p in parameters]
-        if self.collectives == "host" or requires_grad != self._requires_grad:
+        if may_change or requires_grad != self._requires_grad:
             self._requires_grad = requires_grad
             self._used_on_any_rank = used_parameters.has_grad_on_any_rank(parameters)
         if any(
