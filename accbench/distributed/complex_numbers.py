@@ -4,6 +4,8 @@ torch's optimizers, norms and reductions treat a complex number as two real ones
 operation on the parts of a tensor is what torch does to the tensor.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -49,9 +51,28 @@ def as_real(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def stored_as(name: str, tensor: Any) -> tuple[str, list[int], torch.dtype]:
+    """Return the name, shape and type that `as_real` gives a tensor, or what has its metadata."""
+    if not tensor.dtype.is_complex:
+        return name, [*tensor.shape], tensor.dtype
+    return f"{name}{_MARK}", [*tensor.shape, 2], tensor.dtype.to_real()
+
+
+def decoded(stored_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of `as_real`, or leading rows of it, as it was; the name tells."""
+    return torch.view_as_complex(tensor) if is_marked(stored_name) else tensor
+
+
+def is_marked(stored_name: str) -> bool:
+    """Return whether `as_real` has encoded a complex tensor under this name."""
+    return stored_name.endswith(_MARK)
+
+
+def without_mark(stored_name: str) -> str:
+    """Return the name of what `as_real` has stored under another."""
+    return stored_name.removesuffix(_MARK)
+
+
 def as_complex(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Decode what `as_real` has encoded."""
-    return {
-        name.removesuffix(_MARK): torch.view_as_complex(tensor) if name.endswith(_MARK) else tensor
-        for name, tensor in tensors.items()
-    }
+    return {without_mark(name): decoded(name, tensor) for name, tensor in tensors.items()}

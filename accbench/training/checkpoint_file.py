@@ -116,12 +116,10 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
     extra: list[torch.Tensor] = []
     packed = {k: extra_state.pack(v, extra) for k, v in (checkpoint.state.extra or {}).items()}
     flat = _flat(checkpoint, extra)
-    sharded = {name: tensor for name, tensor in flat.items() if isinstance(tensor, ShardedTensor)}
-    rest = complex_numbers.as_real({n: t for n, t in flat.items() if n not in sharded})
-    if sharded:
-        streamed_tensors.write(tensors, {**rest, **sharded})
+    if any(isinstance(tensor, ShardedTensor) for tensor in flat.values()):
+        streamed_tensors.write(tensors, flat)
     else:
-        save_file(rest, tensors)
+        save_file(complex_numbers.as_real(flat), tensors)
     _flush(tensors)
     content = {
         **dataclasses.asdict(checkpoint.facts),
@@ -159,16 +157,15 @@ class FileTensor:
 
     def __init__(self, file: Any, key: str) -> None:
         self._file, self._key = file, key
-        self.shape = tuple(file.get_slice(key).get_shape())
+        shape = tuple(file.get_slice(key).get_shape())
+        self.shape = shape[:-1] if complex_numbers.is_marked(key) else shape
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        found: torch.Tensor = self._file.get_slice(self._key)[index]
-        return found
+        return complex_numbers.decoded(self._key, self._file.get_slice(self._key)[index])
 
     def read(self) -> torch.Tensor:
         """Read all of it."""
-        found: torch.Tensor = self._file.get_tensor(self._key)
-        return found
+        return complex_numbers.decoded(self._key, self._file.get_tensor(self._key))
 
 
 def _flush(path: Path) -> None:
@@ -252,7 +249,11 @@ def _open(path: Path, by_rows: bool) -> dict[str, Any]:
     file = safe_open(path, "pt")
     keys, of_shards = [*file.keys()], ("model/", "optimizer/")
     rest = {key: file.get_tensor(key) for key in keys if not key.startswith(of_shards)}
-    in_file = {key: FileTensor(file, key) for key in keys if key.startswith(of_shards)}
+    in_file = {
+        complex_numbers.without_mark(key): FileTensor(file, key)
+        for key in keys
+        if key.startswith(of_shards)
+    }
     return {**complex_numbers.as_complex(rest), **in_file}
 
 

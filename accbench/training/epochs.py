@@ -152,10 +152,13 @@ class Epochs:
         return scores
 
     def _is_stopped(self) -> bool:
-        """Return whether to stop an evaluation, in which ranks need each other or do not."""
+        """Return whether to stop an evaluation before its next batch."""
         if self._stops is None:
             return False
-        return self._stops.agreed() if self.engine.evaluates_together else self._stops.received
+        if self.engine.evaluates_together:
+            return self._stops.agreed()
+        # Workers that share a batch wait for each other in it, and evaluate to the end.
+        return self.engine.mesh.num_workers_per_batch == 1 and self._stops.received
 
     def _evaluate_where_it_was_stopped(self) -> None:
         """Evaluate after the epoch that was restored, if a stop has cut that short."""

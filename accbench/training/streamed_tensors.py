@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
+from accbench.distributed import complex_numbers
 from accbench.distributed.parameter_shards import ShardedTensor
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 
 
@@ -40,6 +44,8 @@ def gather_rest(tensors: Mapping[str, Any]) -> None:
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
     """Write tensors and `ShardedTensor`s, one of which is in memory at a time.
 
+    Complex ones are written as `complex_numbers.as_real` encodes them.
+
     Raises:
         OSError: the file cannot be written; the other ranks still wait for `gather_rest`.
         ValueError: the format has no such type.
@@ -55,12 +61,11 @@ def write(path: Path, tensors: Mapping[str, Any]) -> None:
 def _header(tensors: Mapping[str, Any]) -> bytes:
     begin, entries = 0, {}
     for name, num_bytes in _sizes(tensors):
-        tensor = tensors[name]
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"safetensors has no type {tensor.dtype}, which {name} has")
-        entries[name] = {
-            "dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape],
-            "data_offsets": [begin, begin + num_bytes],
+        key, shape, dtype = complex_numbers.stored_as(name, tensors[name])
+        if dtype not in _DTYPES:
+            raise ValueError(f"safetensors has no type {dtype}, which {name} has")
+        entries[key] = {
+            "dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begin, begin + num_bytes],
         }  # fmt: skip
         begin += num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -74,4 +79,5 @@ def _sizes(tensors: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    real = complex_numbers.real(tensor.detach().cpu())
+    return real.contiguous().reshape(-1).view(torch.uint8).numpy()

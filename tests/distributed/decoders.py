@@ -104,10 +104,29 @@ def _build_killed_on_rank1(num_tokens: int) -> nn.Module:
     return net
 
 
-decoder, killed_on_rank1 = (
+def _build_with_slopes(num_tokens: int) -> nn.Module:
+    """Return a decoder with trained slopes between the layers that `--tp` cuts."""
+    net = _Decoder(num_tokens)
+    for block in net.blocks:
+        block.mlp[1] = nn.PReLU()
+    return net
+
+
+def _build_with_summed_slopes(num_tokens: int) -> nn.Module:
+    net = _build_with_slopes(num_tokens)
+    plan = {"blocks.*.mlp.1": "replicated_with_grad_allreduce"}
+    net.tensor_parallel_plan = _Decoder.tensor_parallel_plan | plan
+    return net
+
+
+decoder, killed_on_rank1, with_slopes, with_summed_slopes = (
     LanguageModel(
         f"{__name__}:{name}", build, max_seq_len=_MAX_SEQ_LEN, seq_len=16, cuts_sequences=True
     )
-    for name, build in {"decoder": _Decoder, "killed_on_rank1": _build_killed_on_rank1}.items()
-)
-"""The decoder, and one whose rank 1 is killed amid its third forward pass."""
+    for name, build in {
+        "decoder": _Decoder, "killed_on_rank1": _build_killed_on_rank1,
+        "with_slopes": _build_with_slopes, "with_summed_slopes": _build_with_summed_slopes,
+    }.items()
+)  # fmt: skip
+"""The decoder, one whose rank 1 is killed amid its third forward pass, and two whose MLPs train
+slopes between their layers, of which a plan says nothing, or that gradients are summed."""

@@ -65,9 +65,11 @@ def test_refusals(flags, line):
 
 def test_a_row_says_why_it_cannot_be_measured():
     flags = ("--device=cpu", "--data=synthetic", "--nproc_per_node=2")
-    plan = parse([*flags, "--engines=ddp,ddp:data_parallel=2"], "accbench compare").plan
-    assert plan.rows[1].task is None
-    assert "shares nothing on a CPU" in plan.rows[1].reason
+    plan = parse([*flags, "--engines=ddp,ddp,ddp:data_parallel=2"], "accbench compare").plan
+    assert plan.rows[2].task is None
+    assert "shares nothing on a CPU" in plan.rows[2].reason
+    with pytest.raises(RequestError, match="no row but the baseline can run: .*data_parallel"):
+        parse([*flags, "--engines=ddp,ddp:data_parallel=2"], "accbench compare")
     with pytest.raises(RequestError) as refused:
         parse([*flags, "--engines=ddp,ddp:data_parallel=3"], "accbench compare")
     assert str(refused.value) == (

@@ -134,7 +134,23 @@ def shared_block(net: nn.Module) -> None:
     net.blocks[3] = net.blocks[0]
 
 
+def tied_blocks(net: nn.Module) -> None:
+    net.blocks[3].layer.weight = net.blocks[0].layer.weight
+
+
+def block_tied_to_head(net: nn.Module) -> None:
+    net.head = nn.Linear(4, 4, bias=False)
+    net.head.weight = net.blocks[0].layer.weight
+
+
+OVER_STAGES = (
+    "--pp: the model's blocks share a tensor over stages, blocks.0.layer.weight, which is tied"
+)
+
+
 @pytest.mark.parametrize(("change", "line"), [
+    (tied_blocks, OVER_STAGES),
+    (block_tied_to_head, OVER_STAGES),
     (shared_block, "--pp: the model calls its blocks twice; leave --pp out"),
     (trained_scale, "--pp: the model's blocks share a tensor that is trained"),
     (called_twice, "--pp: the model calls its blocks twice; leave --pp out"),
@@ -152,6 +168,14 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused(change, line):
     with pytest.raises(RequestError) as caught:
         train()
     assert str(caught.value).startswith(line)
+
+
+def test_blocks_of_one_worker_may_be_tied():
+    net = Net()
+    net.blocks[2].layer.weight = net.blocks[0].layer.weight
+    staged = cut(net, [0, 2], 4)
+    assert staged.shared == {"words.weight": (0, 3), "blocks.0.layer.weight": (0, 2)}
+    assert net.blocks[2].layer.weight is net.blocks[0].layer.weight
 
 
 def test_a_layer_in_the_wrong_place_of_a_plan_gives_nan():

@@ -108,3 +108,16 @@ def test_what_cannot_be_shared_is_refused():
     checkpointed.blocks[0].drop.forward = lambda x: x
     with pytest.raises(RequestError, match="how Dropout computes; leave it out of --checkpoint"):
         share(PLAN, checkpointed)
+
+
+def test_gradients_that_the_plan_of_layers_sums_are_not_summed_again():
+    def net() -> Net:
+        with_slopes = Net()
+        for block in with_slopes.blocks:
+            block.mlp[1] = nn.PReLU()
+        with_slopes.tensor_parallel_plan["blocks.*.mlp.1"] = "replicated_with_grad_allreduce"
+        return with_slopes
+
+    assert not any("mlp.1" in name for name in share(PLAN, net()))
+    with pytest.raises(RequestError, match="sums the gradients of blocks.0.mlp.1, and so does the"):
+        share({**PLAN, "blocks.*.mlp.1": "sequence_parallel"}, net())

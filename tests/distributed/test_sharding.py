@@ -216,7 +216,8 @@ def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):
     images = mock_images.MockImagePlan(num_classes=3, num_train=8, num_val=3)
     mock_images.make(tmp_path / "images", images)
     evaluations = []
-    ways = {"ddp": (), "sharded": ("--dp_shard=auto",), "offloaded": ("--offload=optimizer",)}
+    ways = {"ddp": (), "sharded": ("--dp_shard=auto",), "offloaded": ("--offload=optimizer",),
+            "zero1": ("--dp_shard=auto", "--zero=1")}  # fmt: skip
     for name, flags in ways.items():
         done = run(*TINY, f"--data=imagefolder:{tmp_path / 'images'}", "--nproc_per_node=2",
                    "--ema_decay=0.5", "--save_interval=0", "--ddp.no-channels_last",
@@ -232,7 +233,7 @@ def test_workers_with_different_numbers_of_batches_evaluate_together(tmp_path):
     assert header.mesh == {"pp": 1, "replicate": 1, "shard": 2, "cp": 1, "tp": 1}
     ends = {name: end_of(tmp_path / name) for name in ways}
     assert ends["sharded"].state_bytes < 0.6 * ends["ddp"].state_bytes
-    assert [end.offloaded_bytes for end in ends.values()] == [0, 0, ends["ddp"].state_bytes]
+    assert [end.offloaded_bytes for end in ends.values()] == [0, 0, ends["ddp"].state_bytes, 0]
     # AdamW's moments, and the parameters twice.
     on_device = ends["offloaded"].state_bytes - ends["offloaded"].offloaded_bytes
     assert on_device == pytest.approx(ends["ddp"].state_bytes / 4, rel=0.2)

@@ -4,15 +4,17 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from accbench.distributed.collectives import RankGroup
+from accbench.distributed.replicated_gradients import ReplicatedGradientCheck
 from accbench.distributed.tensor_slices import TensorSlice
 from accbench.engines.common import activation_checkpointing, tensor_parallel
 from accbench.errors import RequestError
-from tests.conftest import python
+from tests.conftest import TINY, python, run
 
 GROUP = RankGroup("", 1, 2)
 
@@ -102,6 +104,8 @@ def test_a_vocabulary_that_cannot_be_cut_stays_whole():
     ({"other": "sideways"}, "--tp: other is to be cut 'sideways'; there are: colwise, "),
     ({"other": "colwise:2"}, "--tp: other is to be cut colwise:2; no such way is known"),
     ({"attention": "divide:heads"}, "--tp: attention has no size heads, which its plan names"),
+    ({"": "replicated_with_grad_allreduce"}, "--tp: the network itself has no parameters of its "
+     "own, whose gradients are summed"),
 ])  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused_in_a_line(change, line):
     plan = {name: style for name, style in {**PLAN, **change}.items() if style is not None}
@@ -149,3 +153,52 @@ def test_gathered_logits_are_no_view():
     # FSDP's hook on an output goes where a model changes a view of it in place.
     done = python("-m", "tests.distributed.apart", "logits")
     assert done.stdout.strip() == "[2, 3, 6] False True", done.stderr
+
+
+class TwoRanks:
+    """A group of this rank and another, which has gradients of its own."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.check = ReplicatedGradientCheck(self, torch.device("cpu"))
+        self.num_gathers = 0
+        monkeypatch.setattr(dist, "all_gather", self._gather)
+
+    def size(self) -> int:
+        return 2
+
+    def _gather(self, gathered, own, group) -> None:
+        self.num_gathers += 1
+        gathered[0].copy_(own)
+        gathered[1].copy_(torch.stack([*map(self.check._summary, self.others)]))
+
+    def step(self, own: list, other: list) -> None:
+        self.others = [None if value is None else torch.tensor(value) for value in other]
+        values = [None if value is None else torch.tensor(value) for value in own]
+        self.check.check({f"p{index}": value for index, value in enumerate(values)})
+
+
+@pytest.mark.parametrize("other", [[3.0, 3.0], [-1.0, -2.0], [0.0, 0.0]])
+def test_parts_of_a_gradient_are_refused(monkeypatch, other):
+    ranks = TwoRanks(monkeypatch)
+    with pytest.raises(RequestError, match="--tp 2: workers have different gradients of p1, which"):
+        ranks.step([[5.0], [1.0, 2.0]], [[5.0], other])
+
+
+def test_gradients_are_compared_in_the_first_steps_that_have_any(monkeypatch):
+    ranks = TwoRanks(monkeypatch)
+    ranks.step([[float("inf")], [1.0]], [[1.0], [2.0]])  # the loss scale is too large
+    ranks.step([[5.0], [1e-7]], [[5.0], [-1e-7]])  # nothing but rounding
+    ranks.step([[5.0], None], [[5.0], None])
+    with pytest.raises(RequestError, match="p1"):
+        ranks.step([[5.0], [1.0]], [[5.0], [2.0]])
+    ranks.step([[5.0], [1.0]], [[5.0], [2.0]])
+    assert ranks.num_gathers == 4
+
+
+def test_a_trained_slope_between_cut_layers_is_refused_in_the_first_step(tmp_path):
+    model = "--model=tests.distributed.decoders:with_slopes"
+    done = run(*TINY, model, "--seq_len=16", "--data=synthetic", "--nproc_per_node=2", "--tp=2",
+               f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (told,) = done.stderr.splitlines()
+    assert "--tp 2: workers have different gradients of blocks.0.mlp.1.weight, which" in told

@@ -34,6 +34,7 @@ FLAGS = ("--device=cpu", "--amp_level=O0", "--threads=1", "--data=synthetic", "-
 SGD, ADAMW = ("--optimizer=sgd", "--lr=0.1"), ("--optimizer=adamw", "--lr=1e-3")
 UNTIED, TIED = "--model=llama_tiny", "--model=gpt2_tiny"
 HEADS = "--model=tests.nets:many_heads"
+SLOPES = "--model=tests.distributed.decoders:with_summed_slopes"
 BATCHNORM = "--model=tests.nets:sevenths"
 Case = tuple[tuple[str, ...], tuple[str, ...], str]
 ZERO_1, ZERO_2, ZERO_3 = (("--dp_shard=auto", f"--zero={stage}") for stage in (1, 2, 3))
@@ -111,6 +112,9 @@ CASES |= {
         (HEADS, *SGD, "--accumulate=2"), (*TP_PARTS, "--cp=2"), "whole"
     ),
     "sequence dropout": ((TIED, *SGD), TP_PARTS, "--tp=2"),
+    "sequence summed 2 x 2 zero 3": (
+        (SLOPES, *SGD, "--clip_norm=0.5"), (*TP_PARTS, "--dp_shard=auto"), "whole"
+    ),
 }  # fmt: skip
 OFFLOADED = "--offload=optimizer"
 CASES |= {
@@ -176,6 +180,7 @@ CASES["inductor sequence 2 x 2"] = (
 # They compile for a minute each.
 SOAKED: dict[str, Case] = {
     "inductor tp": (ADAMW_TIED, (INDUCTOR, "--tp=2"), "whole"),
+    "inductor summed": ((SLOPES, *SGD), (INDUCTOR, "--tp=2"), "whole"),
     "inductor sequence dropout": ((TIED, *SGD), (INDUCTOR, *TP_PARTS), f"--tp=2 {INDUCTOR}"),
     "pp 2 x tp 2 sequence": (
         (*DEEP_CLIPPED, "--accumulate=2"), ("--pp=2", *TP_PARTS), "whole"
@@ -245,6 +250,7 @@ if find_spec("jax"):
         "jax tp adamw": (ADAMW_TIED, JAX, "whole"),
         "jax tp 2 x 2 adamw": (ADAMW_TIED, (*JAX, "--dp_shard=auto"), "whole"),
         "jax tp vit": (VIT, JAX, "whole"),
+        "jax summed": ((SLOPES, *SGD, "--clip_norm=0.5"), JAX, "whole"),
     }
 # Case -> one of the others that goes through the same code; `make soak` has these.
 _REPEATS = {

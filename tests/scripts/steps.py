@@ -2,23 +2,27 @@
 
     steps.py OUT [--break_reduction] FLAGS...
 
-Each rank writes OUT/rank<N>.pt: losses of its shard, parameters, buffers, step counts.
+Each rank writes OUT/rank<N>.pt: losses of its shard, parameters, buffers, step counts, and
+with engine jax the loss of evaluating a batch that rank 0 alone has.
 """
 
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from accbench import config, models, resolving
 from accbench.config import plugins
 from accbench.distributed import process_group
 from accbench.distributed.process_group import Topology
 from accbench.distributed.strategies import data_parallel
+from accbench.engines import Engine
 from accbench.training.label_counts import LabelCounts
-from accbench.training.train_loop import train_step
+from accbench.training.train_loop import evaluate, train_step
 from accbench.training.worker import apply_environment
 
 
@@ -47,13 +51,30 @@ def main(out: str, flags: list[str]) -> None:
     engine.wait()
     result = {
         "losses": [loss.cpu().item() for loss in losses],
-        "state": {k.removeprefix("module."): t.cpu() for k, t in model.state_dict().items()},
+        "state": {
+            k.removeprefix("module."): t.cpu().clone() for k, t in model.state_dict().items()
+        },
         "applied_steps": engine.applied_steps(optimizer),
         "device_bytes": of_jax(task.engine),
     }
+    if task.engine == "jax":
+        result["score"] = score_on_rank_0(engine, model, spec, batch)
     torch.save(result, Path(out) / f"rank{topology.rank}.pt")
     engine.close()
     process_group.close()
+
+
+def score_on_rank_0(engine: Engine, model: nn.Module, spec: Any, batch: Any) -> float | None:
+    """Evaluate a batch that the other ranks do not have, and return the loss."""
+
+    class Loader(list):
+        resident = False
+
+    engine.share_buffers(model)
+    loader = Loader([batch] if engine.topology.rank == 0 else [])
+    record = evaluate(engine, model, spec, loader, 0)
+    assert record is not None
+    return record.loss
 
 
 def of_jax(engine: str) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accbench.distributed.parameter_shards import ShardedTensor
 from accbench.engines.common import extra_state, model_state, training_state
 from accbench.errors import RequestError
 from accbench.models.tasks import trainable
@@ -47,6 +48,40 @@ def test_state_goes_through_a_checkpoint_into_a_new_model(name, tmp_path):
             assert extra_state.equal(found[key], value), key
     inputs = torch.rand(2, 3, 8, 8)
     assert torch.equal(net(inputs), other(inputs))
+
+
+class Gathered(ShardedTensor):
+    """A tensor that another rank had."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.shape, self.dtype, self.whole = tuple(whole.shape), whole.dtype, whole
+
+    def gather(self) -> torch.Tensor:
+        return self.whole
+
+
+FEW_KNOW = ("bool", "int16", "uint16", "uint32", "uint64", "float64", "bfloat16", "float8_e4m3fn",
+            "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "complex64",
+            "complex128")  # fmt: skip
+
+
+def test_ranks_with_parts_write_tensors_of_all_types_and_read_their_rows(tmp_path):
+    wholes = {name: (100 * torch.rand(3, 2)).to(getattr(torch, name)) for name in FEW_KNOW}
+    wholes["number"] = torch.tensor(1 + 2j)
+    parts = {f"staged.{name}": Gathered(whole) for name, whole in wholes.items()}
+    state = training_state.TrainingState({**wholes, **parts}, {}, {})
+    facts = checkpoint_file.CheckpointFacts(1, 0, None, 1, "ddp", "types", 0, 3, {})
+    checkpoint_file.write(tmp_path / "saved", checkpoint_file.Checkpoint(facts, state, ()))
+    at_once = checkpoint_file.read(tmp_path / "saved").state.model
+    in_file = checkpoint_file.read(tmp_path / "saved", by_rows=True).state.model
+    assert at_once.keys() == in_file.keys() == {*wholes, *parts}
+    for key, tensor in at_once.items():
+        expected = wholes[key.removeprefix("staged.")]
+        assert extra_state.equal(tensor, expected), key
+        assert extra_state.equal(in_file[key].read(), expected), key
+        assert in_file[key].shape == tuple(expected.shape)
+        if expected.dim():
+            assert extra_state.equal(in_file[key][1:], expected[1:]), key
 
 
 @pytest.mark.parametrize(

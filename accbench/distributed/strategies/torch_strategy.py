@@ -16,6 +16,7 @@ from accbench.distributed.parameter_shards import (
     sum_in_buckets,
 )
 from accbench.distributed.process_group import Topology
+from accbench.distributed.replicated_gradients import ReplicatedGradientCheck
 from accbench.distributed.strategies import Strategy
 from accbench.distributed.tensor_slices import TensorSlice
 from accbench.errors import ReductionError, RequestError
@@ -111,6 +112,9 @@ class ShardingStrategy(TorchStrategy):
         """The ranks that have rows of the same tensors."""
         self.tp_group = self.mesh.get_group("tp") if shape.tp > 1 else None
         """The ranks that have slices of the same tensors; None without tensor parallelism."""
+        self._replicated: ReplicatedGradientCheck | None = None
+        if self.tp_group is not None:
+            self._replicated = ReplicatedGradientCheck(self.tp_group, device)
         is_first = shape.coordinates(topology.rank)["replicate"] == 0
         self.groups = ShardGroups(self.group, self.tp_group, is_first)
         self.tensor_slices: Mapping[str, TensorSlice] = {}
@@ -139,10 +143,17 @@ class ShardingStrategy(TorchStrategy):
         """Give what the optimizer steps with its gradients, and the parameters none.
 
         Where that is in host memory, the host waits for the device here.
+
+        Raises:
+            RequestError: the ranks of `--tp` differ in the gradient of a whole parameter.
         """
         parts = [g for n, g in gradients.items() if g is not None and n in self.of_sequence_parts]
-        if self.tp_group is not None:
+        if self.tp_group is not None and self._replicated is not None:
             sum_in_buckets(parts, self.tp_group)
+            self._replicated.check({
+                name: gradient for name, gradient in gradients.items()
+                if name not in self.tensor_slices and self._shards[name].parameter.requires_grad
+            })  # fmt: skip
         for name, gradient in gradients.items():
             shard = self._shards[name]
             if gradient is not None and self.steps_on_host:

@@ -235,6 +235,8 @@ def cut(
     by_name = _StagesByName(plan, path, [*container._modules], bounds)
     stages = _stages_of_parameters(model, by_name)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shared = {names[key]: (*sorted(of),) for key, of in stages.items() if len(of) > 1}
+    _refuse_ties_of_blocks(path, shared, num_stages // len(own_stages))
     buffers = {name: by_name.stage_of(name) or 0 for name, _ in model.named_buffers()}
     run = StageRun(bounds)
     own_blocks = _keep_blocks(container, run, {*own_stages})
@@ -242,7 +244,7 @@ def cut(
     return StagedModel(
         run,
         {**{names[key]: min(of) for key, of in stages.items()}, **buffers},
-        {names[key]: (*sorted(of),) for key, of in stages.items() if len(of) > 1},
+        shared,
         own_blocks,
     )
 
@@ -296,6 +298,24 @@ def _stages_of_parameters(model: nn.Module, by_name: _StagesByName) -> dict[int,
             raise RequestError(f"--pp: the model's plan does not name {name}")
         found.setdefault(id(parameter), set()).add(stage)
     return found
+
+
+def _refuse_ties_of_blocks(
+    path: str, shared: Mapping[str, tuple[int, ...]], num_ranks: int
+) -> None:
+    """Check that each rank has a tied parameter by its first name, which emptied blocks have not.
+
+    Args:
+        path: the name of what holds the blocks.
+        shared: first name -> the stages that have it.
+        num_ranks: ranks that the stages are dealt out to.
+    """
+    for name, stages in shared.items():
+        if name.startswith(f"{path}.") and len({stage % num_ranks for stage in stages}) > 1:
+            raise RequestError(
+                f"--pp: the model's blocks share a tensor over stages, {name}, which is tied; "
+                "untie it, or leave --pp out"
+            )
 
 
 def _path_of_blocks(model: nn.Module, plan: Sequence[str]) -> str:

@@ -40,6 +40,7 @@ from accbench.engines.common.tensor_parallel import (
     ParallelModule,
     Plan,
     RowParallel,
+    SummedGradients,
 )
 from accbench.errors import RequestError
 
@@ -117,7 +118,7 @@ def parallelize(
             _take_gathered(path, module, gathering)
     with_parts = {path for path, word in words.items() if word in _WITH_PARTS}
     names = frozenset(_partial_parameters(model, with_parts, cut))
-    _refuse_forgotten(model, gathering, {*names, *cut})
+    _refuse_forgotten(model, gathering, {*names, *cut, *_summed_parameters(model, with_parts)})
     return names
 
 
@@ -258,6 +259,22 @@ def _partial_parameters(
                 f"--sequence_parallel: {name} is tied to what computes with whole sequences"
             )
         yield name
+
+
+def _summed_parameters(model: nn.Module, with_parts: set[str]) -> Iterator[str]:
+    """Yield the names of parameters whose gradients the plan of `--tp` sums.
+
+    Raises:
+        RequestError: they would be summed once more.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, SummedGradients):
+            if path in with_parts:
+                raise RequestError(
+                    f"--sequence_parallel sums the gradients of {path}, and so does the plan for "
+                    "--tp; leave it out of one of the two"
+                )
+            yield from (f"{path}.{key}" for key in module._parameters)
 
 
 def _refuse_forgotten(model: nn.Module, gathering: list[str], known: set[str]) -> None:

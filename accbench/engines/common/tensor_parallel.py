@@ -9,6 +9,8 @@ those of transformers' plans, whose own are taken where a model has no other:
 - `colwise_gather_output`: outputs are cut, and gathered.
 - `embedding_rowwise`: an embedding's rows are cut.
 - `multihead_attention`: torch's, by its heads.
+- `replicated_with_grad_allreduce`: nothing is cut, and gradients are summed: what computes with a
+  rank's part, between a layer cut by outputs and one cut by inputs.
 - `divide:ATTRIBUTES`: no weights; sizes, by commas, that the module keeps of its cut layers.
 
 Weights are plain tensors, so all that works on those works on cut ones: ties, fused optimizers,
@@ -17,6 +19,7 @@ FSDP over the other ranks, compilers.
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,6 +143,30 @@ class HeadParallelAttention(OutputParallel):
         return out if self.batch_first else out.transpose(0, 1), None
 
 
+class SummedGradients(ParallelModule):
+    """A layer with whole weights that computes with this rank's part, so gradients are summed."""
+
+
+def _sum_gradients(path: str, module: nn.Module, group: RankGroup) -> None:
+    """Have a module read its parameters in a form whose gradients are summed over the ranks."""
+    if not module._parameters:
+        raise RequestError(
+            f"--tp: {path or 'the network itself'} has no parameters of its own, whose gradients "
+            "are summed"
+        )
+    become_parallel(module, SummedGradients, group)
+    for key in module._parameters:
+        # A property rather than another value, as ranks' shards and compilers replace that.
+        setattr(type(module), key, property(partial(_read_to_sum, key)))
+
+
+def _read_to_sum(key: str, module: Any) -> torch.Tensor | None:
+    parameter = module._parameters[key]
+    if parameter is None or hasattr(parameter, "placements"):
+        return parameter  # a shard, which FSDP reads to gather it
+    return copy_to_group(parameter, module.tensor_group)
+
+
 def find_plan(
     model: nn.Module, attributes: Sequence[str] = (PLAN_ATTRIBUTE, _TRANSFORMERS_ATTRIBUTE)
 ) -> Plan:
@@ -196,6 +223,9 @@ def parallelize(model: nn.Module, plan: Plan, group: RankGroup) -> dict[str, Ten
         style, _, argument = plan[pattern].partition(":")
         if style == "divide":
             _divide(path, module, argument.split(","), group.size)
+            continue
+        if style == "replicated_with_grad_allreduce":
+            _sum_gradients(path, module, group)
             continue
         weight: Any = getattr(module, "weight", None)
         if style in _SKIPPED_IF_UNEVEN and len(weight) % group.size:
@@ -286,7 +316,7 @@ def _axes(path: str, module: nn.Module, style: str) -> Iterator[tuple[str, int]]
     elif style in _LAYERS:
         yield from (("weight", 1 if _is_transposed(module) else 0), ("bias", 0))
     else:
-        known = ", ".join((*_LAYERS, "divide"))
+        known = ", ".join((*_LAYERS, "replicated_with_grad_allreduce", "divide"))
         raise RequestError(f"--tp: {path} is to be cut {style!r}; there are: {known}")
 
 

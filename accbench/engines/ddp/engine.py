@@ -415,7 +415,9 @@ class Engine(LoopEngine):
 
     @property
     def evaluates_together(self) -> bool:
-        waits = self.strategy.shards_parameters or self._shards_classes
+        # `ShardedAverages` gathers what other ranks have averaged.
+        gathers_averages = bool(self.task.ema_decay) and self.mesh.shard > 1
+        waits = self.strategy.shards_parameters or self._shards_classes or gathers_averages
         return super().evaluates_together or waits
 
     def averaged_model(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:

@@ -315,10 +315,7 @@ class Engine(engines.Engine):
         return inputs
 
     def run_score(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
-        mode = self.options.evaluation
-        is_shared = self.mesh.tp > 1 or self.mesh.cp > 1  # by collectives of the model's own
-        is_eager = is_shared or mode == "eager" or (mode == "auto" and self.task.device == "cpu")
-        if is_eager or self._state_sync is None:
+        if self._is_scored_on_host() or self._state_sync is None:
             return self._score_on_host(model, spec, batch)
         if self._evaluation is None:
             from accbench.engines.jax import evaluation
@@ -342,6 +339,11 @@ class Engine(engines.Engine):
             net, spec, batch, weights, self._inputs(batch)
         )
         return self._score_on_host(model, spec, batch) if score is None else score
+
+    def _is_scored_on_host(self) -> bool:
+        mode = self.options.evaluation
+        is_shared = self.mesh.tp > 1 or self.mesh.cp > 1  # by collectives of the model's own
+        return is_shared or mode == "eager" or (mode == "auto" and self.task.device == "cpu")
 
     def _score_on_host(self, model: nn.Module, spec: Any, batch: engines.Batch) -> torch.Tensor:
         self._sync_to_torch()
@@ -406,6 +408,13 @@ class Engine(engines.Engine):
     def share_buffers(self, net: nn.Module) -> None:
         self._sync_to_torch()
         super().share_buffers(net)
+        if self._is_scored_on_host() or self._state_sync is None:
+            return
+        # `run_score` would gather these on ranks with a batch alone.
+        self._state_sync.sync_from_torch()
+        for key in ("parameters", optimizer_state.AVERAGE):
+            if key in self._state_sync.state:
+                self._state_sync.gather(key)
 
     def applied_steps(self, optimizer: torch.optim.Optimizer) -> int:  # type: ignore[override]
         self._sync_to_torch()

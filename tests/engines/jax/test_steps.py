@@ -102,12 +102,12 @@ FLAGS = (*TINY, "--device=cpu", "--data=synthetic", "--seed=3")
 def of_two(tmp_path_factory) -> dict:
     """Engine, or jax with its state sharded -> what either rank came to."""
     out, found = tmp_path_factory.mktemp("two"), {}
-    for name, engine in (("ddp", "ddp"), ("jax", "jax"), ("sharded", "jax")):
+    sharded = ("--engine=jax", "--dp_shard=auto", "--jax.evaluation=compiled")
+    ways = {"ddp": ("--engine=ddp",), "jax": ("--engine=jax",), "sharded": sharded}
+    for name, way in ways.items():
         (out / name).mkdir()
-        flags = [*FLAGS, "--model=tests.nets:wide", f"--engine={engine}", "--clip_norm=0.5"]
-        done = two_ranks(
-            STEPS, out / name, *flags, *(["--dp_shard=auto"] if name == "sharded" else [])
-        )
+        flags = (*FLAGS, "--model=tests.nets:wide", "--clip_norm=0.5", *way)
+        done = two_ranks(STEPS, out / name, *flags)
         assert done.returncode == 0, done.stderr
         found[name] = [torch.load(out / name / f"rank{r}.pt", weights_only=True) for r in range(2)]
     return found
@@ -132,6 +132,8 @@ def test_sharded_over_workers_the_state_is_the_same_and_half_as_large(of_two):
         for name, tensor in replicated["state"].items():
             assert torch.allclose(sharded["state"][name].float(), tensor.float(), atol=1e-6), name
         assert sharded["device_bytes"] < 0.55 * replicated["device_bytes"]
+        # Of a batch that the other rank does not have, compiled and by torch.
+        assert sharded["score"] == pytest.approx(replicated["score"], rel=1e-5)
 
 
 def test_evaluation_compiled_is_torchs(images, tmp_path):
