@@ -22,7 +22,8 @@ def estimate_s(
 ) -> float | None:
     """Return the seconds that the comparison goes on; None until each row has a run.
 
-    A round takes as long as the median of a row's rounds, without the first where there are others.
+    A round takes as long as the median of a row's rounds, without the first where there are others,
+    or as the first without what it compiled.
     Rows that are not decided are taken to go on to `repeats`.
 
     Args:
@@ -53,8 +54,12 @@ def estimate_s(
 
 
 def _round_s(row: ComparisonRow) -> float:
-    warm = row.good[1:] or row.good
-    return statistics.median(run.duration_s for run in warm)
+    first, *warm = row.good
+    if warm:
+        return statistics.median(run.duration_s for run in warm)
+    # Later rounds load what it has compiled, where the engine can.
+    compile_s = first.end.compile_s if first.end else None
+    return max(0.0, first.duration_s - (compile_s or 0.0))
 
 
 def _numerics_s(plan: ComparisonPlan, folder: Path, rows: list[ComparisonRow]) -> float:
