@@ -125,7 +125,8 @@ def _check_content(plan: ComparisonPlan, folder: Path) -> None:
 def _is_same_comparison(plan: ComparisonPlan, begun: ComparisonPlan) -> bool:
     if plan.order_seed is None:
         plan = dataclasses.replace(plan, order_seed=begun.order_seed)
-    return plan == begun
+    # Of a comparison from before it was left out where runs follow each other.
+    return dataclasses.replace(plan, usual_scatter=begun.usual_scatter) == begun
 
 
 def _draw_order(plan: ComparisonPlan) -> ComparisonPlan:

@@ -74,7 +74,8 @@ class Precision:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    own_shard(parameter.grad).mul_(self.scaler._scale)
+                    gradient = own_shard(parameter.grad)
+                    gradient.mul_(self.scaler._scale.to(gradient.device))
 
     def unscale_and_look(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Divide the gradients by the loss scale, and return the flags of what overflowed.

@@ -44,6 +44,7 @@ class _LoaderPass:
     It is an evaluation until it is known to train.
     """
 
+    loader: AcceleratedLoader
     epoch: int
     position: BatchPosition
     began: tuple[float, CompileStats] | None = None
@@ -325,7 +326,8 @@ class Run:
 
     def batches(self, loader: AcceleratedLoader, on_device: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of one pass over a loader; `on_device` is closed when the pass ends."""
-        new_pass = self._pass(_LoaderPass(loader.epoch - 1, loader.position), on_device)
+        this = _LoaderPass(loader, loader.epoch - 1, loader.position)
+        new_pass = self._pass(this, on_device)
         self._passes.add(new_pass)
         return new_pass
 
@@ -382,12 +384,38 @@ class Run:
 
     def _begin_training(self, this: _LoaderPass, began: tuple[float, CompileStats] | None) -> None:
         """Count a pass as training, and begin an epoch unless others train beside it."""
+        self._leave_earlier(this)
         if self._is_epoch_over:
             self.timer.close_window()
             self.timer.start(this.epoch, began)
             self._is_epoch_over = False
         this.trains = True
         self._training_passes.add(this)
+
+    def _leave_earlier(self, this: _LoaderPass) -> None:
+        """Take earlier passes over the same loader for left, and a long one for an epoch.
+
+        By the order of the program, which all ranks share: when Python closes a pass that was left
+        depends on who still refers to it.
+        """
+        earlier = [other for other in self._training_passes if other.loader is this.loader]
+        self._training_passes.difference_update(earlier)
+        if not earlier or any(map(self._num_steps_in, self._training_passes)):
+            return
+        if any(map(self._is_long, earlier)):
+            self._is_epoch_over = True
+        else:
+            self.timer.epoch = this.epoch
+
+    def _num_steps_in(self, this: _LoaderPass) -> int:
+        return self.timer.num_steps - this.first_step
+
+    def _is_long(self, this: _LoaderPass) -> bool:
+        """Return whether a pass that was left is an epoch, and no part of a window as others are.
+
+        A loop may take every batch, or a few, from a pass of its own.
+        """
+        return self._num_steps_in(this) >= self.task.log_interval and not self.timer.is_in_warmup
 
     def _note_training(self) -> None:
         """Count passes as training that were taken for evaluations: `backward` is called in them.
@@ -419,27 +447,29 @@ class Run:
             self.timer.resume(waits)
 
     def _end_pass(self, this: _LoaderPass, on_device: Any, end: str) -> None:
-        """Close a pass; where the loop was left, Python may do so at different times on ranks."""
+        """Close a pass; one that was left at whatever time Python does so on each rank."""
         is_to_do = end == "left" and this.num_backward == self._num_backward
         if not (is_to_do and torch.is_grad_enabled()):  # a batch of next(iter(loader)) is to do
             self.engine.leave_batches()
         on_device.close()
         if self._position is this.position:
             self._position = None
-        self._training_passes.discard(this)
+        if end != "left":  # which `_leave_earlier` handles
+            self._training_passes.discard(this)
         if self._stopped_for == [this]:
             self.timer.resume()
         if this in self._stopped_for:
             self._stopped_for.remove(this)
         # Not after an error: the other ranks may be gone, which a window waits for.
-        if not this.trains or self._ended or end == "failed" or self._training_passes:
+        if not this.trains or self._ended or end == "failed":
             return
-        if end != "left":
+        if end == "left":
+            if self._is_long(this):
+                with contextlib.suppress(Exception):  # an error in the loop may have closed it
+                    self._stop_clock(this)
+        elif not self._training_passes:
             self._is_epoch_over = True
             self._close_window(is_run_over=end == "run ended")
-        elif self.timer.num_steps > this.first_step:
-            self._is_epoch_over = True
-            self._stop_clock(this)  # the window ends where all ranks begin the next epoch
 
     def _close_window(self, is_run_over: bool) -> None:
         try:

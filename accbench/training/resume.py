@@ -71,7 +71,7 @@ def _find(task: TaskConfig, say: Callable[[str], None]) -> Path | None:
     checkpoint = checkpoints.find(task.resume, task.run_dir, say)
     if checkpoint is not None:
         options = task.options.get(config.data_name(task.data)[0])
-        refuse_other(checkpoint, task, getattr(options, "num_classes", None), None)
+        refuse_other(checkpoint, task, getattr(options, "num_classes", None) or None, None)
     return checkpoint
 
 

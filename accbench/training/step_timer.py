@@ -82,6 +82,11 @@ class StepTimer:
         )  # fmt: skip
         self._data_wait_s = self._dispatch_s = 0.0
 
+    @property
+    def is_in_warmup(self) -> bool:
+        """Whether the first window is not closed yet."""
+        return self._in_warmup
+
     def pause(self) -> None:
         """Stop the clock within a window, for what is not training."""
         self.engine.wait()

@@ -92,6 +92,16 @@ def left() -> dict[str, Any]:
     return {**found, "kept": what_is_kept, "outside_windows_s": outside_s, "others_s": others_s}
 
 
+def one_batch_each() -> dict[str, Any]:
+    """A pass for every step: a window is no shorter for it, nor is the warm-up."""
+    net, run = begun("one_batch_each", numbers(0))
+    for _ in range(5):
+        for x in run.loaders[0]:
+            step(net, run, x)
+            break
+    return counted("one_batch_each", run)
+
+
 def persistent() -> dict[str, Any]:
     """A loop within another over the same loader takes its processes, as in torch."""
     net, run = begun("persistent", numbers(1, persistent_workers=True))
@@ -128,5 +138,5 @@ def lists_of_images() -> dict[str, Any]:
     return counted("lists_of_images", run)
 
 
-cases = (left, persistent, in_eval_mode, lists_of_images)
+cases = (left, one_batch_each, persistent, in_eval_mode, lists_of_images)
 (FOLDER / "found.json").write_text(json.dumps({case.__name__: case() for case in cases}))

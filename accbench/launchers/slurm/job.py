@@ -39,6 +39,8 @@ def main() -> None:
     checkpoint to go on from (auto, or as-written in the task), and a worker's command.
     """
     folder, held, resumed, *worker = sys.argv[1:]
+    if resumed not in ("auto", "as-written"):  # submitted by accbench from before there was this
+        resumed, worker = "as-written", [resumed, *worker]
     run_dir = Path(folder)
     task = config.parse([f"--config={run_dir / config.CONFIG_FILE}"])
     if resumed == "auto":
