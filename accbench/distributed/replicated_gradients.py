@@ -48,9 +48,9 @@ class ReplicatedGradientCheck:
         names = [name for name in gradients if self._num_steps.get(name, 0) < _NUM_STEPS]
         if not names:
             return
-        own = torch.stack([self._summary(gradients[name]) for name in names])
-        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(gathered, own, group=self._group)
+        local = torch.stack([self._summary(gradients[name]) for name in names])
+        gathered = [torch.empty_like(local) for _ in range(self._group.size())]
+        dist.all_gather(gathered, local, group=self._group)
         summaries = torch.stack(gathered).cpu()
         if not summaries.isfinite().all():
             return  # the loss scale is still too large

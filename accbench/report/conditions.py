@@ -46,7 +46,7 @@ class Condition:
 
     @property
     def needs_numerics(self) -> bool:
-        """Whether only the numerics pass can tell."""
+        """Return whether only the numerics pass can tell."""
         return self.words in _OF_NUMERICS
 
     def holds(self, row: RowResult) -> bool:

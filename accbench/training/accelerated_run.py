@@ -411,9 +411,9 @@ class Run:
         return self.timer.num_steps - this.first_step
 
     def _is_long(self, this: _LoaderPass) -> bool:
-        """Return whether a pass that was left is an epoch, and no part of a window as others are.
+        """Return whether a pass that was left ends a window, as an epoch does.
 
-        A loop may take every batch, or a few, from a pass of its own.
+        A loop may begin a pass for every batch, or for a few, which share a window.
         """
         return self._num_steps_in(this) >= self.task.log_interval and not self.timer.is_in_warmup
 
@@ -447,7 +447,7 @@ class Run:
             self.timer.resume(waits)
 
     def _end_pass(self, this: _LoaderPass, on_device: Any, end: str) -> None:
-        """Close a pass; one that was left at whatever time Python does so on each rank."""
+        """Close a pass; Python closes one that was left, at times that differ between ranks."""
         is_to_do = end == "left" and this.num_backward == self._num_backward
         if not (is_to_do and torch.is_grad_enabled()):  # a batch of next(iter(loader)) is to do
             self.engine.leave_batches()

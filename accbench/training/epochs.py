@@ -50,6 +50,8 @@ class Epochs:
         self._at: tuple[int, int | None] = (0, None)
         self._at_step = 0
         self._saved_step: int | None = None
+        self._scores: EvalRecord | None = None
+        """Of the weights as they are after the last epoch."""
         # Steps that the schedule is ahead of the run's.
         self._schedule_lead = 0
         self._is_unscored = False
@@ -71,7 +73,7 @@ class Epochs:
         self._go_on_from(facts)
         self._at = facts.epoch, None if facts.loader is None else 0
         is_after_epoch = facts.loader is None and facts.epoch > 0
-        self._is_unscored = is_after_epoch and facts.loss is None
+        self._is_unscored = is_after_epoch and facts.loss is None and facts.top1 is None
         if Path(self.task.resume) == checkpoints.folder_of(self.task.run_dir, facts.step):
             self._saved_step = facts.step
         self.logger.write(ResumeRecord(facts.step, facts.epoch, self.task.resume))
@@ -120,9 +122,10 @@ class Epochs:
             return
         number = epoch + 1
         self._at = number, None
-        scores = self._evaluate(epoch) if self._is_to_evaluate_after(number) else None
+        if self._is_to_evaluate_after(number):
+            self._note_scores(self._evaluate(epoch))
         if self.task.save_interval and number % self.task.save_interval == 0:
-            self._save(scores)
+            self._save()
 
     def _is_to_evaluate_after(self, num_epochs: int) -> bool:
         # The loader itself is false on a rank that has no sample.
@@ -163,10 +166,15 @@ class Epochs:
     def _evaluate_where_it_was_stopped(self) -> None:
         """Evaluate after the epoch that was restored, if a stop has cut that short."""
         if self._is_unscored and self._is_to_evaluate_after(self.first_epoch):
-            self._save(self._evaluate(self.first_epoch - 1))
+            self._note_scores(self._evaluate(self.first_epoch - 1))
+            self._save()
+
+    def _note_scores(self, scores: EvalRecord) -> None:
+        self._scores, self._saved_step = scores, None  # a checkpoint of this step lacks them
 
     def _after_step(self, num_batches: int) -> None:
         self._at, self._at_step = (self.timer.epoch, num_batches), self.timer.num_steps
+        self._scores = None
         self._schedule.step()
         if self._profile is not None:
             self._profile.after_step()
@@ -209,7 +217,6 @@ class Epochs:
         # Steps were as long as now, unless the number of workers or the batch size has changed.
         if facts.epochs_trained is not None:
             self._schedule_lead = round(facts.epochs_trained * self.steps_per_epoch) - facts.step
-        self.display.set_num_steps(self._num_steps())
         num_samples = facts.num_samples
         if num_samples is None:
             assert self.engine.task.batch_size is not None
@@ -218,6 +225,7 @@ class Epochs:
         self.timer.num_earlier_samples = num_samples - self.timer.num_samples_of_all
 
     def _start_schedule(self) -> None:
+        self.display.set_num_steps(self._num_steps())
         self._schedule = Schedule(
             self.optimizer, self.task, self.steps_per_epoch,
             self._num_steps() + self._schedule_lead, self.timer.num_steps + self._schedule_lead,
@@ -228,13 +236,12 @@ class Epochs:
         of_epochs = self.task.epochs * self.steps_per_epoch - self._schedule_lead
         return min(self.task.max_steps or sys.maxsize, of_epochs)
 
-    def _save(self, scores: EvalRecord | None = None) -> None:
-        """Save a checkpoint, unless this step is saved already with as many scores."""
-        is_saved = self._saved_step == self.timer.num_steps and scores is None
-        if is_saved or not self.task.save_interval:
+    def _save(self) -> None:
+        """Save a checkpoint, with the scores of its weights if there are any; each step once."""
+        if self._saved_step == self.timer.num_steps or not self.task.save_interval:
             return
         self.keeper.save(
-            self.timer.num_steps, *self._at, scores, self.timer.num_samples_of_all,
+            self.timer.num_steps, *self._at, self._scores, self.timer.num_samples_of_all,
             (self.timer.num_steps + self._schedule_lead) / self.steps_per_epoch,
         )  # fmt: skip
         self._saved_step = self.timer.num_steps

@@ -84,7 +84,7 @@ class StepTimer:
 
     @property
     def is_in_warmup(self) -> bool:
-        """Whether the first window is not closed yet."""
+        """Return whether the first window is still open."""
         return self._in_warmup
 
     def pause(self) -> None:

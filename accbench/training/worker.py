@@ -200,11 +200,10 @@ def run(task: TaskConfig, topology: Topology, started: float, console: Any) -> N
             loader.check = partial(_check, task, spec, source.num_classes)
             loader.transform = transform
     steps_per_epoch = len(train_loader)
-    num_steps = min(task.max_steps or sys.maxsize, task.epochs * steps_per_epoch)
     keeper = resume.Keeper(
         engine, net, optimizer, train_loader, source.num_classes, topology, _writer(task, topology)
     )
-    with TrainingDisplay(console, num_steps, header.counted) as display:
+    with TrainingDisplay(console, None, header.counted) as display:
         reporter = Reporter(logger, display, task, engine, optimizer)
         timer = StepTimer(engine, started, reporter)
         epochs = Epochs(
