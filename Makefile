@@ -30,11 +30,11 @@ prepare:
 	@bash prepare.sh
 
 prepare-dev:
-	@bash prepare.sh --extras dev --no-data
+	@$(COMPILED_ONCE) bash prepare.sh --extras dev --no-data
 
 # torch_xla's environment, for its own tests.
 prepare-xla:
-	@$(if $(XLA_PYTHON),bash prepare.sh --extras $(XLA_EXTRAS) --no-data)
+	@$(if $(XLA_PYTHON),$(COMPILED_ONCE) bash prepare.sh --extras $(XLA_EXTRAS) --no-data)
 
 bench: prepare
 	$(PYTHON) launch_single_task.py $(BENCH_FLAGS) --output_dir=$(BENCH_DIR)/ddp
@@ -57,16 +57,21 @@ train:
 	@$(PYTHON) -m accbench report $(TRAIN_DIR) --format html >$(TRAIN_DIR)/report.html
 	@echo "curves in $(TRAIN_DIR)/report.html"
 
-# The tests start hundreds of Pythons, each of which would compile our modules anew.
-COMPILED_ONCE := PYTHONDONTWRITEBYTECODE=
+# The tests start hundreds of Pythons, each of which would compile our modules anew. Of what is
+# installed they import a third, and the rest need not be compiled.
+COMPILED_ONCE := PYTHONDONTWRITEBYTECODE= UV_COMPILE_BYTECODE=0
 
 # More processes where tests wait for others, fewer where they compute.
 PYTEST := -m pytest --dist loadfile --no-loadscope-reorder
 
 prepare-test: prepare-dev prepare-xla
 
+# Compiles what tests import, which else each of pytest's processes does for itself.
+COMPILE := -m pytest --collect-only -q >/dev/null
+
 # Those of today's torch and JAX, then engine xla's in its own environment where that can be.
 test: prepare-test
+	@[ -d tests/__pycache__ ] || { $(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) $(COMPILE) &) $(COMPILED_ONCE) $(PYTHON) $(COMPILE); wait; } || true
 	$(COMPILED_ONCE) $(PYTHON) $(PYTEST) -n 4 -m "not soak and not xla"
 	$(if $(XLA_PYTHON),$(COMPILED_ONCE) $(XLA_PYTHON) $(PYTEST) -n 3 -m "not soak and xla")
 

@@ -84,7 +84,8 @@ if [[ ! -f $stamp || $(<"$stamp") != "$now" ]]; then
   echo "installing accbench${extras:+[$extras]} into $env"
   # Compiled here, for where Python may not write (PYTHONDONTWRITEBYTECODE, as in many
   # containers) every worker would compile all it imports, at each start.
-  "$uv" pip install --quiet --compile-bytecode --python "$python" --editable "$what"
+  UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE-1} \
+    "$uv" pip install --quiet --python "$python" --editable "$what"
   echo "$now" >"$stamp"
 fi
 

@@ -8,6 +8,7 @@ outputs and gradients are held against eager's in the same dtype and in float64.
 import dataclasses
 import importlib.util
 import os
+import random
 import sys
 import types
 import unittest
@@ -257,11 +258,21 @@ def op_infos() -> list[Any]:
     return [*op_db]
 
 
+def _seed_cpu(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 def samples(op: Any, dtype: torch.dtype, most: int) -> Iterable[Any]:
     """Some of an OpInfo's samples, spread over all of them, with gradients where torch has them."""
+    from torch.testing._internal import common_utils
+
     torch.manual_seed(0)
     wants = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    found = list(op.sample_inputs("cpu", dtype, requires_grad=wants))
+    # For each sample torch seeds devices that are absent too, with a traceback for later.
+    with mock.patch.object(common_utils, "set_rng_seed", _seed_cpu):
+        found = list(op.sample_inputs("cpu", dtype, requires_grad=wants))
     found = [s for s in found if not s.kwargs.get("dropout_p")]  # which is by chance
     step = max(len(found) / most, 1)
     return [found[int((i + 0.5) * step)] for i in range(min(most, len(found)))]

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.processes import ROOT, free_port
@@ -49,12 +49,18 @@ class Nodes:
         arguments = (
             "--nnodes=2", f"--node_rank={node}", f"--rdzv_endpoint={self.host}:{self.port}", *flags
         )  # fmt: skip
-        process = subprocess.Popen(
-            [*inside, sys.executable, *to_do, *map(str, arguments)], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        process = self.start_python(node, inside, [*to_do, *map(str, arguments)])
         self.started.append(process)
         return process
+
+    def start_python(
+        self, node: int, inside: Sequence[str], words: Sequence[str]
+    ) -> "subprocess.Popen[str]":
+        """Start `python WORDS` by a command that runs others inside of a node."""
+        return subprocess.Popen(
+            [*inside, sys.executable, *words], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
 
     def run(self, *flags: object) -> list[tuple[int, str, str]]:
         """Run on both to the end; return exit status, output and errors of each."""
@@ -90,11 +96,11 @@ def on_loopback(host: str, hidden: Path) -> Iterator[Nodes]:
 
 
 @contextlib.contextmanager
-def two_nodes() -> Iterator[Nodes]:
+def two_nodes(kind: type[Nodes] = Nodes) -> Iterator[Nodes]:
     """Yield two nodes, in namespaces where that is allowed."""
     names = (f"accbench-{os.getpid()}-0", f"accbench-{os.getpid()}-1")
     with contextlib.ExitStack() as stack:
-        found = Nodes(names if _namespaces(names, stack) else None)
+        found = kind(names if _namespaces(names, stack) else None)
         stack.callback(found.end)
         yield found
 

@@ -26,8 +26,6 @@ from tests import forked
 _OURS = (*forked._OURS, "torch.distributed.run")
 # The compiler for GPUs, which meets torch's libraries in no process of a user's.
 _NEVER = {"accbench.preflight.compiling"}
-# Libraries with threads of their own from early on.
-_THREADED = ("jax", "torch_xla")
 # A copy heeds these as well: it keeps no output back, and looks for modules in the new path.
 # The last is torchrun's, of NCCL alone.
 _HEEDED = {
@@ -86,7 +84,13 @@ def _words_of(arguments: Any) -> list[str] | None:
 
 def _can_fork() -> bool:
     is_main = threading.current_thread() is threading.main_thread()
-    return is_main and not any(name in sys.modules for name in _THREADED)
+    return is_main and "torch_xla" not in sys.modules and not _has_jax_devices()
+
+
+def _has_jax_devices() -> bool:
+    """Whether JAX has come up, with threads of its own."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
 
 
 def _is_alike(env: Mapping[str, str]) -> bool:

@@ -1,6 +1,8 @@
 """Runs accbench as a user would, and sees to it that a test leaves nothing behind."""
 
+import atexit
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -54,6 +56,7 @@ NOT_OPTIMISED = "--xla_backend_optimization_level=0"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # while modules are imported, whose objects are there to the end
     # A shell that starts the tests in the background has them, and every process that
     # they start, ignore Ctrl-C, which some tests press.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -71,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     forker().close()
+    # Or bindings made with nanobind report as leaks what is still there when Python ends.
+    atexit.register(gc.unfreeze)
 
 
 # Which a fixture of a module has started anew, in place of such as a test has killed.
@@ -127,6 +132,18 @@ def hangups_come() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_no_garbage():
+    """Collections, of which some modules ask for one after each test, scan new objects alone."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

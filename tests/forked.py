@@ -30,6 +30,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +42,10 @@ _IMPORTED = ("accbench.cli", "accbench.comparing.rounds", "accbench.launchers.lo
              "accbench.comparing.numerics_worker", "torch._dynamo", "torch.distributed.fsdp",
              "torch.distributed.nn.functional", "torch.distributed.pipelining",
              "torchvision.models")  # fmt: skip
+# What engines import besides, a second of processor time each. Beside torch_xla, which is imported
+# without inductor, it stays away.
+_OF_ENGINES = ("torch._inductor.compile_fx", "jax", "accbench.engines.jax.compiled_steps",
+               "accbench.engines.jax.data_parallel")  # fmt: skip
 _WORKERS = (
     [str(ROOT / "main.py")],
     ["-m", "accbench.training.worker_process"],
@@ -89,8 +94,8 @@ class Forker:
         """`python ARGUMENTS` in the repository's folder; output to files.
 
         Args:
-            env: beside what there is. Of all that a process reads when it starts, a PYTHONPATH
-                and OMP_NUM_THREADS are heeded.
+            env: beside what there is. Of all that a process reads when it starts, a PYTHONPATH,
+                OMP_NUM_THREADS and what JAX reads are heeded.
         """
         if self._socket is None:
             self._process, self._socket = _start()
@@ -197,9 +202,12 @@ def prepare() -> None:
     """Import what commands and their workers do."""
     from accbench.system.gc_pause import pause_gc
 
+    of_engines = _OF_ENGINES if find_spec("jax") and not find_spec("torch_xla") else ()
+    os.environ["TORCH_WARM_POOL"] = "0"  # no processes to compile in
     with pause_gc():
-        for module in _IMPORTED:
+        for module in (*_IMPORTED, *of_engines):
             importlib.import_module(module)
+    del os.environ["TORCH_WARM_POOL"]
 
 
 def _serve(requests: socket.socket) -> None:
@@ -255,6 +263,20 @@ def _take(environment: dict[str, str]) -> None:
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if (jax := sys.modules.get("jax")) is not None:
+        _configure(jax.config, environment)
+    if (codecache := sys.modules.get("torch._inductor.codecache")) is not None:
+        codecache._HEADER_DIR = os.path.join(codecache.default_cache_dir(), "precompiled_headers")
+        codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
+
+
+def _configure(config: Any, environment: Mapping[str, str]) -> None:
+    """Set what JAX reads when it is imported."""
+    for name, value in [*config.values.items()]:
+        if (text := environment.get(name.upper())) is not None:
+            is_switch = isinstance(value, bool)
+            kind = str if value is None else type(value)
+            config.update(name, text.lower() in ("1", "true", "on") if is_switch else kind(text))
 
 
 def _run(arguments: list[str]) -> NoReturn:

@@ -20,16 +20,20 @@ class Signalled:
     Args:
         words: what follows `python`.
         ignores_hangups: as under nohup.
+        network: the namespace that it is in, as `ip netns` names it.
         env: beside the environment of now.
     """
 
     def __init__(
-        self, words: Sequence[object], *, ignores_hangups: bool = False, **env: str
-    ) -> None:
+        self, words: Sequence[object], *, ignores_hangups: bool = False,
+        network: str | None = None, **env: str,
+    ) -> None:  # fmt: skip
         self._said: tuple[str, str] | None = None
         with tempfile.TemporaryDirectory() as folder:
             pid_file = Path(folder) / "pid"
             options = {"pid_file": str(pid_file), "ignores_hangups": ignores_hangups}
+            if network is not None:
+                options["network"] = network
             self._process = start_python("-m", "tests.started", json.dumps(options), *words, **env)
             wait_until(lambda: pid_file.exists() or self._process.poll() is not None)
             assert pid_file.exists(), self._process.end()

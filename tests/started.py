@@ -4,7 +4,7 @@
 
 COMMAND is what follows `python`: a script, or -m and a module, and their arguments. OPTIONS are
 JSON of any of these: `folder`, in which it starts; `pid_file`, in which it finds its process id;
-`ignores_hangups`, as nohup has it.
+`ignores_hangups`, as nohup has it; `network`, the namespace that it is in.
 """
 
 import json
@@ -22,6 +22,9 @@ def prepare(options: dict[str, Any]) -> None:
     ignored = options.get("ignores_hangups", False)
     signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     os.chdir(options.get("folder", "."))
+    if "network" in options:
+        with open(f"/run/netns/{options['network']}") as namespace:
+            os.setns(namespace.fileno(), os.CLONE_NEWNET)
     if "pid_file" in options:
         path = Path(options["pid_file"])
         unfinished = path.with_suffix(".new")

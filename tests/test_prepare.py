@@ -102,7 +102,7 @@ def test_a_python_that_has_jax_comes_first(clone, extras):
 def test_uv_finds_a_python(clone):
     # Installing takes a package index; what uv is asked to install is kept instead.
     venv = f'[ "$1" = venv ] && exec {uv_that_runs_alone()} "$@"'
-    text = f'#!/bin/sh\n{venv}\necho "$@" >{clone}/asked\n'
+    text = f'#!/bin/sh\n{venv}\necho "compiled:$UV_COMPILE_BYTECODE" "$@" >{clone}/asked\n'
     program(clone / "bin" / "uv", text)
     version = ".".join(map(str, sys.version_info[:3]))
     python = clone / "pythons" / f"cpython-{version}-linux-x86_64-gnu"
@@ -117,8 +117,8 @@ def test_uv_finds_a_python(clone):
     done = prepare(clone, "--extras", "xla", **environment)
     assert done.returncode == 0, done.stderr
     python = clone / ".venv-xla" / "bin" / "python"
-    assert (clone / "asked").read_text().split()[-5:] == [
-        "--compile-bytecode", "--python", str(python), "--editable", ".[xla]",
+    assert (clone / "asked").read_text().split() == [
+        "compiled:1", "pip", "install", "--quiet", "--python", str(python), "--editable", ".[xla]",
     ]  # fmt: skip
     found = subprocess.run([python, "--version"], capture_output=True, text=True, check=True)
     assert found.stdout == f"Python {version}\n"

@@ -180,7 +180,8 @@ def can_mount():
 @pytest.mark.parametrize(
     ("full", "limit"),
     [("cache", "nr_inodes=1"), pytest.param("cache", "size=4k", marks=pytest.mark.soak),
-     pytest.param("cache", "size=100k", marks=pytest.mark.soak), ("temporary", "size=20m")],
+     pytest.param("cache", "size=100k", marks=pytest.mark.soak),
+     pytest.param("temporary", "size=20m", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_a_full_disk_is_a_line_with_its_remedy(tmp_path, temporary, full, limit):
     if not can_mount():

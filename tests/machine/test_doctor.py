@@ -84,6 +84,7 @@ def test_what_a_container_lacks_is_told(monkeypatch, tmp_path) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: containers.UID)
+    monkeypatch.setattr(doctor, "check_engines", lambda: [])  # asks another environment's Python
     told = " ".join(doctor.render(doctor.examine(), "table").split())
     assert "has no name" in told
     assert "in the temporary folder, for the user's cannot be written: set XDG_CACHE_HOME" in told
@@ -122,6 +123,7 @@ def test_cudnn_is_that_of_torchs_cuda(monkeypatch, cuda, found) -> None:
     versions = {"nvidia-cudnn-cu12": "9.10", "nvidia-cudnn-cu13": "9.19"}
     monkeypatch.setattr(doctor, "_version", versions.get)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor, "check_engines", lambda: [])  # asks another environment's Python
     assert doctor.examine()["cudnn"] == found
 
 

@@ -223,7 +223,9 @@ if find_spec("jax"):
     CASES["jax tp 2 x 2"] = (SGD_CLIPPED, (*LATE, "--tp=2"), "whole")
     CASES["jax ignored labels"] = (SGD_CLIPPED, ("--engine=jax", TWICE), "whole")
     CASES["jax sequence 2 x 2"] = (SGD_CLIPPED, (*LATE, *TP_PARTS), "whole")
-    CASES["jax ignored labels sequence 2 x 2"] = CASES["jax sequence 2 x 2"]
+    CASES["jax ignored labels sequence 2 x 2"] = (
+        (HEADS, *SGD, "--clip_norm=0.5"), (*LATE, *TP_PARTS), "whole"
+    )  # fmt: skip
     CASES["jax cp 4 ring"] = (SGD_CLIPPED, ("--engine=jax", "--cp=4", RING), "whole")
     CASES["jax cp 2 ring x tp 2"] = (
         (HEADS, *SGD, TWICE, "--checkpoint_modules=LlamaDecoderLayer"),

@@ -306,6 +306,7 @@ def test_disk_that_is_read_only(tmp_path):
     assert "Read-only file system" in line
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 def test_clock_that_steps(images, tmp_path, monkeypatch):
     library = tmp_path / "clock_steps.so"

@@ -6,13 +6,12 @@ import os
 import pty
 import re
 import subprocess
-import sys
 
 import pytest
 
 from accbench.data import mock_images
 from accbench.recording import records
-from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, read, run
+from tests.conftest import HANG_S, ROOT, TINY, command, end_of, of_kind, python, read, run
 
 
 def test_two_workers_train_and_evaluate_on_images(images, tmp_path):
@@ -74,11 +73,10 @@ def test_model_learns_the_mock_classes(images, tmp_path):
 
 def test_torchrun_starts_the_same_worker(tmp_path):
     run_dir = tmp_path / "run"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*torchrun, "--nproc_per_node=2", "main.py", *TINY, "--data=synthetic",
-         f"--output_dir={run_dir}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
+    torchrun = ("-m", "tests.all_forked", "-m", "torch.distributed.run", "--standalone")
+    result = python(
+        *torchrun, "--nproc_per_node=2", "main.py", *TINY, "--data=synthetic",
+        f"--output_dir={run_dir}",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert of_kind(run_dir, records.RunRecord)[0].world_size == 2

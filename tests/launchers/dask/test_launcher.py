@@ -178,6 +178,7 @@ def test_nothing_goes_on_when_the_client_or_a_dask_worker_is_killed(on_tls, tmp_
     assert end_of(folder).num_steps == 2
 
 
+@pytest.mark.soak
 def test_engines_are_compared_on_a_cluster(on_tls, tmp_path):
     flags = (*TINY, "--data=synthetic", "--repeats=2", "--numerics_steps=0")
     engines = "--engines=ddp,ddp:channels_last=false"

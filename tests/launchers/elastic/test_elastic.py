@@ -1,6 +1,8 @@
 """Two nodes with a launcher each train as one does, and none is left waiting for another."""
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -10,15 +12,25 @@ from accbench import cli
 from accbench.recording import records
 from benchmarks.nodes import MAY_HIDE, Nodes, ended, logs_of, on_loopback, two_nodes
 from tests.conftest import TINY, end_of, of_kind, processes_of, run, wait_until
+from tests.signals import Signalled
 
 SYNTHETIC = (*TINY, "--data=synthetic")
 # About 0.2 s a step, a hundred an epoch.
 SLOW = (*SYNTHETIC, "--model=tests.nets:slow", "--max_steps=100000", "--epochs=100000")
 
 
+class ForkedNodes(Nodes):
+    """Fork what starts on a node, into its namespace, where Python can."""
+
+    def start_python(self, node: int, inside: Sequence[str], words: Sequence[str]):
+        if self.names is not None and not hasattr(os, "setns"):  # before Python 3.12
+            return super().start_python(node, inside, words)
+        return Signalled(words, network=None if self.names is None else self.names[node])
+
+
 @pytest.fixture
 def nodes():
-    with two_nodes() as found:
+    with two_nodes(ForkedNodes) as found:
         yield found
 
 

@@ -94,6 +94,7 @@ def test_parts_of_sequences_exchange_heads_and_share_no_state() -> None:
     assert found["memory"]["arguments_bytes"] > 12 * found["model"]["num_parameters"]
 
 
+@pytest.mark.soak  # the ring's model and the one without memory have layers in parts as well
 def test_parts_between_layers_are_sent_in_autocast_s_type() -> None:
     pytest.importorskip("transformers")
     found = result_of_llama("--nproc_per_node=2", "--tp=2", "--sequence_parallel")

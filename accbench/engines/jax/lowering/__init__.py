@@ -4,6 +4,7 @@
 and `lowering` adds an operation to the table.
 """
 
+from functools import lru_cache
 from typing import Any
 
 from accbench.engines.jax.lowering.context import Context, Rules
@@ -35,7 +36,16 @@ def decompositions() -> dict[Any, Any]:
 
     lowered = set(operations())
     rules = dict(torch._decomp.decomposition_table)
-    rules.update(torch._decomp.core_aten_decompositions().items())
+    composites = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    rules.update(_of_core_aten(tuple(composites), tuple(rules.values())))
     rules.update(torch_decompositions.corrected())
     decomposed = {op: rule for op, rule in rules.items() if str(op) not in lowered}
     return {**decomposed, **torch_decompositions.for_complex()}
+
+
+@lru_cache(maxsize=1)  # torch looks through all operations of all packages for it, each time
+def _of_core_aten(composites: tuple[str, ...], rules: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return torch's decompositions to core ATen, which follow from what packages registered."""
+    import torch
+
+    return dict(torch._decomp.core_aten_decompositions().items())
