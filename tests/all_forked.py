@@ -99,18 +99,11 @@ def _is_alike(env: Mapping[str, str]) -> bool:
         {name: value for name, value in forked._read_at_start(each).items() if name not in _HEEDED}
         for each in (os.environ, env)
     )
-    return here == there and (_path_of(env) == _path_of(os.environ) or not _knows_plugins())
+    return here == there and _path_of(os.environ) <= _path_of(env)
 
 
 def _path_of(env: Mapping[str, str]) -> set[str]:
     return {*filter(None, env.get("PYTHONPATH", "").split(os.pathsep))}
-
-
-def _knows_plugins() -> bool:
-    """Whether packages' plug-ins have been looked for, which happens once in a process."""
-    from accbench.config import plugins
-
-    return plugins._all_entry_points.cache_info().currsize > 0
 
 
 def _fork() -> int:

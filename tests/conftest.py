@@ -19,6 +19,7 @@ import pytest
 from accbench.data import mock_images
 from accbench.recording import records
 from benchmarks.processes import free_port, rank_environments  # noqa: F401  # for tests
+from tests import reused_parsers
 from tests.forked import Forked, Forker, Fresh
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Most of the time that XLA takes to compile for a CPU is LLVM's.
     os.environ.setdefault("XLA_FLAGS", NOT_OPTIMISED)
+    reused_parsers.install()
     forker()  # for the environment as it is now
 
 

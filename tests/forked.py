@@ -23,6 +23,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ from importlib.util import find_spec
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests import reused_parsers
 
 ROOT = Path(__file__).parent.parent
 # What they import, and so what a forked one has at hand.
@@ -97,14 +100,18 @@ class Forker:
             env: beside what there is. Of all that a process reads when it starts, a PYTHONPATH,
                 OMP_NUM_THREADS and what JAX reads are heeded.
         """
-        if self._socket is None:
-            self._process, self._socket = _start()
         output = Output()
         ours, theirs = socket.socketpair()
         with theirs:
-            request = json.dumps([_without_flags(arguments), {**os.environ, **env}]).encode()
-            socket.send_fds(self._socket, [request], [*output.descriptors(), theirs.fileno()])
+            descriptors = [*output.descriptors(), theirs.fileno()]
+            self.fork(_without_flags(arguments), {**os.environ, **env}, descriptors)
         return Forked(arguments, ours, output)
+
+    def fork(self, words: list[str], environment: dict[str, str], descriptors: list[int]) -> None:
+        """Run `python WORDS`, with descriptors of its output and errors, and to tell its status."""
+        if self._socket is None:
+            self._process, self._socket = _start()
+        socket.send_fds(self._socket, [json.dumps([words, environment]).encode()], descriptors)
 
 
 class Output:
@@ -207,6 +214,9 @@ def prepare() -> None:
     with pause_gc():
         for module in (*_IMPORTED, *of_engines):
             importlib.import_module(module)
+        # Finds the plug-ins, and what the flags are.
+        reused_parsers.install()
+        importlib.import_module("accbench.config").parse([])
     del os.environ["TORCH_WARM_POOL"]
 
 
@@ -246,6 +256,11 @@ def _become(arguments: list[str], environment: dict[str, str], out: int, err: in
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
+    if not stat.S_ISREG(os.fstat(1).st_mode):  # the streams of now are of files
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = sys.__stderr__ = os.fdopen(
+            2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
     _take(environment)
     fork_workers()
     _run(arguments)
@@ -259,6 +274,7 @@ def _take(environment: dict[str, str]) -> None:
     tempfile.tempdir = None  # found before, by the one of then
     if (path := environment.get("PYTHONPATH")) and path != before:
         sys.path[1:1] = path.split(os.pathsep)
+        _forget_plugins()
     if "OMP_NUM_THREADS" in environment:
         import torch
 
@@ -268,6 +284,14 @@ def _take(environment: dict[str, str]) -> None:
     if (codecache := sys.modules.get("torch._inductor.codecache")) is not None:
         codecache._HEADER_DIR = os.path.join(codecache.default_cache_dir(), "precompiled_headers")
         codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
+
+
+def _forget_plugins() -> None:
+    """Look for them again, as there may be others."""
+    from accbench.config import parsing, plugins
+
+    for found in (plugins._all_entry_points, plugins.classes, parsing.flags_class_of):
+        found.cache_clear()
 
 
 def _configure(config: Any, environment: Mapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """The notebook runs from top to bottom, and is committed with outputs."""
 
+import contextlib
 import os
 import sys
 from importlib.util import find_spec
@@ -13,7 +14,18 @@ from nbclient import NotebookClient
 from accbench.errors import RequestError
 from accbench.recording import records
 from accbench.system import folders
-from tests.conftest import HANG_S, ROOT, TINY, end_of, of_kind, processes_of, run, wait_until
+from tests import asking_python
+from tests.conftest import (
+    HANG_S,
+    ROOT,
+    TINY,
+    end_of,
+    forker,
+    of_kind,
+    processes_of,
+    run,
+    wait_until,
+)
 
 NOTEBOOK = ROOT / "notebooks" / "resnet50.ipynb"
 
@@ -24,8 +36,10 @@ def texts(notebook) -> str:
     )
 
 
+# Of a notebook's own Python, each process imports torch anew.
+@pytest.mark.parametrize("commands", ["forked", pytest.param("own", marks=pytest.mark.soak)])
 @pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
-def test_runs_from_top_to_bottom(tmp_path):
+def test_runs_from_top_to_bottom(tmp_path, commands):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (flags,) = (cell for cell in notebook.cells if "--model=resnet18" in cell.source)
     # Other tests have the other core.
@@ -35,7 +49,11 @@ def test_runs_from_top_to_bottom(tmp_path):
     # The kernel's `python` and prepare.sh's environment are those of this test.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = {"PATH": path, "VIRTUAL_ENV": sys.prefix, "TMPDIR": str(tmp_path)}
-    client.execute(env={**os.environ, **environment})
+    with contextlib.ExitStack() as stack:
+        if commands == "forked":
+            stack.enter_context(asking_python.made_in(tmp_path, forker()))
+            environment["PATH"] = os.pathsep.join((str(tmp_path), path))
+        client.execute(env={**os.environ, **environment})
     assert texts(notebook).count("done: 15 steps") == 4
     pictures = [o for c in notebook.cells for o in c.get("outputs", ()) if "data" in o]
     assert sum("image/png" in picture["data"] for picture in pictures) == 2
