@@ -90,12 +90,15 @@ def report(argv: Sequence[str]) -> int:
         if not flags.runs:
             raise RequestError("name at least one run's folder")
         text, problems = publish.report(flags.runs, flags.format, flags.allow_mixed)
-        judged = conditions.judge(flags.runs, flags.fail_if)
     except RequestError as error:
         return print_refusal(prog, error)
     print(text, end="")
     for problem in problems:  # the others are still reported
         print_refusal(prog, RequestError(problem))
+    try:
+        judged = conditions.judge(flags.runs, flags.fail_if)
+    except RequestError as error:
+        return 2 if str(error) in problems else print_refusal(prog, error)
     status = max((conditions.exit_status(*each, prog) for each in judged), default=0)
     return 2 if problems else status
 

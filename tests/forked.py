@@ -8,8 +8,8 @@ a launcher that was forked is forked from it, if its environment asks for nothin
 reads when it starts; in all else it is the process that the launcher would have started.
 
 Of comparisons, `tests.compared` has the workers forked. What a test sends signals to starts as
-anyone's by `tests.conftest.under_way`, or is forked by `tests.signals`; workers of several nodes,
-of Dask and of Slurm start as anyone's.
+anyone's by `tests.conftest.under_way`, or is forked by `tests.signals`; workers of Dask and of
+Slurm start as anyone's.
 """
 
 import atexit

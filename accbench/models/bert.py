@@ -12,6 +12,7 @@ from accbench.models.tasks.language import (
     LanguageModel,
     options_of_transformers,
 )
+from accbench.models.tasks.spec import Wrapper
 
 # name -> (layers, heads, width, vocabulary size without [MASK]); the tiny one is from
 # Turc et al., Well-Read Students Learn Better, 2019.
@@ -81,7 +82,7 @@ def mask_tokens(
     return masked_ids_NT, input_ids_NT.masked_fill(~is_predicted_NT, IGNORED_LABEL)
 
 
-class MaskedBert(nn.Module):
+class MaskedBert(Wrapper):
     """BERT that masks its own input.
 
     Its vocabulary has one token more than the data: [MASK], the last.

@@ -30,6 +30,7 @@ class MachineUse(NamedTuple):
     stolen_cpu_share: float | None = None
     throttled_cpu_share: float | None = None
     swapped_in_bytes: int | None = None
+    sampled_s: float | None = None
 
 
 class Counters(NamedTuple):
@@ -126,13 +127,17 @@ def machine_use(by_rank: Sequence[Sequence[float]]) -> MachineUse:
             max(c.stolen_cpu_s for c in counted) / available_s,
             max(c.throttled_cpu_s for c in counted) / available_s,
             max(c.swapped_in_bytes for c in counted),
+            wall_s,
         ))  # fmt: skip
     columns = [[u for u in column if math.isfinite(u)] for column in zip(*uses, strict=True)]
-    *largest, swapped = (max(column, default=None) for column in columns)
+    *largest, swapped, sampled_s = (max(column, default=None) for column in columns)
     others, stolen, throttled = (
         None if share is None else round(min(1.0, max(0.0, share)), 4) for share in largest
     )
-    return MachineUse(others, stolen, throttled, None if swapped is None else int(swapped))
+    return MachineUse(
+        others, stolen, throttled, None if swapped is None else int(swapped),
+        None if sampled_s is None else round(sampled_s, 4),
+    )  # fmt: skip
 
 
 def _processors() -> frozenset[int]:

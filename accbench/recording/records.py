@@ -118,6 +118,8 @@ class WindowRecord:
     """Share of the processors' time held back by heat or by the container's limit, 0..1."""
     swapped_in_bytes: int | None = None
     """Memory that had to be read back from swap space, of all programs."""
+    sampled_s: float | None = None
+    """Seconds since the last window that has these fields; None in records of before."""
 
 
 @dataclasses.dataclass(frozen=True)

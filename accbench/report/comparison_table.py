@@ -1,15 +1,9 @@
 """A judged comparison as a terminal table or as Markdown."""
 
-import io
 import math
 from collections.abc import Callable
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from accbench.report import markdown, numerics, sequential, statistics, verdict
+from accbench.report import markdown, numerics, sequential, statistics, table, verdict
 from accbench.report.analysis import ComparisonResult, RowResult
 
 _NOT_KNOWN = "-"
@@ -252,15 +246,8 @@ def as_markdown(result: ComparisonResult) -> str:
 
 def terminal(result: ComparisonResult, width: int = 164) -> str:
     """Render for a terminal; ends in a newline."""
-    table = Table(box=box.SIMPLE_HEAD)
     titles = columns(result)
-    for title in titles:
-        table.add_column(title, justify="left" if title in LEFT else "right")
-    for row in result.rows:
-        table.add_row(*(escape(cell(row)) for cell in titles.values()))
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(escape(result.headline), soft_wrap=True, highlight=False)
-    console.print(table)
-    for line in notes(result):
-        console.print(escape(line), soft_wrap=True, highlight=False)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    cells = [[cell(row) for cell in titles.values()] for row in result.rows]
+    return table.in_terminal(
+        [*titles], LEFT, cells, width, before=[result.headline], after=notes(result)
+    )

@@ -48,15 +48,21 @@ class RepeatRule:
         return f"{_WORDS[most].format(value)} in {len(disturbed)} of {len(sampled)} windows"
 
     def _causes(self, window: WindowRecord) -> dict[str, float]:
-        """Return what went beyond its limit: field -> value."""
-        limits = {
-            "other_cpu_share": self.max_other_cpu_share,
-            "stolen_cpu_share": self.max_stolen_cpu_share,
-            "throttled_cpu_share": self.max_throttled_cpu_share,
-            "swapped_in_bytes": self.max_swapped_in_bytes_per_s * window.wall_s,
+        """Return what went beyond its limit: name -> value."""
+        # Records of before have no such time; the window's own is the least that it was.
+        sampled_s = window.sampled_s or window.wall_s
+        swapped_in_bytes_per_s = (window.swapped_in_bytes or 0) / sampled_s if sampled_s else 0.0
+        values_and_limits = {
+            "other_cpu_share": (window.other_cpu_share, self.max_other_cpu_share),
+            "stolen_cpu_share": (window.stolen_cpu_share, self.max_stolen_cpu_share),
+            "throttled_cpu_share": (window.throttled_cpu_share, self.max_throttled_cpu_share),
+            "swapped_in_bytes_per_s": (swapped_in_bytes_per_s, self.max_swapped_in_bytes_per_s),
         }
-        values = {name: getattr(window, name) or 0.0 for name in limits}
-        return {name: value for name, value in values.items() if value > limits[name]}
+        return {
+            name: value
+            for name, (value, limit) in values_and_limits.items()
+            if value is not None and value > limit
+        }
 
     def asks_to_repeat(
         self, run: RecordedRun, runs: Sequence[RecordedRun], num_repeats: int, is_repeat: bool
@@ -82,5 +88,5 @@ _WORDS = {
     "other_cpu_share": "others used {:.0%} of the machine",
     "stolen_cpu_share": "the hypervisor took {:.0%} of the machine",
     "throttled_cpu_share": "heat or the container's limit held back {:.0%} of the machine",
-    "swapped_in_bytes": "{:,.0f} bytes came back from swap space a window",
+    "swapped_in_bytes_per_s": "{:,.0f} bytes a second came back from swap space",
 }

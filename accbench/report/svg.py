@@ -40,10 +40,17 @@ def lines(
     y_axis = _Axis.over(low, max(ys), height - _BOTTOM, _TOP)
     parts = [_grid(x_axis, y_axis, height), _titles(x_title, y_title, height)]
     for line in series:
+        title = f"<title>{escape(line.label)}</title>"
+        if len(line.points) == 1:  # of which a line shows nothing
+            x, y = line.points[0]
+            parts.append(
+                f'<circle class="dot c{line.color} {line.style}" cx="{x_axis.at(x):.1f}" '
+                f'cy="{y_axis.at(y):.1f}" r="3">{title}</circle>'
+            )
+            continue
         path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in line.points)
         parts.append(
-            f'<polyline class="line c{line.color} {line.style}" points="{path}">'
-            f"<title>{escape(line.label)}</title></polyline>"
+            f'<polyline class="line c{line.color} {line.style}" points="{path}">{title}</polyline>'
         )
     for (x, y), text in marks:
         right = x_axis.at(x) > WIDTH / 2
@@ -200,7 +207,8 @@ class _Axis:
         step = max(step, 1.0) if self.integer_ticks else step
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
-        return [round(number * step, 12) for number in range(first, last + 1)]
+        # Without the last digits, which rounding gives to 3 * 0.1.
+        return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
 class _LogAxis(_Axis):
@@ -225,9 +233,11 @@ class _LogAxis(_Axis):
 
 
 def _tick(value: float) -> str:
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:,g}"
-    return f"{value:.0e}"
+    """Write all digits of a tick, for ticks may differ in the last one alone."""
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        return f"{value:,.12g}"
+    digits, _, exponent = f"{value:.11e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _x_grid(axis: _Axis, bottom: float) -> str:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.table import Table
+from rich.text import Text
 
 from accbench.report import markdown
 from accbench.report.summary import RunSummary
@@ -98,13 +99,55 @@ def render(rows: list[RunSummary], format: str, mixed: Sequence[str] = ()) -> st
     if format == "md":
         body = markdown.table(list(titles), LEFT, cells)
         return f"{body}\n\n{markdown.bullets(notes)}\n"
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in titles:
-        table.add_column(title, justify="left" if title in LEFT else "right")
-    for line in cells:
-        table.add_row(*map(escape, line))
-    console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    console.print(table)
-    for text in notes:
-        console.print(escape(text), soft_wrap=True)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return in_terminal([*titles], LEFT, cells, width=120, after=notes)
+
+
+def in_terminal(
+    titles: Sequence[str], left: Sequence[str], rows: Sequence[Sequence[str]], width: int,
+    before: Sequence[str] = (), after: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """Draw a table for a terminal, between lines of text; ends in a newline.
+
+    A table wider than `width` characters gets its titles folded, and then the cells of the columns
+    `left`, both at blanks. No number and no word is cut: if that is not enough, the table is wider.
+    """
+    grid = Table(box=box.SIMPLE_HEAD)
+    column_widths = _column_widths(titles, left, rows, width)
+    for title, column_width in zip(titles, column_widths, strict=True):
+        justify: JustifyMethod = "left" if title in left else "right"
+        grid.add_column(Text(title), justify=justify, width=column_width, overflow="fold")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    file = io.StringIO()
+    console = Console(file=file, width=_full_width(column_widths), force_terminal=False)
+    for line in before:
+        console.print(Text(line), soft_wrap=True)
+    console.print(grid)
+    for line in after:
+        console.print(Text(line), soft_wrap=True)
+    return file.getvalue()
+
+
+def _full_width(column_widths: Sequence[int]) -> int:
+    """Return the width of a table with these columns, between blanks and at the edges."""
+    return sum(column_widths) + 3 * len(column_widths) + 1
+
+
+def _column_widths(
+    titles: Sequence[str], left: Sequence[str], rows: Sequence[Sequence[str]], width: int
+) -> list[int]:
+    """Return the characters of each column, narrowed as far as `width` asks and words allow."""
+    widths, least_widths = [], []
+    for title, *cells in zip(titles, *rows, strict=True):
+        lines = [line for text in (title, *cells) for line in text.splitlines()]
+        unbroken = [*title.split(), *(" ".join(cells).split() if title in left else cells)]
+        widths.append(max(map(cell_len, lines), default=1))
+        least_widths.append(max(map(cell_len, unbroken), default=1))
+    for narrows_words in (False, True):
+        columns = [i for i, title in enumerate(titles) if (title in left) == narrows_words]
+        while columns and _full_width(widths) > width:
+            widest = max(columns, key=lambda i: widths[i] - least_widths[i])
+            if widths[widest] <= least_widths[widest]:
+                break
+            widths[widest] -= 1
+    return widths

@@ -1,5 +1,8 @@
 """The command `accbench export RUN OUT`: write a checkpoint's weights for other tools."""
 
+import collections
+import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +14,10 @@ from accbench.config import plugins
 from accbench.distributed.process_group import Topology
 from accbench.engines.common import model_state, optimizer_state
 from accbench.engines.common.training_state import Tensors
-from accbench.errors import RequestError
+from accbench.errors import RequestError, errors_behind
 from accbench.models.tasks import trainable
+from accbench.models.tasks.classification import sums_of_logits
+from accbench.models.tasks.spec import Wrapper
 from accbench.training import checkpoint_file, checkpoints, export_onnx
 
 Format = Literal["state_dict", "safetensors", "onnx", "onnx_int8"]
@@ -36,8 +41,8 @@ def export(
         A line on what was written.
 
     Raises:
-        RequestError: there is no checkpoint, the model is another, there is no data to evaluate,
-            or the file cannot be written.
+        RequestError: there is no checkpoint, the model is another, or no image classifier for ONNX,
+            there is no data to evaluate, or the file cannot be written.
     """
     if format.startswith("onnx"):
         export_onnx.check_installed()
@@ -47,27 +52,85 @@ def export(
         )
     if out.is_dir():
         raise RequestError(f"cannot write {out}: it is a folder; name a file in it")
-    folder = checkpoints.find(str(run), None, print)
-    assert folder is not None
-    saved = checkpoint_file.read(folder)
+    folder, saved = _read_checkpoint(run)
+    config_file = folder.parent.parent / config.CONFIG_FILE
+    spec = _spec_of(saved.facts, config_file)
+    if format.startswith("onnx"):
+        _check_takes_images(spec, saved.facts.model, format)
     tensors = optimizer_state.averaged_tensors(saved.state) if average else saved.state.model
-    model = _model_of(saved.facts, tensors, saved.state.extra)
-    loader = _validation_set(folder.parent.parent / config.CONFIG_FILE) if evaluate else None
+    model = _load_model(spec, saved.facts, tensors, saved.state.extra)
+    loader = _validation_set(config_file) if evaluate else None
     part = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         note = _write(model, saved.facts.image_size, part, format)
         if loader is not None:
-            spec = models.resolve(saved.facts.model, saved.facts.image_size)
-            onnx_top1, number = _top1(spec, export_onnx.Network(part), loader)
-            torch_top1, _ = _top1(spec, model, loader)
+            onnx_top1, number = _top1(export_onnx.Network(part), loader)
+            torch_top1, _ = _top1(export_onnx.LogitsOnly(model), loader)
             note += f"; top-1 of {number} held-out samples {onnx_top1:.2%}, torch {torch_top1:.2%}"
         part.rename(out)
     except OSError as error:
-        raise RequestError(f"cannot write {out}: {error.strerror}") from None
+        raise RequestError(f"cannot write {out}: {error.strerror or error}") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
     return f"weights after step {saved.facts.step} in {out}{note}"
+
+
+def _read_checkpoint(run: Path) -> tuple[Path, checkpoint_file.Checkpoint]:
+    """Read a run's newest whole checkpoint, or the checkpoint that the folder is.
+
+    Returns:
+        Its folder, as an absolute path, and the checkpoint.
+
+    Raises:
+        RequestError: there is none, or it is damaged.
+    """
+    if not run.is_dir():
+        raise RequestError(f"{run}: there is no such folder")
+    folders = [checkpoints.folder_of(run, step) for step in checkpoints.steps_of(run)]
+    if (run / checkpoint_file.JSON_FILE).exists():
+        folders = [run]
+    damaged = []
+    for folder in folders:
+        try:
+            checkpoint_file.verify(folder)
+            saved = checkpoint_file.read(folder)
+        except checkpoint_file.DamagedError as error:
+            damaged.append(str(error))
+            continue
+        for problem in damaged:
+            print(f"passed over a damaged checkpoint: {problem}; exporting step {saved.facts.step}")
+        return folder.absolute(), saved
+    if damaged:
+        raise RequestError(f"{run}: no checkpoint in it is whole ({damaged[0]})")
+    raise RequestError(f"{run}: no checkpoint is in it")
+
+
+def _spec_of(facts: checkpoint_file.CheckpointFacts, config_file: Path) -> Any:
+    """Return the spec by which a checkpoint's model was built.
+
+    A network may depend on `--seq_len` and on the options of its family, which the checkpoint does
+    not hold and the run's flags do. Where these are missing or cannot be read, as those of another
+    version, or are of another run, as around a copied checkpoint, they have their defaults.
+    """
+    try:
+        task = config.parse([f"--config={config_file}"])
+    except RequestError:
+        task = None
+    if task is None or (task.model, task.image_size) != (facts.model, facts.image_size):
+        return models.resolve(facts.model, facts.image_size)
+    # Flags of the loss, which the network does not depend on, are not to refuse it.
+    return models.of_task(dataclasses.replace(task, label_smoothing=0.0, mixup=0.0, cutmix=0.0))
+
+
+def _check_takes_images(spec: Any, model: str, format: Format) -> None:
+    kind = getattr(spec, "takes", models.IMAGES)
+    if kind != models.IMAGES:
+        raise RequestError(
+            f"--format {format} is for image classification, and --model {model} takes {kind}; use "
+            "--format state_dict or safetensors"
+        )
 
 
 def _validation_set(config_file: Path) -> Any:
@@ -86,18 +149,22 @@ def _validation_set(config_file: Path) -> Any:
     return loader
 
 
-def _top1(spec: Any, model: nn.Module, loader: Any) -> tuple[float, int]:
-    """Compute top-1 accuracy, 0..1, and the number of samples."""
+def _top1(model: nn.Module, loader: Any) -> tuple[float, int]:
+    """Compute top-1 accuracy, 0..1, of a model that returns logits, and the number of samples."""
+    sums = torch.zeros(4, dtype=torch.float64)
     with torch.no_grad():
-        sums = sum(spec.score(model, batch).double() for batch in loader)
+        for images_NCHW, labels_N in loader:
+            sums += sums_of_logits(model(images_NCHW), labels_N)
     _, top1, _, number = sums.tolist()
     return top1 / number, int(number)
 
 
-def _model_of(
-    facts: checkpoint_file.CheckpointFacts, tensors: Tensors, extra: dict[str, Any] | None
+def _load_model(
+    spec: Any,
+    facts: checkpoint_file.CheckpointFacts,
+    tensors: Tensors,
+    extra: dict[str, Any] | None,
 ) -> nn.Module:
-    spec = models.resolve(facts.model, facts.image_size)
     model = trainable.plain(spec.build(facts.num_classes))
     try:
         model_state.load(model, tensors, extra)
@@ -110,30 +177,60 @@ def _model_of(
 
 
 def network_state(model: nn.Module) -> dict[str, Any]:
-    """Return the network's state_dict, without the normalization of images before it.
+    """Return the network's state_dict, without accbench's own wrapper around the network.
 
-    Extra state is in it as its modules return it.
+    Extra state is in it as its modules return it, and so are their versions (`_metadata`).
     """
-    net = getattr(model, "net", model)
-    return {
-        name: value.detach().contiguous() if isinstance(value, torch.Tensor) else value
-        for name, value in net.state_dict().items()
-    }
+    # A class derived from a wrapper may have weights of its own.
+    if isinstance(model, Wrapper) and len(_saved(model)) == len(_saved(model.net)):
+        model = model.net
+    saved = model.state_dict()
+    state = collections.OrderedDict(
+        (name, value.detach().contiguous() if isinstance(value, torch.Tensor) else value)
+        for name, value in saved.items()
+    )
+    if hasattr(saved, "_metadata"):
+        state._metadata = saved._metadata  # type: ignore[attr-defined]
+    return state
+
+
+def _saved(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *model_state.saved_buffers(module)]
 
 
 def _write(model: nn.Module, image_size: int, path: Path, format: Format) -> str:
+    """Write the file, and return a note on it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     if format.startswith("onnx"):
-        error = export_onnx.write(model, image_size, path, int8=format == "onnx_int8")
+        logits_only = export_onnx.LogitsOnly(model)
+        error = export_onnx.write(logits_only, image_size, path, int8=format == "onnx_int8")
         return f", logits of random images within {error:.1e} of the largest of torch's"
     state = network_state(model)
     if format == "state_dict":
-        torch.save(state, path)
+        _write_state_dict(state, path)
         return ""
     return _write_safetensors(state, path)
 
 
+def _write_state_dict(state: dict[str, Any], path: Path) -> None:
+    try:
+        # Of a path that it cannot open torch says that there is no such folder.
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        # From the end of torch's archive, which is not at the place where it should be.
+        why = next((cause for cause in errors_behind(error) if isinstance(cause, OSError)), None)
+        if why is None:
+            raise
+        raise why from None
+
+
 def _write_safetensors(state: dict[str, Any], path: Path) -> str:
     """Write the tensors, and return a note on what the format cannot hold."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -145,6 +242,8 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> str:
             f"--format safetensors has no type {error.args[0]}, which the network's tensors have; "
             "use --format state_dict"
         ) from None
+    except SafetensorError as error:  # its word for a full disk, too
+        raise OSError(0, str(error)) from None
     others = [name for name in state if name not in tensors]
     if not others:
         return ""

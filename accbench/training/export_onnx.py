@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accbench.errors import RequestError
+from accbench.models.tasks.classification import logits_of
 from accbench.system import extras
 
 # Largest difference allowed between its logits and torch's, as a fraction of the largest logit.
@@ -33,7 +34,19 @@ def check_installed() -> None:
             )
 
 
-def write(model: nn.Module, image_size: int, path: Path, int8: bool) -> float:
+class LogitsOnly(nn.Module):
+    """A classifier that returns its logits, and nothing of what else it returns beside them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        """Compute logits (N, num_classes) from images as the model takes them."""
+        return logits_of(self.model(images_NCHW))
+
+
+def write(model: LogitsOnly, image_size: int, path: Path, int8: bool) -> float:
     """Write `path`, and return the largest difference of its logits from torch's.
 
     The difference is a fraction of the largest logit. The input `images` is
@@ -49,31 +62,47 @@ def write(model: nn.Module, image_size: int, path: Path, int8: bool) -> float:
 
     Raises:
         RequestError: the network cannot be written as ONNX, or would compute something else.
+        OSError: the file cannot be written.
     """
     shape_NCHW = (_NUM_TRIED, 3, image_size, image_size)
     generator = torch.Generator().manual_seed(0)
     images_NCHW = torch.randint(0, 256, shape_NCHW, dtype=torch.uint8, generator=generator)
     with _silenced():
         try:
+            with torch.no_grad():
+                expected_NC = model(images_NCHW)
+            _check_shape(expected_NC)
             # Left to itself the exporter falls back to recording one forward pass, and so to one
             # path through a model with data-dependent control flow.
             program = torch.export.export(
                 model, (images_NCHW[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},)
             )
-            torch.onnx.export(
-                program, (), str(path), dynamo=True, external_data=False, verbose=False,
+            network = torch.onnx.export(
+                program, (), dynamo=True, verbose=False,
                 input_names=["images"], output_names=["logits"],
             )  # fmt: skip
+            assert network is not None
+        except RequestError:
+            raise
         except Exception as failure:
             # The exporter has many exception classes, with messages that fill pages.
             why = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
             raise RequestError(f"the network cannot be written as ONNX: {why}") from failure
+        network.save(str(path), external_data=False)
         if int8:
             _quantize(path)
-        error = _relative_error(model, path, images_NCHW)
+        error = _relative_error(Network(path)(images_NCHW), expected_NC)
     if not int8 and not error <= _TOLERANCE:
         raise RequestError(f"ONNX Runtime's logits are {error:.1e} of the largest from torch's")
     return error
+
+
+def _check_shape(logits: torch.Tensor) -> None:
+    if logits.dim() != 2:
+        raise RequestError(
+            "--format onnx is for image classification, and the model's logits are of shape "
+            f"{tuple(logits.shape)}, not (images, classes)"
+        )
 
 
 def _quantize(path: Path) -> None:
@@ -103,11 +132,9 @@ class Network(nn.Module):
         return torch.from_numpy(logits)
 
 
-def _relative_error(model: nn.Module, path: Path, images_NCHW: torch.Tensor) -> float:
-    with torch.no_grad():
-        expected = model(images_NCHW)
-    error = float((Network(path)(images_NCHW) - expected).abs().max())
-    return error / (float(expected.abs().max()) or 1.0)
+def _relative_error(logits_NC: torch.Tensor, expected_NC: torch.Tensor) -> float:
+    error = float((logits_NC - expected_NC).abs().max())
+    return error / (float(expected_NC.abs().max()) or 1.0)
 
 
 @contextlib.contextmanager

@@ -21,13 +21,13 @@ def seen(run_s: float, busy_s: float = 10.0, key: float = 1.0, **others: float) 
 
 
 def test_ranks_of_one_machine_are_one_run_and_the_busiest_machine_counts():
-    assert machine_use.machine_use([seen(4.0), seen(2.0)]) == MachineUse(0.4, 0.0, 0.0, 0)
+    assert machine_use.machine_use([seen(4.0), seen(2.0)]) == MachineUse(0.4, 0.0, 0.0, 0, 5.0)
     quiet, shared = seen(9.0, busy_s=9.1), seen(6.0, key=2.0, stolen_cpu_s=1.0)
-    assert machine_use.machine_use([quiet, shared]) == MachineUse(0.4, 0.1, 0.0, 0)
+    assert machine_use.machine_use([quiet, shared]) == MachineUse(0.4, 0.1, 0.0, 0, 5.0)
     # Ticks of 10 ms are coarser than the run's own clock.
     assert machine_use.machine_use([seen(9.5, busy_s=9.4)]).other_cpu_share == 0.0
     unknown = [seen(1.0, math.nan, stolen_cpu_s=math.nan, swapped_in_bytes=math.nan)]
-    assert machine_use.machine_use(unknown) == MachineUse(None, None, 0.0, None)
+    assert machine_use.machine_use(unknown) == MachineUse(None, None, 0.0, None, 5.0)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -51,9 +51,13 @@ def test_short_windows_are_not_sampled_one_by_one(monkeypatch):
     watch, values = machine_use.MachineWatch(), []
     for _ in range(12):
         sample = watch.sample()
-        values.append(watch.summarize([sample]).throttled_cpu_share)
-    assert values[0] is not None
-    assert 2 < sum(value is None for value in values) < 11
+        values.append(watch.summarize([sample]))
+    assert values[0].throttled_cpu_share is not None
+    assert 2 < sum(use.throttled_cpu_share is None for use in values) < 11
+    # What is counted since the sample before is of all the windows since then.
+    later = [use.sampled_s for use in values[1:] if use.sampled_s is not None]
+    assert later
+    assert min(later) >= 0.5
 
 
 def test_heat_and_the_containers_limit_hold_processors_back(tmp_path, monkeypatch):

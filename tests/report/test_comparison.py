@@ -13,7 +13,16 @@ import pytest
 from accbench import cli
 from accbench.errors import RequestError
 from accbench.recording import records
-from accbench.report import analysis, comparison, losses, publish, statistics
+from accbench.report import (
+    analysis,
+    comparison,
+    comparison_table,
+    losses,
+    publish,
+    statistics,
+    summary,
+    table,
+)
 from tests.report import fakes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -637,6 +646,53 @@ def test_figures_for_a_notebook(folder):
     assert len(figures) == 2
     labels = [text.get_text() for text in figures[0].axes[0].get_yticklabels()]
     assert labels == ["ddp", "inductor", "xla"]
+
+
+def test_a_terminals_table_cuts_no_number_and_no_name(tmp_path):
+    """Variants of one engine, at millions of samples a second."""
+    names = {"inductor": "inductor max-autotune-no-cudagraphs, a batch of the largest size"}
+    names["xla"] = names["inductor"] + ", other"
+    rows = tuple(
+        dataclasses.replace(row, name=names.get(row.name, row.name)) for row in fakes.plan().rows
+    )
+    folder = fakes.write(tmp_path / "fake", fakes.plan(rows=rows))
+    for engine in fakes.SPEED:
+        rewrite(folder, engine, lambda record: (
+            dataclasses.replace(record, num_samples=record.num_samples * 10**6)
+            if isinstance(record, records.WindowRecord) else record
+        ))  # fmt: skip
+    found = comparison.read(folder)
+    drawn, _, notes = publish.render([found], "table").partition("batch of the largest size:")
+    assert notes
+    assert "…" not in drawn
+    result = analysis.judge(found)
+    for title, cell in comparison_table.columns(result).items():
+        for row in result.rows:
+            whole = cell(row).split() if title in comparison_table.LEFT else [cell(row)]
+            assert all(text in drawn for text in whole)
+    assert max(map(len, drawn.splitlines()[1:8])) <= 164  # titles and names are folded before
+
+
+def test_a_terminals_table_of_runs_cuts_no_number_and_no_name():
+    row = dataclasses.replace(
+        summary.summarize_records("r", fakes.run("ddp", 1)), engine="e" * 30, status="interrupted",
+        samples_per_s=12_345_678.9, step_ms=123_456.7, tflop_per_s=987.0, peak_share=0.5,
+        time_to_first_step_s=12_345.6, compile_s=12_345.6, last_loss=123_456.789,
+        peak_memory_bytes=2**50, warmup_peak_memory_bytes=2**51,
+    )  # fmt: skip
+    variant = dataclasses.replace(row, engine="e" * 30 + "2", samples_per_s=2.0)
+    for rows in ([row, variant], [dataclasses.replace(row, engine="e" * 90), variant]):
+        drawn = table.render(rows, "table")
+        for cell in table.columns(rows).values():
+            assert all(cell(each, rows[0]) in drawn for each in rows)
+    usual = dataclasses.replace(
+        summary.summarize_records("r", fakes.run("ddp", 1)), samples_per_s=12_456.7,
+        tflop_per_s=9.87, peak_share=0.5, warmup_peak_memory_bytes=2**40,
+    )  # fmt: skip
+    head, cells, _ = table.render([usual], "table").partition("12,456.7")
+    assert cells
+    assert "warm-up" in head
+    assert max(map(len, head.splitlines())) <= 120  # titles are folded before
 
 
 def of_text(record):

@@ -110,6 +110,16 @@ def test_runs_are_no_comparisons(folder, capsys):
     assert "--fail_if is for comparisons" in line
 
 
+def test_a_damaged_comparison_hides_no_good_one(folder, tmp_path, capsys):
+    damaged = fakes.write(tmp_path / "damaged")
+    (damaged / comparison.PLAN_FILE).write_text("{")
+    assert cli.main(["report", str(folder), str(damaged), "--fail_if=xla slower"]) == 2
+    out, err = capsys.readouterr()
+    assert "inductor is faster" in out
+    (line,) = err.splitlines()
+    assert str(damaged) in line
+
+
 # The part of a workflow's form that the example uses.
 WORKFLOW = {
     "required": ["name", "on", "jobs"],

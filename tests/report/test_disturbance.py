@@ -26,12 +26,19 @@ def run(num_disturbed: int, num_windows: int = 8, **fields: float) -> RecordedRu
         ({"other_cpu_share": 0.38}, "others used 38% of the machine in 3 of 8 windows"),
         ({"stolen_cpu_share": 0.06}, "the hypervisor took 6% of the machine in 3 of 8 windows"),
         ({"throttled_cpu_share": 0.2}, "heat or the container's limit held back 20%"),
-        ({"swapped_in_bytes": 10**8}, "100,000,000 bytes came back from swap space"),
+        ({"swapped_in_bytes": 10**8}, "62,500,000 bytes a second came back from swap space"),
     ],
 )
 def test_a_run_is_disturbed_where_more_than_a_quarter_of_its_windows_are(fields, words):
     assert words in RULE.disturbance_of(run(3, **fields))
     assert RULE.disturbance_of(run(2, **fields)) is None
+
+
+def test_swapping_is_a_rate_of_all_the_time_that_it_was_counted_over():
+    """Windows of 1.6 seconds, of which every third is sampled."""
+    bytes_of_all = int(2 * RULE.max_swapped_in_bytes_per_s * 1.6)
+    assert RULE.disturbance_of(run(8, swapped_in_bytes=bytes_of_all, sampled_s=1.6))
+    assert RULE.disturbance_of(run(8, swapped_in_bytes=bytes_of_all, sampled_s=4.8)) is None
 
 
 def test_windows_that_were_not_sampled_tell_nothing():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from accbench.errors import RequestError
-from accbench.models.tasks.spec import IMAGES, Spec, out_of_range
+from accbench.models.tasks.spec import IMAGES, Spec, Wrapper, out_of_range
 
 # Per channel, for images scaled to 0..1; the ImageNet values that torchvision documents.
 _MEAN = (0.485, 0.456, 0.406)
@@ -47,7 +47,7 @@ def _auxiliary_logits(output: Any) -> list[torch.Tensor]:
     return [logits for logits in values if isinstance(logits, torch.Tensor)]
 
 
-class Normalized(nn.Module):
+class Normalized(Wrapper):
     """A network that first normalises its uint8 images.
 
     The images are copied to the device as bytes and normalised there: a quarter of the copy.

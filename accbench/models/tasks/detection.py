@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accbench.errors import RequestError
-from accbench.models.tasks.spec import Spec, out_of_range
+from accbench.models.tasks.spec import Spec, Wrapper, out_of_range
 
 BACKGROUND = 0
 """The class that torchvision's detectors reserve for background; padding has this label too."""
@@ -21,7 +21,7 @@ SIZES = {"ssd300_vgg16": 300, "ssdlite320_mobilenet_v3_large": 320}
 _EXTRA_TARGETS = {"maskrcnn": "masks", "keypointrcnn": "keypoints"}
 
 
-class Detector(nn.Module):
+class Detector(Wrapper):
     """A detector that maps uint8 images and padded targets to losses, also in evaluation."""
 
     scale: torch.Tensor

@@ -10,6 +10,15 @@ from torch.utils import _pytree
 IMAGES, TOKENS = "images", "tokens"
 
 
+class Wrapper(nn.Module):
+    """A network `net` with work around it that needs no weights, such as normalising its images.
+
+    Exported weights are those of `net`.
+    """
+
+    net: nn.Module
+
+
 class Spec(abc.ABC):
     """A model, its loss and its batches; a subclass sets `name`.
 
