@@ -25,11 +25,16 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def addresses_of(host: str) -> set[str]:
+    """Return the addresses of a host as this machine knows them; empty if it knows none."""
+    with contextlib.suppress(OSError):
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    return set()
+
+
 def interface_of(host: str) -> str | None:
     """Return the network interface with this address; None if there is none."""
-    addresses = {host}
-    with contextlib.suppress(OSError):
-        addresses |= {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    addresses = {host} | addresses_of(host)
     if any(address.startswith("127.") for address in addresses):
         addresses.add(LOOPBACK)  # all of 127.0.0.0/8 is the loopback's
     interfaces = importlib.import_module("psutil").net_if_addrs()  # it ships no types

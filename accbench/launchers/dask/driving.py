@@ -1,5 +1,6 @@
 """The client's side of `--launcher dask`: starts the ranks, receives their messages, ends them."""
 
+import asyncio
 import dataclasses
 import json
 import sys
@@ -23,6 +24,8 @@ from accbench.launchers.dask.safe_folder import SafeFolder
 from accbench.system.stop_signals import StopSignals
 
 _POLL_S = 0.2
+# Seconds between checks whether the Dask worker that resolves a task is still in the cluster.
+_CHECK_S = 1.0
 # Seconds in which the other ranks may end by themselves after one has failed.
 _GRACE_S = 5.0
 # Seconds to wait for the last messages of ranks that were told to end.
@@ -44,7 +47,8 @@ class RunReceiver(FileWriter):
         elif message["kind"] == "outcome":
             outcome = json.loads(message["data"])
             self.outcomes[outcome["rank"]] = outcome
-        else:
+        elif not (self.refused and message["path"] == config.RECORDS_FILE):
+            # After a refusal a rank that was told to stop would record that all is saved.
             super().handle(source, message)
 
 
@@ -61,7 +65,7 @@ def resolve_on_worker(client: Any, task: TaskConfig, assignment: RankAssignment)
         workers=[assignment.address], allow_other_workers=False, pure=False,
     )  # fmt: skip
     try:
-        return client.gather(future)
+        return _result(client, future, assignment)
     except RequestError:
         raise
     except Exception as error:
@@ -72,6 +76,24 @@ def resolve_on_worker(client: Any, task: TaskConfig, assignment: RankAssignment)
             f"{assignment} cannot take a task ({type(error).__name__}: {text}); the scheduler "
             "and all Dask workers need the client's version of accbench"
         ) from None
+
+
+def _result(client: Any, future: Any, assignment: RankAssignment) -> Any:
+    """Wait for a task that may only run on one Dask worker, and return its result.
+
+    Raises:
+        RequestError: the Dask worker has left the cluster; Dask would wait for it for ever.
+    """
+    while True:
+        try:
+            return future.result(timeout=_CHECK_S)
+        except asyncio.TimeoutError:
+            if future.status == "error":  # the task's own
+                raise
+        if assignment.address not in dask_workers(client):
+            raise RequestError(
+                f"{assignment} has left the cluster (was it killed, is the machine out of memory?)"
+            )
 
 
 def drive(
@@ -96,7 +118,8 @@ def drive(
             failure = run.failure()
     finally:
         (task.run_dir / token).unlink(missing_ok=True)
-    if number := signals.forced or signals.graceful:
+    number = signals.forced or signals.graceful
+    if number and not receiver.refused:  # what was told to stop and could not save, has failed
         stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
         return stopped if failure is None or failure.status == "error" else failure
     return failure
@@ -132,6 +155,8 @@ class _RunMonitor:
     def wait(self, signals: StopSignals, saves: bool) -> None:
         """Wait until all ranks have ended; on a failure or a signal, tell them to stop.
 
+        The first file that cannot be written here ends them too: what follows would be lost.
+
         Args:
             signals: stop signals to this process.
             saves: whether a worker that receives a first SIGTERM saves a checkpoint and ends.
@@ -146,7 +171,8 @@ class _RunMonitor:
             if has_failed or any(f.status in ("error", "cancelled") for f in self.futures):
                 failed_at = failed_at or time.monotonic()
             is_overdue = failed_at is not None and time.monotonic() - failed_at > _GRACE_S
-            if is_overdue or signals.forced or (signals.graceful and not saves):
+            is_ended = is_overdue or signals.forced or self.receiver.refused
+            if is_ended or (signals.graceful and not saves):
                 self._request_stop(training.STOP_NOW, requested)
             elif signals.graceful:
                 self._request_stop(training.SAVE_AND_STOP, requested)
@@ -178,7 +204,19 @@ class _RunMonitor:
         self.collector.finish()
 
     def failure(self) -> Failure | None:
-        """Return the failure that caused the others; a lost Dask worker comes before errors."""
+        """Return the failure that caused the others, with a file that could not be written here."""
+        failure = self._failure_of_ranks()
+        if not self.receiver.refused:
+            return failure
+        why = f"cannot write into {self.receiver.folder.folder}: {self.receiver.refused[0]}"
+        failed = [o for o in self.receiver.outcomes.values() if o["exit_code"]]
+        were_told = bool(failed) and all(outcome["ordered"] for outcome in failed)
+        if failure is None or failure.status == "interrupted" or were_told:
+            return Failure("error", why)
+        return dataclasses.replace(failure, error=f"{failure.error}; {why}")
+
+    def _failure_of_ranks(self) -> Failure | None:
+        """Return the failure that came first; a lost Dask worker comes before errors."""
         present = set(dask_workers(self.client))
         for assignment in self.futures.values():
             if assignment.address not in present and assignment.rank not in self.receiver.outcomes:

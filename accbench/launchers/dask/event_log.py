@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from accbench.launchers.dask.rank_assignment import call_scheduler
@@ -43,9 +44,14 @@ class EventSender:
     """A task's sender of messages; the scheduler has each one when `send` returns.
 
     So they survive if this process is then killed.
+
+    Attributes:
+        check: called often while a message is sent, which can take minutes; it may raise an error
+            to give up.
     """
 
     def __init__(self, key: str) -> None:
+        self.check: Callable[[], None] = lambda: None
         self.key, self.source = key, uuid.uuid4().hex[:16]
         self._worker = _current_worker()
         self._pid = os.getpid()
@@ -71,6 +77,7 @@ class EventSender:
         view, num_parts = memoryview(data), max(1, -(-len(data) // PART_BYTES))
         with self._lock:
             for part in range(num_parts):
+                self.check()
                 chunk = bytes(view[part * PART_BYTES : (part + 1) * PART_BYTES])
                 self._wait_for_room(len(chunk))
                 message = {
@@ -93,13 +100,14 @@ class EventSender:
                 self._unacknowledged.popleft()
             if progress > 0:
                 last_progress = time.monotonic()
-            elif time.monotonic() - last_progress > STALL_TIMEOUT_S:
+            self.check()
+            if progress <= 0 and time.monotonic() - last_progress > STALL_TIMEOUT_S:
                 raise NotCollectedError(
                     f"the client has not collected the results of {self.key!r} for "
                     f"{STALL_TIMEOUT_S:g} s: call process_results(folder, futures) at the client "
                     "before waiting for the futures"
                 )
-            else:
+            if progress <= 0:
                 time.sleep(_POLL_S)
 
     def _has_room(self, num_bytes: int) -> bool:

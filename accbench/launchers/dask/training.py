@@ -4,11 +4,9 @@ A separate process keeps a crash of training from killing the Dask worker. Besid
 is a daemon, which cannot have child processes, and has already started threads.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -110,13 +108,16 @@ def train(
                 start_new_session=True,
             )  # fmt: skip
         try:
-            requests = _relay(process, call, sender, output, folder_sync)
+            stop_requests = _StopRequests(process, call)
+            sender.check = stop_requests.forward
+            _relay(process, stop_requests, sender, output, folder_sync)
         finally:
             failures.end_groups([process.pid])
             process.wait()
         outcome = {
             "rank": assignment.rank, "exit_code": process.returncode,
-            "error": failures.read_error(error_file), "ordered": STOP_NOW in requests,
+            "error": failures.read_error(error_file),
+            "ordered": STOP_NOW in stop_requests.received,
         }  # fmt: skip
         sender.send("outcome", "", json.dumps(outcome).encode())
 
@@ -192,34 +193,53 @@ def _nanny_environment() -> dict[str, str]:
     return variables
 
 
-def _relay(
-    process: "subprocess.Popen[bytes]", call: rendezvous.RankCall, sender: EventSender,
-    output: Path, folder_sync: FolderSync | None,
-) -> set[str]:  # fmt: skip
-    """Relay a worker's output and the client's stop requests until the worker ends.
+class _StopRequests:
+    """The client's stop requests, which are forwarded to a worker's process."""
 
-    Returns:
-        The requests.
-    """
-    sent, checked_at, kill_at = 0, 0.0, float("inf")
-    requests: set[str] = set()
+    def __init__(self, process: "subprocess.Popen[bytes]", call: rendezvous.RankCall) -> None:
+        self.process, self.call = process, call
+        self.received: set[str] = set()
+        self._checked_at, self._stopped_at = 0.0, float("inf")
+
+    def forward(self) -> None:
+        """Ask the scheduler for requests, at most twice a second, and forward a new one.
+
+        A worker that was told to end at once is killed if it has not ended after some seconds.
+
+        Raises:
+            CallEndedError: it was killed, and its last messages are taking as long again.
+        """
+        now = time.monotonic()
+        if now - self._checked_at > _CHECK_S:
+            self._checked_at = now
+            stop = self.call.metadata().get("stop") if self.call.is_wanted() else STOP_NOW
+            if stop == STOP_NOW:
+                self._stopped_at = min(self._stopped_at, now)
+            # A worker that has already ended did not end because of the request.
+            if stop is not None and stop not in self.received and self.process.poll() is None:
+                self.received.add(stop)
+                self.process.terminate()
+        stopped_s = now - self._stopped_at
+        if stopped_s > _GRACE_S:
+            self.process.kill()
+        if stopped_s > 2 * _GRACE_S:
+            raise rendezvous.CallEndedError("told to stop, or its client has gone")
+
+
+def _relay(
+    process: "subprocess.Popen[bytes]", stop_requests: _StopRequests, sender: EventSender,
+    output: Path, folder_sync: FolderSync | None,
+) -> None:  # fmt: skip
+    """Relay a worker's output and the client's stop requests until the worker ends."""
+    sent = 0
     while True:
         ended = process.poll() is not None
         sent = _send_output(sender, output, sent, folder_sync, ended)
         if folder_sync is not None:
             folder_sync.update(last=ended)
         if ended:
-            return requests
-        if time.monotonic() - checked_at > _CHECK_S:
-            checked_at = time.monotonic()
-            stop = call.metadata().get("stop") if call.is_wanted() else STOP_NOW
-            if stop is not None and stop not in requests:
-                requests.add(stop)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
-                kill_at = time.monotonic() + _GRACE_S if stop == STOP_NOW else kill_at
-        if time.monotonic() > kill_at:
-            process.kill()
+            return
+        stop_requests.forward()
         time.sleep(_POLL_S)
 
 

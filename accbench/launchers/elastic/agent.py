@@ -61,8 +61,9 @@ class Agent(LocalElasticAgent):
         assert store is not None
         if worker_group.group_rank == 0:
             store.set("meeting", uuid.uuid4().hex)
-        address = f"{self.plan['host']}:{self.plan['port']}/{store.get('meeting').decode()}"
-        os.environ[MEETING_VARIABLE] = address
+        meeting = store.get("meeting").decode()
+        (self.folder / watching.MEETING_FILE).write_text(meeting)
+        os.environ[MEETING_VARIABLE] = f"{self.plan['host']}:{self.plan['port']}/{meeting}"
         failures.reserve(self._error_files(worker_group).values())
         agent_stderr = os.dup(2)
         os.dup2(self.stderr, 2)  # the workers write to the terminal
@@ -167,7 +168,8 @@ def _run(
             f"({type(error).__name__}: {' '.join(str(error).split())})"
         )
         return {"error": why}, handler
-    if result is None:  # the rendezvous was closed before this node joined
+    if result is None:  # this node was one too many, and the others have closed the rendezvous
+        (folder / watching.MEETING_FILE).unlink(missing_ok=True)
         return {"error": "the run is over: the other nodes have ended it"}, handler
     if not result.is_failed():
         return {"ok": True}, handler

@@ -6,7 +6,9 @@ learns how the other nodes ended, and collects what they wrote.
 """
 
 import dataclasses
+import ipaddress
 import json
+import os
 import socket
 import time
 from datetime import timedelta
@@ -50,8 +52,38 @@ def parse_endpoint(task: TaskConfig) -> Endpoint:
         host, port = port, str(DEFAULT_PORT)
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise RequestError(f"--rdzv_endpoint {task.rdzv_endpoint}: it must be HOST:PORT")
+    host = host.strip("[]")  # of an IPv6 address
     is_host = _is_here(host) if task.node_rank is None else task.node_rank == 0
-    return Endpoint(host.strip("[]"), int(port), is_host)
+    return Endpoint(host, int(port), is_host)
+
+
+def loopback_problem(endpoint: Endpoint) -> str | None:
+    """Return why the other nodes cannot reach node 0; None if nothing is known to prevent it.
+
+    Debian's /etc/hosts gives a machine's own name the address 127.0.1.1. gloo would connect node 0
+    by its loopback interface then, and the others would wait for it in vain.
+    """
+    if not endpoint.is_host or "localhost" in endpoint.host or "GLOO_SOCKET_IFNAME" in os.environ:
+        return None
+    if _is_literal(endpoint.host):
+        return None
+    addresses = network.addresses_of(endpoint.host)
+    loopback = next((a for a in addresses if ipaddress.ip_address(a).is_loopback), None)
+    if loopback is None:
+        return None
+    return (
+        f"--rdzv_endpoint {endpoint}: on this machine {endpoint.host} is {loopback}, at which no "
+        "other node reaches it (/etc/hosts says so, as Debian writes it); give the machine's "
+        "address in the network instead of its name, the same on all nodes"
+    )
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_here(host: str) -> bool:

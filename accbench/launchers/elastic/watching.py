@@ -15,9 +15,12 @@ from accbench.launchers.elastic import rendezvous
 from accbench.launchers.elastic.rendezvous import Endpoint
 from accbench.system.stop_signals import StopSignals
 
-# Files in a folder of the launcher: the plan, the workers' errors and process ids, the outcome.
+# Files in a folder of the launcher: the plan, the workers' errors and process ids, the outcome,
+# and the id of the meeting in which this node's workers last took part, unless the node was one
+# too many in the end.
 PLAN_FILE, ERROR_FILE = "plan.json", "local{local_rank}.error.json"
 PIDS_FILE, OUTCOME_FILE, AGENT_LOG = "pids.json", "outcome.json", "agent.log"
+MEETING_FILE = "meeting"
 POLL_S = 0.1
 # Seconds between checks whether the host can be reached.
 _CHECK_S = 5.0
@@ -47,6 +50,14 @@ def wait_for_agent(
         stopped = Failure("interrupted", f"stopped by {number.name}", exit_status=130)
         return stopped if failure is None or failure.status == "error" else failure
     return failure
+
+
+def last_meeting(folder: Path) -> str | None:
+    """Return the id of the last meeting of this node's workers; None if it took no part."""
+    try:
+        return (folder / MEETING_FILE).read_text() or None
+    except OSError:
+        return None
 
 
 def _watch(

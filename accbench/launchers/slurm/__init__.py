@@ -129,10 +129,15 @@ def _wait_for_job(job: str, run_dir: Path) -> Failure | None:
                 subprocess.run(["scancel", job])
             time.sleep(_POLL_S)
     path = run_dir / RECORDS_FILE
+    logs = run_dir / "logs"
+    if not path.exists():
+        # The job writes down a failure, so that this one ended before it could.
+        early = f"it ended before it wrote a record; see its log in {logs}, or scontrol show job"
+        return Failure("error", f"job {job}: {early}")
     ends = [r for r in records.read(path) if isinstance(r, records.EndRecord)]
     if ends and ends[-1].status == "ok":
         return None
-    why = ends[-1].error if ends else "its record has no end; see its log"
+    why = ends[-1].error if ends else f"its record has no end; see its log in {logs}"
     return Failure(
         ends[-1].status if ends else "error", f"job {job}: {why}", is_recorded=bool(ends)
     )

@@ -84,8 +84,12 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
     error_files = {rank: job_dir / f"rank{rank}.error.json" for rank in range(num_workers)}
     if (problem := failures.reserve(error_files.values())) is not None:
         return problem
+    # Since Slurm 22.05 srun does not take over the number that sbatch was given.
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     environment = {
-        **launchers.common_env(task), **os.environ,
+        **launchers.common_env(task),
+        **({} if cpus is None else {"SRUN_CPUS_PER_TASK": cpus}),
+        **os.environ,
         ERROR_FILE_VARIABLE: str(job_dir / "rank{rank}.error.json"),
         MEETING_VARIABLE: f"file:{job_dir / 'meeting'}",
     }  # fmt: skip
@@ -95,9 +99,10 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
     ]  # fmt: skip
     with StopSignals() as signals:
         process = subprocess.Popen(command, env=environment, start_new_session=True)
-        _wait(process, error_files.values(), signals)
+        was_told = _wait(process, error_files.values(), signals)
     failed = {rank: 1 for rank, path in error_files.items() if failures.read_error(path)}
-    failure = _first_failure(process.returncode, failed, error_files)
+    was_told = was_told or bool(signals.graceful)
+    failure = _first_failure(process.returncode, failed, error_files, was_told)
     for path in (*job_dir.iterdir(),):
         path.unlink()
     with contextlib.suppress(OSError):
@@ -109,13 +114,17 @@ def _srun(task: TaskConfig, worker: list[str]) -> Failure | None:
 
 def _wait(
     process: "subprocess.Popen[bytes]", error_files: Collection[Path], signals: StopSignals
-) -> None:
+) -> bool:
     """Wait for srun's end; after a worker has failed, the others get a few seconds.
 
     srun's --kill-on-bad-exit would also kill a rank that is still writing a checkpoint after
     another has stopped.
+
+    Returns:
+        Whether the workers were told to end.
     """
     failed_at: float | None = None
+    was_told = False
     while process.poll() is None:  # Slurm itself signals the tasks
         time.sleep(_POLL_S)
         errors = [error for path in error_files if (error := failures.read_error(path))]
@@ -125,20 +134,38 @@ def _wait(
         if signals.forced or is_overdue:
             process.terminate()  # which srun forwards
             failed_at = time.monotonic()
+            was_told = True
+    return was_told
 
 
 def _first_failure(
-    exit_status: int, failed: dict[int, int], error_files: dict[int, Path]
+    exit_status: int, failed: dict[int, int], error_files: dict[int, Path], was_told: bool
 ) -> Failure | None:
-    """Return why the workers failed; srun's status is their highest, above 128 for a signal."""
+    """Return why the workers failed.
+
+    Args:
+        exit_status: srun's, the highest of the workers', which is above 128 for a signal.
+        failed: the ranks that wrote an error.
+        error_files: the ranks' files for their errors.
+        was_told: whether the workers were told to end, after which Slurm may kill them.
+    """
     if exit_status == 0:
         return None
-    if failed:
+    killed_by = _signal_name(exit_status)
+    # Other ranks write their errors about the loss of one that was killed and wrote none.
+    was_killed = killed_by not in (None, "SIGTERM", "SIGINT") and len(failed) < len(error_files)
+    if failed and (was_told or not was_killed):
         return failures.first_failure(failed, error_files)
-    how = (
-        f"was killed by {signal.Signals(exit_status - 128).name}" if exit_status > 128 else "ended"
-    )
+    how = "ended" if killed_by is None else f"was killed by {killed_by}"
     return Failure("error", f"a worker {how} (srun's status {exit_status}); see the job's log")
+
+
+def _signal_name(exit_status: int) -> str | None:
+    """Return the signal that an exit status tells of; None if it is no signal's."""
+    try:
+        return signal.Signals(exit_status - 128).name
+    except ValueError:
+        return None
 
 
 def _is_time_over(task: TaskConfig) -> bool:

@@ -1,5 +1,6 @@
 """The sbatch script of a run."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -7,6 +8,9 @@ from typing import Any
 
 from accbench import launchers
 from accbench.config import TaskConfig
+
+# Characters at which sbatch ends an argument of a script, or reads it otherwise.
+_SPECIAL = re.compile(r"""[\s"'\\#]""")
 
 
 def render(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> str:
@@ -38,11 +42,20 @@ def render(task: TaskConfig, worker: list[str], folder: Path, is_held: bool) -> 
     lines = ["#!/bin/bash"]
     for name, value in sbatch_options.items():
         if value is not None:
-            lines.append(f"#SBATCH --{name}" + ("" if value is True else f"={value}"))
-    lines += [f"#SBATCH {argument}" for argument in shlex.split(options.sbatch_args)]
+            argument = "" if value is True else f"={_quote(str(value))}"
+            lines.append(f"#SBATCH --{name}{argument}")
+    lines += [f"#SBATCH {_quote(argument)}" for argument in shlex.split(options.sbatch_args)]
     job_main = launchers.main_of("accbench.launchers.slurm.job")
     lock_state = "held" if is_held else "free"
     # Said here too: each job on the folder writes down the checkpoint that it has chosen.
     resume = "auto" if task.resume == "auto" else "as-written"
     command = [sys.executable, *job_main, str(folder), lock_state, resume, *worker]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+
+
+def _quote(argument: str) -> str:
+    """Quote an argument as sbatch reads it, which unlike a shell escapes within any quotes."""
+    if not _SPECIAL.search(argument):
+        return argument
+    escaped = argument.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

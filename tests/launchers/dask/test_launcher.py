@@ -122,6 +122,22 @@ def test_a_folder_that_no_machine_shares_is_collected(on_tls):
     assert "--resume needs a run's folder that all machines share" in refused.stderr
 
 
+@pytest.mark.soak
+def test_a_file_that_the_client_cannot_write_ends_the_run(on_tls):
+    if not on_tls.hides:
+        pytest.skip("mounting is not allowed here")
+    folder = on_tls.hidden / "refusing"
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(on_tls.hidden)
+    flags = (*LONG, "--nproc_per_node=1", "--save_steps=2")
+    done = run(*on_tls.flags, *flags, f"--output_dir={folder}")
+    assert done.returncode == 1, done.stderr
+    told = f"cannot write into {folder}: 'checkpoints/"
+    assert told in done.stderr
+    assert told in end_of(folder).error
+    assert not processes_of(folder)
+
+
 def test_a_stopped_run_saves_itself(on_tls, tmp_path):
     folder = tmp_path / "run"
     arguments = command(*on_tls.flags, *LONG, "--nproc_per_node=1", f"--output_dir={folder}")

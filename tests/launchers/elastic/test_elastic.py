@@ -144,6 +144,20 @@ def test_over_ipv6_with_a_folder_that_the_second_node_lacks(tmp_path):
         assert "done: 6 steps" in (run_dir / "logs" / name).read_text()
 
 
+@pytest.mark.soak
+def test_a_spare_node_does_not_change_how_a_run_ended(nodes: Nodes, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = (*SYNTHETIC, "--model=tests.nets:slow", "--max_steps=60", "--nnodes=1:1")
+    host, spare = (nodes.start(node, *flags, f"--output_dir={run_dir}") for node in (0, 1))
+    of_nodes = [ended(host), ended(spare)]
+    assert of_nodes[0][0] == 0, of_nodes
+    # Either may be the spare one, also the host.
+    assert sum("done: 60 steps" in output for _, output, _ in of_nodes) == 1
+    (end,) = of_kind(run_dir, records.EndRecord)
+    assert end.status == "ok"
+    assert not list(run_dir.glob(".*.shared"))
+
+
 def test_a_stop_signal_on_one_node_saves_and_stops_both(nodes: Nodes, tmp_path):
     run_dir = tmp_path / "run"
     flags = (*SLOW, f"--output_dir={run_dir}", "--max_restarts=3")

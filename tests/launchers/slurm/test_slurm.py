@@ -106,9 +106,11 @@ def test_a_job_that_is_requeued_goes_on_and_trains_as_a_run_here(slurm, tmp_path
 
 
 def test_a_workers_error_ends_the_record_and_the_job(slurm, tmp_path):
-    run_dir = tmp_path / "run"
-    job = submit(slurm, "--model=tests.nets:raises_on_rank1", f"--output_dir={run_dir}")
+    run_dir = tmp_path / "a run"
+    words = "--slurm.sbatch_args=--comment='it\\s two \"words\"' --qos=normal"
+    job = submit(slurm, "--model=tests.nets:raises_on_rank1", words, f"--output_dir={run_dir}")
     assert state_at_end(slurm, job) == "FAILED"
+    assert 'Comment=it\\s two "words"' in asked(slurm, "scontrol", "show", "job", job)
     assert end_of(run_dir).error == "rank 1 failed: ValueError: planted fault"
     assert "planted fault" in (run_dir / "logs" / f"slurm-{job}.log").read_text()
 
@@ -121,13 +123,15 @@ def test_what_sbatch_refuses_is_told(slurm, tmp_path):
 
 
 def test_dry_run_prints_the_script_and_makes_nothing(tmp_path, capsys):
-    folder = tmp_path / "run"
-    flags = ("--slurm.time=4:00:00", "--slurm.sbatch_args=--mem=64G --qos='low prio'", "--nnodes=3")
+    folder = tmp_path / "a run"
+    words = r"--mem=64G --qos='low prio' --comment=say\"so\""
+    flags = ("--slurm.time=4:00:00", f"--slurm.sbatch_args={words}", "--nnodes=3")
     assert cli.run([*FLAGS, *flags, "--dry_run", f"--output_dir={folder}"]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n")
     for line in ("--nodes=3", "--ntasks-per-node=2", "--time=4:00:00", "--signal=TERM@120",
-                 "--mem=64G", "--requeue", f"--output={folder}/logs/slurm-%j.log"):  # fmt: skip
+                 "--mem=64G", "--requeue", f'--output="{folder}/logs/slurm-%j.log"',
+                 '"--qos=low prio"', r'"--comment=say\"so\""'):  # fmt: skip
         assert f"#SBATCH {line}\n" in script
     assert "--gpus" not in script
     assert not folder.exists()
@@ -167,7 +171,7 @@ def fake_slurm(tmp_path, monkeypatch):
 
 
 def test_a_job_finds_its_checkpoint_when_it_starts(fake_slurm, tmp_path, capsys, monkeypatch):
-    fake_slurm(sbatch="echo 7", srun="exit 0")
+    fake_slurm(sbatch="echo 7", srun=f'echo "$SRUN_CPUS_PER_TASK" >>{tmp_path}/cpus')
     run_dir = tmp_path / "run"
     flags = [*FLAGS, "--nproc_per_node=1", "--resume=auto", f"--output_dir={run_dir}"]
     assert cli.run(flags) == 0
@@ -175,7 +179,8 @@ def test_a_job_finds_its_checkpoint_when_it_starts(fake_slurm, tmp_path, capsys,
     _, command_line = (run_dir / "job.sh").read_text().split("exec ", 1)
     words = shlex.split(command_line)
     monkeypatch.setattr(sys, "argv", words[words.index(str(run_dir)) - 1 :])
-    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_NTASKS", "1")):
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "3"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     saved = checkpoint(4)
     facts = dataclasses.replace(saved.facts, model="tests.nets:tiny")
@@ -190,6 +195,8 @@ def test_a_job_finds_its_checkpoint_when_it_starts(fake_slurm, tmp_path, capsys,
             checkpoints.folder_of(run_dir, 4), dataclasses.replace(saved, facts=facts)
         )
         newest = str(checkpoints.folder_of(run_dir, 4))
+        monkeypatch.setenv("SRUN_CPUS_PER_TASK", "2")  # by the user
+    assert (tmp_path / "cpus").read_text() == "3\n2\n"
     # A second one at the same time leaves the record to the first.
     with folders.lock(run_dir), pytest.raises(SystemExit) as ended:
         job.main()
@@ -223,6 +230,26 @@ case $(wc -l <{asked}) in 1) echo RUNNING;; 2) {no_answer};; 3) echo RUNNING;;
     assert failure.is_recorded  # by the job, if it still runs
     assert "Unable to contact slurm controller; scancel 7 if it still runs" in failure.error
     assert asked.read_text().endswith("cancelled\n")
+
+
+def test_a_job_that_wrote_no_record_is_told(fake_slurm, tmp_path):
+    fake_slurm(squeue="echo Invalid job id specified >&2; exit 1")
+    failure = slurm_launcher._wait_for_job("7", tmp_path)
+    assert failure.error.startswith("job 7: it ended before it wrote a record; see its log in ")
+
+
+def test_a_killed_worker_comes_before_those_that_lost_it(tmp_path):
+    error_files = {rank: tmp_path / f"{rank}.json" for rank in range(2)}
+    error = {"rank": 1, "name": "RuntimeError", "message": "lost", "traceback": "", "unix_time": 1}
+    error_files[1].write_text(json.dumps(error))
+    for status, was_told, said in (
+        (137, False, "a worker was killed by SIGKILL (srun's status 137)"),
+        (137, True, "rank 1 failed: RuntimeError: lost"),
+        (143, False, "rank 1 failed: RuntimeError: lost"),
+        (1, False, "rank 1 failed: RuntimeError: lost"),
+    ):
+        assert job._first_failure(status, {1: 1}, error_files, was_told).error.startswith(said)
+    assert "a worker ended (srun's status 255)" in job._first_failure(255, {}, {}, False).error
 
 
 def test_a_tasks_place_is_read_from_slurms_variables():
