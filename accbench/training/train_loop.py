@@ -49,6 +49,8 @@ def train_epoch(
         epoch: the epoch's number, from 0.
         after_step: called with the number of batches done, while the device is at work.
     """
+    if _overrides_train(model):  # it may read and write tensors, as that of LoRA's layers does
+        engine.gather_state()
     model.train()
     loader.set_epoch(epoch)
     num_batches = len(loader)
@@ -63,6 +65,11 @@ def train_epoch(
                 break
     timer.close_window()
     return num_done == num_batches
+
+
+def _overrides_train(model: nn.Module) -> bool:
+    methods = (type(module).train for module in model.modules())
+    return not all((method.__module__ or "").startswith("torch.") for method in methods)
 
 
 @torch.no_grad()

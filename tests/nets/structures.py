@@ -53,6 +53,24 @@ def wide(num_classes: int) -> nn.Module:
     )
 
 
+class _Merging(nn.Sequential):
+    """Evaluates with other weights, as a model does that merges LoRA's into its own."""
+
+    is_merged = False
+
+    def train(self, mode: bool = True) -> "_Merging":
+        if mode == self.is_merged:
+            self.is_merged = not mode
+            with torch.no_grad():
+                self[-1].weight.mul_(1 / 4 if mode else 4)
+        return super().train(mode)
+
+
+def merging(num_classes: int) -> nn.Module:
+    """`wide`, which writes to a large parameter in `eval()`."""
+    return _Merging(*wide(num_classes))
+
+
 def huge(num_classes: int) -> nn.Module:
     """A quarter of a billion weights in two products, which can be cut (`--tp`)."""
     net = nn.Sequential(

@@ -4,15 +4,19 @@ A graph has a model's attributes, and globals that its code reads, as they were 
 captured. Code that keeps such a graph checks here before each step whether they still are.
 """
 
+import argparse
 import collections
 import contextlib
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import random
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ _SIMPLE = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size,
 )  # fmt: skip
+_CONTAINERS = (*_SIMPLE, list, tuple, dict, set)
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
@@ -34,11 +39,16 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "for
 # Limits: depth of nested containers and objects, their length, the number of functions that a model
 # calls and that are read, and the size of an array.
 _MAX_DEPTH, _MAX_ITEMS, _MAX_FUNCTIONS, _MAX_BYTES = 4, 1000, 2000, 4096
+_MAX_KINDS = 1000  # classes about which something is remembered
 _OPAQUE = "object"  # compared by identity alone
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_OPAQUE_KINDS = (type, nn.Module, types.ModuleType, torch.Tensor, np.ndarray, *_GENERATORS)
 # Packages whose globals hold no state of a model.
 _LIBRARIES = frozenset(
     {"torch", "torchvision", "torch_xla", "jax", "numpy", "accbench", "builtins"}
 )
+# Of the standard library's classes, those whose attributes are a model's settings.
+_SETTINGS = (types.SimpleNamespace, argparse.Namespace)
 
 
 class PythonStateWatch:
@@ -52,7 +62,10 @@ class PythonStateWatch:
     def __init__(self, model: nn.Module, functions: Iterable[Any] = ()) -> None:
         self.model = model
         functions = [*functions]
-        self._owners = [owner for f in functions if (owner := getattr(f, "__self__", None))]
+        self._owners = [
+            owner for f in functions
+            if (owner := f if _is_callable_object(f) else getattr(f, "__self__", None))
+        ]  # fmt: skip
         kinds = {type(module) for module in model.modules()}
         self._read_outside = [*_names_read(kinds, functions)]
         self._classes = [
@@ -81,8 +94,9 @@ class PythonStateWatch:
             for key, value in vars(kind).items():
                 if isinstance(value, _SIMPLE) and not key.startswith("__"):
                     state[f"{kind.__qualname__}.{key}"] = frozen.freeze(value)
-        for name, read in self._read_outside:
-            state[name] = frozen.freeze(read())
+        outside = [(name, read()) for name, read in self._read_outside]
+        for name, value in outside:  # all are alive, or another would get the same id
+            state[name] = frozen.freeze(value)
         return state
 
     @property
@@ -93,11 +107,17 @@ class PythonStateWatch:
     def _others(self) -> list[Any]:
         return [*self._owners, *(read() for _, read in self._read_outside)]
 
+    def generators(self) -> list[Any]:
+        """Return the generators of random numbers that are globals or closure variables."""
+        return [value for _, read in self._read_outside if isinstance(value := read(), _GENERATORS)]
+
     def state_id(self) -> int:
         """Return the state's id, the same each time that the state is the same."""
         if self._glance is None or not self._glance.is_the_same():
             state = self.state()
-            if state != self._states[1]:
+            if self._glance is None:
+                self._states = state, state
+            elif state != self._states[1]:
                 self._states = self._states[1], state
             self._last = self._numbers.setdefault(tuple(state.items()), len(self._numbers))
             self._glance = _Glance(self.model, self._classes, self._others)
@@ -154,7 +174,9 @@ def _can_change(value: Any) -> bool:
         return any(map(_can_change, value))
     if value is None or isinstance(value, _SIMPLE):
         return False
-    return isinstance(value, (torch.Tensor, np.ndarray)) or _parts(value) is not None
+    if isinstance(value, (torch.Tensor, np.ndarray, itertools.count)):
+        return True
+    return _parts(value) is not None or bool(_slots(value))
 
 
 def changes(before: PythonState, after: PythonState) -> list[str]:
@@ -197,7 +219,11 @@ class _Freezer:
             return str(value.dtype), value.shape, value.tobytes()
         if isinstance(value, enum.Enum):
             return type(value), value.name
+        if isinstance(value, itertools.count):
+            return int, repr(value)
         inner = _parts(value)
+        if inner is None and _slots(value):
+            return _OPAQUE, id(value), self._plain_slots(value, depth)
         if inner is None or depth == _MAX_DEPTH or len(inner) > _MAX_ITEMS:
             return _OPAQUE, id(value), 0 if inner is None else len(inner)
         if isinstance(inner, (set, frozenset)):
@@ -205,6 +231,14 @@ class _Freezer:
         if isinstance(inner, dict):
             inner = [item for pair in inner.items() for item in pair]
         return type(value), tuple(self.freeze(item, depth + 1) for item in inner)
+
+    def _plain_slots(self, value: Any, depth: int) -> Any:
+        # Tensors that tracing leaves there are not undone, and would be new ones each time.
+        if depth == _MAX_DEPTH:
+            return None
+        values = [getattr(value, name, None) for name in _slots(value)]
+        frozen = [self.freeze(item, depth + 1) for item in values]
+        return tuple(item if is_plain(item) else _OPAQUE for item in frozen)
 
 
 def _is_small_array(value: Any) -> bool:
@@ -217,11 +251,46 @@ def _parts(value: Any) -> Any:
     """Return the container of a value's parts; None if it is treated as one object."""
     if isinstance(value, (list, tuple, collections.deque, set, frozenset, dict)):
         return value
-    if isinstance(value, (type, nn.Module, types.ModuleType, torch.Tensor, np.ndarray)):
+    if isinstance(value, _OPAQUE_KINDS):
         return None
-    if callable(value) or isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) or (callable(value) and not _is_callable_object(value)):
         return None
     return getattr(value, "__dict__", None)
+
+
+def _is_callable_object(value: Any) -> bool:
+    """Return whether a value is of a user's class that defines `__call__` and no module."""
+    kind: Any = type(value)
+    return _defines_call(kind)
+
+
+@functools.lru_cache(_MAX_KINDS)
+def _defines_call(kind: type) -> bool:
+    return (
+        isinstance(getattr(kind, "__call__", None), types.FunctionType)  # noqa: B004
+        and not issubclass(kind, (type, nn.Module))
+        and _has_users_state(kind)
+    )
+
+
+def _has_users_state(kind: type) -> bool:
+    """Return whether objects of a class may hold state of a model's own."""
+    is_of_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    return kind in _SETTINGS or (_is_user_class(kind) and not is_of_python)
+
+
+def _slots(value: Any) -> list[str]:
+    """Return the names of an object's slots, if it is of a user's class and has no more."""
+    kind: Any = type(value)
+    return _slots_of(kind)
+
+
+@functools.lru_cache(_MAX_KINDS)
+def _slots_of(kind: type) -> list[str]:
+    if kind.__dictoffset__ or not _has_users_state(kind):
+        return []
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [n for names in slots for n in ([names] if isinstance(names, str) else names)]
 
 
 def is_plain(frozen: Any) -> bool:
@@ -253,9 +322,32 @@ def _names_read(
             called = _function(value)
             if called is not None:
                 waiting.append(called)
-            elif name not in names and isinstance(value, (*_SIMPLE, list, tuple, dict, set)):
+            elif name not in names and _is_watched(value):
                 names.add(name)
-                yield name, read
+                is_container = isinstance(value, _CONTAINERS)
+                yield name, read if is_container else functools.partial(_read_plain, read)
+
+
+def _is_watched(value: Any) -> bool:
+    """Return whether a global or closure variable is watched: a library's and code are not."""
+    kinds = (*_CONTAINERS, *_GENERATORS, itertools.count)
+    return value is None or isinstance(value, kinds) or _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and not isinstance(value, (*_CONTAINERS, *_OPAQUE_KINDS))
+        and _has_users_state(type(value))
+    )
+
+
+def _read_plain(read: Callable[[], Any]) -> Any:
+    """Read a variable; of an object only its numbers and strings, as it may be of any size."""
+    value = read()
+    if value is None or not _is_object(value) or len(vars(value)) > _MAX_ITEMS:
+        return value
+    return {name: item for name, item in vars(value).items() if isinstance(item, _SIMPLE)}
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
@@ -301,11 +393,16 @@ class PythonSnapshot:
     """A snapshot of a model's attributes and buffer slots, and of Python's random numbers.
 
     It does not hold the values of tensors.
+
+    Args:
+        model: the generators of random numbers among its attributes count, too.
+        generators: others.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, generators: Iterable[Any] = ()) -> None:
         self._contents: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
+        self._generators = [(each, _generator_state(each)) for each in generators]
         for module in model.modules():
             attributes = vars(module)
             self._contents.append((attributes, dict(attributes)))
@@ -316,6 +413,8 @@ class PythonSnapshot:
         self._random = random.getstate(), np.random.get_state()
 
     def _note(self, value: Any, depth: int) -> None:
+        if isinstance(value, _GENERATORS):
+            self._generators.append((value, _generator_state(value)))
         inner = _parts(value)
         if inner is None or id(inner) in self._seen or depth == _MAX_DEPTH:
             return
@@ -330,8 +429,7 @@ class PythonSnapshot:
         for value, copy in self._contents:
             value.clear()
             (value.update if hasattr(value, "update") else value.extend)(copy)
-        random.setstate(self._random[0])
-        np.random.set_state(self._random[1])
+        self._restore_generators()
 
     def keep_plain(self) -> None:
         """Undo what forward passes have changed, except numbers, strings and nests of these.
@@ -352,15 +450,42 @@ class PythonSnapshot:
             elif not is_plain(frozen.freeze(value)):
                 value.clear()
                 (value.update if hasattr(value, "update") else value.extend)(copy)
+        self._restore_generators()
+
+    def _restore_generators(self) -> None:
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
+        for generator, state in self._generators:
+            _set_generator_state(generator, state)
 
     def draws_random_numbers(self) -> bool:
         """Return whether Python's or numpy's random numbers were drawn since."""
         (python, numpy), now = self._random, np.random.get_state()
+        if any(repr(_generator_state(each)) != repr(state) for each, state in self._generators):
+            return True
         return random.getstate() != python or not all(
             np.array_equal(before, after) for before, after in zip(numpy, now, strict=True)
         )
+
+
+def _generator_state(generator: Any) -> Any:
+    """Return a copy of a generator's state; None if it has none, such as the system's."""
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return deepcopy(generator.bit_generator.state)
+    return generator.get_state()
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if state is None:
+        return
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 @contextlib.contextmanager

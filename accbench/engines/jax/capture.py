@@ -179,7 +179,8 @@ def _capture(
     holder = _FunctionalLoss(
         trained_tensors, functional.contiguous_clones([*others, *buffers]), loss_of_tensors
     )
-    watch, saved = python_state.PythonStateWatch(model), python_state.PythonSnapshot(model)
+    watch = python_state.PythonStateWatch(model, [loss])
+    saved = python_state.PythonSnapshot(model, watch.generators())
     before = python_state.numbers_in(watch.state())
     # Tensors that are plain attributes of the model become constants of the graph.
     with traceable(model, fused_attention), functional.fake_mode(parameters):

@@ -92,8 +92,11 @@ class CompiledSteps:
         Raises:
             RequestError: the model's Python state changes before every step.
         """
-        step = self._steps.get(self._key(model, spec, optimizer, batch))
-        self._recapture_limit.check(self._watch, is_captured=step is not None)
+        key = self._key(model, spec, optimizer, batch)
+        step = self._steps.get(key)
+        is_new = step is None and all(signature != key[0] for signature, _ in self._steps)
+        watch = self._watched(model, spec)
+        self._recapture_limit.check(watch, key[1], step is not None, is_new)
         return step
 
     def compile(
@@ -122,18 +125,21 @@ class CompiledSteps:
 
     def _key(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer, batch: Batch
-    ) -> Any:
+    ) -> tuple[Any, int]:
         """Return a key of all that a captured step holds for, Python's state too."""
+        return _signature(model, optimizer, batch), self._watched(model, spec).state_id()
+
+    def _watched(self, model: nn.Module, spec: Any) -> python_state.PythonStateWatch:
         if self._watch is None or self._watch.model is not model:
             self._watch = python_state.PythonStateWatch(model, [spec.loss])
-        return _signature(model, optimizer, batch), self._watch.state_id()
+        return self._watch
 
     def _compiled(
         self, model: nn.Module, spec: Any, optimizer: torch.optim.Optimizer,
         batch: Batch, arguments: tuple[Any, ...],
     ) -> CompiledStep:  # fmt: skip
         begun = time.perf_counter()
-        saved = python_state.PythonSnapshot(model)
+        saved = python_state.PythonSnapshot(model, self._watched(model, spec).generators())
         microbatch = self._microbatch(batch)
         capture.refuse_changing_extra_state(
             model, spec.loss, microbatch, self._precision.host_autocast

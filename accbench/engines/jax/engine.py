@@ -286,7 +286,6 @@ class Engine(engines.Engine):
         self._sync_to_torch()
         microbatch = nested.chunks(batch, self.task.accumulate)[0]
         functional.build_lazy_buffers(model, spec.loss, microbatch, self.precision.host_autocast)
-        self._state_sync.reset_buffers(model)
         self._state_sync.sync_from_torch()
 
     def step_arguments(
@@ -406,15 +405,10 @@ class Engine(engines.Engine):
         return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 
     def share_buffers(self, net: nn.Module) -> None:
+        # From here on every rank has all in torch's tensors, and `run_score`, which ranks without a
+        # batch do not call, gathers nothing from others.
         self._sync_to_torch()
         super().share_buffers(net)
-        if self._is_scored_on_host() or self._state_sync is None:
-            return
-        # `run_score` would gather these on ranks with a batch alone.
-        self._state_sync.sync_from_torch()
-        for key in ("parameters", optimizer_state.AVERAGE):
-            if key in self._state_sync.state:
-                self._state_sync.gather(key)
 
     def applied_steps(self, optimizer: torch.optim.Optimizer) -> int:  # type: ignore[override]
         self._sync_to_torch()

@@ -54,9 +54,11 @@ class CompiledEvaluation:
             nested.signature(batch),
             tuple(tuple(tensor.shape) for tensor in extra_inputs.tensors()),
             tuple(module.training for module in net.modules()),
+            tuple((buffer.shape, buffer.dtype) for buffer in weights[1]),
         )  # fmt: skip
         if signature not in self._functions:
-            self._functions[signature] = self._compile(net, spec, batch, weights, inputs)
+            saved = python_state.PythonSnapshot(net, watch.generators())
+            self._functions[signature] = self._compile(saved, net, spec, batch, weights, inputs)
         function, ranges = self._functions[signature]
         if function is None:
             return None
@@ -65,13 +67,17 @@ class CompiledEvaluation:
         self.stats += CompileStats(num_executions=1)
         return arrays.PendingTensor.from_array(function(weights, inputs))
 
-    def _compile(self, net: nn.Module, spec: Any, batch: Any, *arguments: Any) -> Any:
+    def _compile(
+        self, saved: python_state.PythonSnapshot, net: nn.Module, spec: Any, batch: Any,
+        *arguments: Any,
+    ) -> Any:  # fmt: skip
         start = time.perf_counter()
-        saved = python_state.PythonSnapshot(net)
         try:
             graph = capture.capture_score(
                 net, spec.score, batch, self._autocast, lowering.decompositions()
             )
+            if saved.draws_random_numbers() or _draws(graph):
+                raise RequestError("the model draws random numbers, which would be ever the same")
         except RequestError as error:
             log.warning(f"evaluation is torch's, on the host: {error}")
             return None, None
@@ -80,9 +86,8 @@ class CompiledEvaluation:
 
         def function(weights: Any, inputs: Any) -> Any:
             parameters, buffers = weights
-            # Only models that draw random numbers in evaluation too use it.
-            key = jax.random.key(0)
-            (score,) = lowering.run_graph(graph, [*parameters, *buffers, *inputs], key, self._rules)
+            given = [*parameters, *buffers, *inputs]
+            (score,) = lowering.run_graph(graph, given, None, self._rules)
             return score
 
         compiled = jax.jit(function).lower(*arguments).compile()
@@ -90,3 +95,8 @@ class CompiledEvaluation:
         with python_state.restored(net):
             ranges = functional.trace_index_ranges(net, spec.score, batch, self._autocast)
         return compiled, ranges
+
+
+def _draws(graph: torch.fx.GraphModule) -> bool:
+    tag = torch.Tag.nondeterministic_seeded
+    return any(tag in getattr(node.target, "tags", ()) for node in graph.graph.nodes)

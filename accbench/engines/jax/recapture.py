@@ -13,19 +13,28 @@ class RecaptureLimit:
 
     def __init__(self) -> None:
         self._num_consecutive = self._num_unneeded = 0
+        self._last_id: int | None = None
 
-    def check(self, watch: python_state.PythonStateWatch | None, is_captured: bool) -> None:
+    def check(
+        self, watch: python_state.PythonStateWatch, state_id: int, is_captured: bool,
+        is_new_signature: bool,
+    ) -> None:  # fmt: skip
         """Count a step, and refuse a model that changes before every step.
 
         Args:
-            watch: what is known of the model's Python state; None before the first step.
+            watch: what is known of the model's Python state.
+            state_id: of the state before this step.
             is_captured: a step was captured for what the model has now.
+            is_new_signature: none was for such batches, whatever the Python state.
 
         Raises:
             RequestError: too many steps in a row differ; the message names what changes.
         """
-        if is_captured or watch is None:
+        last_id, self._last_id = self._last_id, state_id
+        if is_captured or last_id in (None, state_id):
             self._num_consecutive = 0
+            return
+        if is_new_signature:  # it is captured for its shapes, whatever else has changed
             return
         self._num_consecutive += 1
         if self._num_consecutive > _MAX_CONSECUTIVE:
@@ -36,7 +45,7 @@ class RecaptureLimit:
 
     def note_unneeded(self) -> None:
         """Note that the step is the same although Python state has changed."""
-        self._num_consecutive -= 1
+        self._num_consecutive = max(self._num_consecutive - 1, 0)
         self._num_unneeded += 1
         if self._num_unneeded == _MAX_CONSECUTIVE:
             log.warning(
@@ -46,6 +55,4 @@ class RecaptureLimit:
 
 
 def _describe(names: list[str]) -> str:
-    if not names:
-        return "what it is given changes"
     return f"{', '.join(names[:3])} {'changes' if len(names) == 1 else 'change'}"

@@ -27,7 +27,7 @@ class StateSync:
     """The state of one model and its optimizer, kept equal in torch and JAX.
 
     Args:
-        net: its parameters and buffers stay the tensors that they are.
+        net: its parameters stay the tensors that they are; other tensors may replace its buffers.
         optimizer: with a state for every parameter; its tensors may be replaced by others.
         scaler: None, or one whose state is made.
         keys: names of the optimizer's state of each parameter, see `state_keys`.
@@ -40,27 +40,23 @@ class StateSync:
         mesh: DataMesh, tp_axes: list[Axis],
     ) -> None:  # fmt: skip
         self._tp_axes = tp_axes
-        self._parameters, self._net_buffers = list(net.parameters()), list(net.buffers())
+        self._net, self._parameters = net, list(net.parameters())
         self._optimizer, self._scaler, self._mesh, self._keys = optimizer, scaler, mesh, keys
         self.state: dict[str, Any] = {}
         """Replicated or sharded over the ranks; `step.build_step` describes it."""
-        self.local_state: dict[str, Any] = {_BUFFERS: [None for _ in self._net_buffers]}
+        self.local_state: dict[str, Any] = {_BUFFERS: []}
         """Different on each rank."""
-        self._marks: dict[str, list[_Mark | None]] = {}
+        self._marks: dict[str, list[_Mark]] = {}
+        # The tensors of `_marks`, kept alive: a mark has a tensor's id.
+        self._marked: dict[str, list[torch.Tensor]] = {}
         self._arrays_are_newer = False
-        self._gathered: dict[str, tuple[Any, list[jax.Array]]] = {}
-
-    def reset_buffers(self, net: nn.Module) -> None:
-        """Take the buffers from the net again, after other tensors have replaced some."""
-        self._net_buffers = list(net.buffers())
-        self.local_state[_BUFFERS] = [None for _ in self._net_buffers]
-        self._marks.pop(_BUFFERS, None)
+        self._gathered: dict[str, list[jax.Array]] = {}
 
     def _tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return torch's tensors by the names of the arrays."""
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
         tensors: dict[str, list[Any]] = {
-            "parameters": self._parameters, _BUFFERS: self._net_buffers,
+            "parameters": self._parameters, _BUFFERS: _buffers(self._net),
         }  # fmt: skip
         tensors |= {key: [state[key] for state in states] for key in self._keys}
         tensors[_COUNTS] = [state["step"] for state in states]
@@ -72,36 +68,37 @@ class StateSync:
     def sync_from_torch(self) -> None:
         """Copy to the arrays what was written to torch's tensors since the last call."""
         for key, tensors in self._tensors().items():
-            old_marks = self._marks.get(key)
-            marks: list[_Mark | None] = [_mark(tensor) for tensor in tensors]
-            if marks == old_marks:
+            marks = [_mark(tensor) for tensor in tensors]
+            if marks == self._marks.get(key):
                 continue
             if key in (_COUNTS, _SCALE, _TRACKER):
                 self.state[key] = self._replicated(key, tensors)
             else:
-                self._copy_changed(key, tensors, marks, old_marks or [None for _ in tensors])
-            self._marks[key] = marks
+                self._copy_changed(key, tensors, marks)
+            self._marks[key], self._marked[key] = marks, tensors
 
     def _replicated(self, key: str, tensors: list[torch.Tensor]) -> Any:
         tensor = torch.stack(tensors).float() if key == _COUNTS else tensors[0]
         return self._mesh.global_arrays(arrays.copy_from_torch(tensor, self._mesh.device))
 
-    def _copy_changed(
-        self, key: str, tensors: list[torch.Tensor], marks: list[Any], old_marks: list[Any]
-    ) -> None:
+    def _copy_changed(self, key: str, tensors: list[torch.Tensor], marks: list[_Mark]) -> None:
         holder = self.local_state if key == _BUFFERS else self.state
-        held = holder.setdefault(key, [None for _ in tensors])
-        for index, tensor in enumerate(tensors):
-            if marks[index] == old_marks[index]:
-                continue
-            if key == _BUFFERS:
-                array = arrays.copy_from_torch(tensor, self._mesh.device)
-                held[index] = self._mesh.per_rank_arrays(array)
-                continue
-            axis = self._mesh.shard_axis(tensor.shape)
-            shard = self._mesh.local_shard(tensor, axis)
-            array = arrays.copy_from_torch(shard, self._mesh.device)
-            held[index] = self._mesh.global_arrays(array, axis, self._tp_axes[index])
+        # By mark, not by index: buffers may be added, removed and replaced.
+        array_of = dict(zip(self._marks.get(key, ()), holder.get(key, ()), strict=True))
+        holder[key] = [
+            array_of[mark] if mark in array_of else self._copied(key, index, tensor)
+            for index, (mark, tensor) in enumerate(zip(marks, tensors, strict=True))
+        ]
+        self._gathered.pop(key, None)
+
+    def _copied(self, key: str, index: int, tensor: torch.Tensor) -> Any:
+        """Copy one of the model's tensors, or its shard, to a new array."""
+        if key == _BUFFERS:
+            return self._mesh.per_rank_arrays(arrays.copy_from_torch(tensor, self._mesh.device))
+        axis = self._mesh.shard_axis(tensor.shape)
+        shard = self._mesh.local_shard(tensor, axis)
+        array = arrays.copy_from_torch(shard, self._mesh.device)
+        return self._mesh.global_arrays(array, axis, self._tp_axes[index])
 
     def set_arrays(self, state: dict[str, Any], local_state: dict[str, Any]) -> None:
         """Replace the arrays, which a step has consumed, by the step's results."""
@@ -121,7 +118,7 @@ class StateSync:
             for tensor, value in zip(tensors, self._host_values(key), strict=True):
                 if not _equals_rounded(tensor, value):
                     tensor.copy_(value)
-            self._marks[key] = [_mark(tensor) for tensor in tensors]
+            self._marks[key], self._marked[key] = [_mark(tensor) for tensor in tensors], tensors
         self._arrays_are_newer = False
 
     def _host_values(self, key: str) -> list[torch.Tensor]:
@@ -144,16 +141,23 @@ class StateSync:
         return self._mesh.join_shards(process_group.all_gather_tensor(shard), axis)
 
     def gather(self, key: str) -> list[jax.Array]:
-        """Gather the arrays of `state[key]` on the device; all ranks call it."""
-        held = self.state[key]
-        if self._gathered.get(key, (None,))[0] is not held:
-            device, pairs = self._mesh.device, zip(held, self._tensors()[key], strict=True)
-            self._gathered[key] = held, [
-                self._mesh.local_data(array) if self._mesh.shard_axis(tensor.shape) is None
-                else arrays.copy_from_torch(self._gather_to_host(array, tensor.shape), device)
-                for array, tensor in pairs
-            ]  # fmt: skip
-        return self._gathered[key][1]
+        """Return the arrays of `state[key]`, whole, on this rank's device.
+
+        All ranks call it together, unless `sync_to_torch` was called after the last step: then
+        torch's tensors are whole on every rank, and nothing is communicated.
+        """
+        if key not in self._gathered:
+            pairs = zip(self.state[key], self._tensors()[key], strict=True)
+            self._gathered[key] = [self._whole(array, tensor) for array, tensor in pairs]
+        return self._gathered[key]
+
+    def _whole(self, array: jax.Array, tensor: torch.Tensor) -> jax.Array:
+        if self._mesh.shard_axis(tensor.shape) is None:
+            whole: jax.Array = self._mesh.local_data(array)
+            return whole
+        if self._arrays_are_newer:
+            tensor = self._gather_to_host(array, tensor.shape)
+        return arrays.copy_from_torch(tensor, self._mesh.device)
 
     def loss_scale(self) -> float:
         """Return the loss scale; waits for the device."""
@@ -163,6 +167,12 @@ class StateSync:
     def wait(self) -> None:
         """Wait until the arrays are computed."""
         jax.block_until_ready((self.state, self.local_state))
+
+
+def _buffers(net: nn.Module) -> list[torch.Tensor]:
+    """Return the list of `net.buffers()` in a third of its time, as every step asks for it."""
+    held = (buffer for module in net.modules() for buffer in module._buffers.values())
+    return [*{id(buffer): buffer for buffer in held if buffer is not None}.values()]
 
 
 def _mark(tensor: torch.Tensor) -> _Mark:

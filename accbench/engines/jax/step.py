@@ -212,11 +212,12 @@ def _updated(
         after = {key: _as_complex(before[key], array) for key, array in after.items()}
         pairs = {"parameters": (parameter, updated)} | {k: (before[k], after[k]) for k in keys}
         for key, (old, new) in pairs.items():
+            new = new.astype(old.dtype)  # rates and counts are float32, parameters may be narrower
             state[key][index] = jnp.where(overflow, old, new) if may_skip else new
     if plan.ema_decay:
         pairs_of_averages = zip(state[optimizer_state.AVERAGE], state["parameters"], strict=True)
         state[optimizer_state.AVERAGE] = [
-            a + (1 - plan.ema_decay) * (p - a) for a, p in pairs_of_averages
+            (a + (1 - plan.ema_decay) * (p - a)).astype(a.dtype) for a, p in pairs_of_averages
         ]
     return {**state, "counts": counts}
 

@@ -3,14 +3,17 @@
 Prints one line of JSON for the tests: name of a case -> its results.
 """
 
+import copy
 import json
 import logging
 import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 from accbench import models
+from accbench.engines import optimizers
 from accbench.recording.terminal import log
 from accbench.training.train_loop import evaluate, train_step
 from tests.engines.beside_torch import open_engine, resolved_task
@@ -157,6 +160,57 @@ def written_from_outside() -> dict:
     return {**result, "scores": scores}
 
 
+class Halved(nn.Module):
+    """Has parameters in 16 bits, and puts a new tensor into a buffer in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).bfloat16()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return self.linear(x.bfloat16()).float()
+
+
+class HalvedSpec:
+    @staticmethod
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        return net(batch[0]).square().mean()
+
+    score = loss
+
+
+def halved() -> dict:
+    """Train a net in 16 bits, which is evaluated in between, beside plain AdamW."""
+    task = resolved_task("jax", "--amp_level=O0", "--ema_decay=0.5", "--lr=1e-1")
+    torch.manual_seed(0)
+    net = Halved()
+    plain = copy.deepcopy(net)
+    entry = optimizers.of_task(task)
+    theirs = entry.torch_class(plain.parameters(), **entry.arguments(task))
+    engine = open_engine(task)
+    model = engine.prepared(net)
+    ours = engine.build_optimizer(model)
+    for batch in torch.randn(3, 1, 8, 4):
+        engine.run_step(train_step, model, HalvedSpec, ours, batch)
+        with torch.no_grad():
+            engine.run_score(model, HalvedSpec, batch)
+        theirs.zero_grad()
+        HalvedSpec.loss(plain, batch).backward()
+        theirs.step()
+    state = engine.training_state(net, ours)
+    moments = [t for kept in ours.state.values() for key, t in kept.items() if key != "step"]
+    return {
+        "seen": state.model["seen"].item(),
+        "dtypes": sorted({str(t.dtype) for t in (*net.parameters(), *moments)}),
+        "away": max(
+            (a - b).abs().max().item()
+            for a, b in zip(net.parameters(), plain.parameters(), strict=True)
+        ),
+    }
+
+
 def without_cudnn() -> dict:
     """Ask for cuDNN's attention where there is none."""
     told: list[str] = []
@@ -190,6 +244,7 @@ TRIED = {
     "resumed": resumed,
     "written": written_from_outside,
     "without cudnn": without_cudnn,
+    "halved": halved,
 }  # fmt: skip
 
 

@@ -1,14 +1,20 @@
 """What a captured step is: casts of the device that it is for."""
 
 import contextlib
+import functools
+import itertools
 import os
+import random
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from accbench.engines.common import cuda_autocast
+from accbench.engines.common import cuda_autocast, python_state
 from accbench.errors import RequestError
 
 pytest.importorskip("jax")
@@ -121,3 +127,145 @@ def test_numbers_that_each_forward_pass_changes_are_refused():
         captured(ends=0.0)
     with mock.patch.dict(os.environ):
         assert captured(ends=0.5).trained == [0, 1]
+
+
+def captured(model: nn.Module) -> Any:
+    from accbench.engines.jax import capture, lowering
+
+    with mock.patch.dict(os.environ):
+        return capture.capture(
+            model, lambda net, x: net(x).mean(), torch.randn(3, 8), contextlib.nullcontext,
+            lowering.decompositions(),
+        )  # fmt: skip
+
+
+generator_of_module = np.random.default_rng(0)
+
+
+class Drawing(nn.Module):
+    """Multiplies by a number that is drawn in Python."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(8, 4), draw
+        self.generators = getattr(draw, "__self__", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (self.draw or generator_of_module.random)()
+
+
+DRAWS = {
+    "python's own": lambda: random.random,
+    "a random.Random": lambda: random.Random(0).random,
+    "a Generator": lambda: np.random.default_rng(0).random,
+    "a RandomState": lambda: np.random.RandomState(0).random_sample,
+    "a global Generator": lambda: None,
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_random_numbers_of_pythons_are_refused_whichever_generator_draws_them(draw):
+    with pytest.raises(RequestError, match="draws random numbers of Python's or numpy's"):
+        captured(Drawing(DRAWS[draw]()))
+
+
+def test_a_generator_that_only_the_loop_draws_from_is_none_of_the_steps():
+    model = Drawing(lambda: 2.0)
+    model.generators = np.random.default_rng(0)
+    watch = python_state.PythonStateWatch(model)
+    first = watch.state_id()
+    model.generators.random()
+    assert watch.state_id() == first
+    assert captured(model).trained == [0, 1]
+
+
+class Slotted:
+    __slots__ = ("rate", "tensor")
+
+    def __init__(self) -> None:
+        self.rate, self.tensor = 1.0, torch.ones(1)
+
+
+class Callable:
+    """No module, and called as one."""
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.rate
+
+
+lazy_rate: Any = None
+settings = SimpleNamespace(rate=1.0)
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.slotted = nn.Linear(8, 4), Callable(), Slotted()
+        self.numbers = itertools.count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rate = (lazy_rate or 1.0) * settings.rate * self.slotted.rate
+        return self.scale(self.linear(x)) * rate
+
+
+CHANGES = {
+    "a callable object": lambda net: setattr(net.scale, "rate", 2.0),
+    "an object with slots": lambda net: setattr(net.slotted, "rate", 2.0),
+    "a count": lambda net: next(net.numbers),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_objects_of_a_models_are_watched(change):
+    net = Keeping()
+    watch = python_state.PythonStateWatch(net)
+    first = watch.state_id()
+    assert watch.state_id() == first
+    assert watch.changed == []
+    CHANGES[change](net)
+    assert watch.state_id() != first
+    assert len(watch.changed) == 1
+    # Tracing leaves another tensor there each time.
+    last, net.slotted.tensor = watch.state_id(), torch.ones(2)
+    assert watch.state_id() == last
+
+
+@pytest.mark.parametrize("change", [("lazy_rate", 2.0), ("settings", SimpleNamespace(rate=2.0))])
+def test_globals_that_were_none_and_those_of_objects_are_watched(change, monkeypatch):
+    watch = python_state.PythonStateWatch(Keeping())
+    first = watch.state_id()
+    monkeypatch.setitem(globals(), *change)
+    assert watch.state_id() != first
+    assert watch.changed == [f"{__name__}.{change[0]}"]
+    monkeypatch.undo()
+    assert watch.state_id() == first
+
+
+def test_a_loss_that_is_an_object_is_watched():
+    criterion = Callable()
+    watch = python_state.PythonStateWatch(nn.Linear(1, 1), [criterion])
+    first = watch.state_id()
+    criterion.rate = 2.0
+    assert watch.state_id() != first
+
+
+def test_functions_of_libraries_are_compared_by_identity():
+    net = Keeping()
+    net.scale = functools.partial(torch.mul, other=1.0)
+    watch = python_state.PythonStateWatch(net)
+    first = watch.state_id()
+    net.scale = functools.partial(torch.mul, other=2.0)
+    assert watch.state_id() != first
+
+
+class Numbered(Keeping):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * next(self.numbers)
+
+
+def test_a_count_that_each_forward_pass_advances_is_refused():
+    with pytest.raises(RequestError, match="every forward pass changes numbers"):
+        captured(Numbered())

@@ -129,6 +129,44 @@ def test_an_operation_of_ones_own_has_no_digest():
             )  # fmt: skip
 
 
+class Attending(nn.Module):
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.linear, self.is_causal = nn.Linear(8, 8), is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from accbench.engines.jax import fused_attention
+
+        heads = self.linear(x)[:, None]
+        return fused_attention.attention(heads, heads, heads, self.is_causal, 1.0)
+
+
+def test_a_step_with_attention_of_accbenchs_own_has_a_digest():
+    from accbench.engines.jax import fingerprint
+
+    digests = {
+        fingerprint.step_digest(
+            Attending(is_causal), lambda net, x: net(x).mean(), torch.zeros(2, 3, 8),
+            contextlib.nullcontext,
+        )[0]
+        for is_causal in (False, True, False)
+    }  # fmt: skip
+    assert len(digests) == 2
+
+
+def test_attention_over_a_ring_of_ranks_has_no_digest():
+    """The ranks of its group are in none of its arguments."""
+    from accbench.distributed import ring_attention
+    from accbench.engines.jax import fingerprint
+
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        heads = net(x)[:, None].detach()
+        return ring_attention._ring_attention(heads, heads, heads, "cp", False, 1.0)[0].mean()
+
+    with pytest.raises(fingerprint.UnknownError, match="ring_attention"):
+        fingerprint.step_digest(nn.Linear(8, 8), loss, torch.zeros(2, 3, 8), contextlib.nullcontext)
+
+
 def losses_of_two(folder: Path, cache: Path) -> list[list[float]]:
     folder.mkdir()
     done = two_ranks("tests/scripts/steps.py", folder, *FLAGS, f"--jax.cache_dir={cache}")

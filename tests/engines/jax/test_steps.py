@@ -95,6 +95,15 @@ def test_torchs_tensors_are_read_and_written_between_steps(found):
     assert of["scores"][0] == pytest.approx(of["scores"][1], rel=1e-5)
 
 
+def test_parameters_in_sixteen_bits_stay_so(found):
+    assert found["halved"]["dtypes"] == ["torch.bfloat16"]
+    assert found["halved"]["away"] < 0.02  # an update is 0.1
+
+
+def test_a_buffer_that_evaluation_replaces_is_the_one_that_is_trained(found):
+    assert found["halved"]["seen"] == 6
+
+
 FLAGS = (*TINY, "--device=cpu", "--data=synthetic", "--seed=3")
 
 
@@ -106,7 +115,7 @@ def of_two(tmp_path_factory) -> dict:
     ways = {"ddp": ("--engine=ddp",), "jax": ("--engine=jax",), "sharded": sharded}
     for name, way in ways.items():
         (out / name).mkdir()
-        flags = (*FLAGS, "--model=tests.nets:wide", "--clip_norm=0.5", *way)
+        flags = (*FLAGS, "--model=tests.nets:merging", "--clip_norm=0.5", *way)
         done = two_ranks(STEPS, out / name, *flags)
         assert done.returncode == 0, done.stderr
         found[name] = [torch.load(out / name / f"rank{r}.pt", weights_only=True) for r in range(2)]
@@ -132,7 +141,8 @@ def test_sharded_over_workers_the_state_is_the_same_and_half_as_large(of_two):
         for name, tensor in replicated["state"].items():
             assert torch.allclose(sharded["state"][name].float(), tensor.float(), atol=1e-6), name
         assert sharded["device_bytes"] < 0.55 * replicated["device_bytes"]
-        # Of a batch that the other rank does not have, compiled and by torch.
+        # Of a batch that the other rank does not have, compiled and by torch, with the weights that
+        # eval() has written.
         assert sharded["score"] == pytest.approx(replicated["score"], rel=1e-5)
 
 
