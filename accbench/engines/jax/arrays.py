@@ -37,7 +37,9 @@ def from_torch(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     tensor = _to_jax_dtype(tensor.detach().resolve_conj().resolve_neg())
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    if device.platform != "cpu":
+    # torch 2.8's DLPack gives dimensions of one element the stride 1, and so such an array another
+    # layout than a step's results have.
+    if device.platform != "cpu" or (1 in tensor.shape and tensor.dim() > 1):
         return _sent(tensor, device)
     if tensor.data_ptr() % _ALIGNED_BYTES:
         tensor = tensor.clone()
@@ -72,10 +74,10 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def _sent(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
-    """Copy a contiguous tensor to a device that is not the host.
+    """Copy a contiguous tensor to a device as a numpy array.
 
-    As a numpy array, and not by DLPack: DLPack gives pinned memory, which loaders make for CUDA, as
-    another kind of memory, and JAX refuses to copy that to the device.
+    Not by DLPack: it gives pinned memory, which loaders make for CUDA, as another kind of memory,
+    and JAX refuses to copy that to the device.
     """
     if tensor.dtype is torch.bfloat16 or tensor.dtype in _FLOAT8:  # numpy has no name for them
         raw = torch.uint8 if tensor.dtype in _FLOAT8 else torch.int16

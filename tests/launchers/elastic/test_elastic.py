@@ -53,7 +53,8 @@ def worker_of(run_dir: Path, rank: int) -> psutil.Process:
 
 
 @pytest.mark.parametrize(("engine", "num_workers"), [
-    ("ddp", 2), *(pytest.param(name, 1, marks=pytest.mark.soak) for name in ("jax", "xla")),
+    ("ddp", 2), pytest.param("jax", 1, marks=pytest.mark.soak),
+    pytest.param("xla", 1, marks=[pytest.mark.soak, pytest.mark.xla]),
 ])  # fmt: skip
 def test_two_nodes_train_as_one_with_as_many_workers(nodes: Nodes, tmp_path, engine, num_workers):
     if engine == "jax":
