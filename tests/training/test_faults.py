@@ -57,7 +57,9 @@ def test_first_failing_ranks_traceback_is_shown_once(raised):
     result, run_dir = raised
     assert result.returncode == 1
     assert result.stderr.count("Traceback (most recent call last)") == 1
-    assert result.stderr.startswith("rank 1: Traceback")
+    # torch 2.8 warns now and then, before the launcher tells of the failure.
+    told = [line for line in result.stderr.splitlines() if "PyInterpreter.cpp" not in line]
+    assert told[0].startswith("rank 1: Traceback")
     assert result.stderr.count("in _raise") == 1
     end = end_of(run_dir)
     assert end.status == "error"

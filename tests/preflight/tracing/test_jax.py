@@ -104,6 +104,10 @@ def test_parts_between_layers_are_sent_in_autocast_s_type() -> None:
     assert kinds["reduce-scatter"]["in_node_bytes"] == 2 * 2 * 2 * (4 * 64 * 64 * 2) / 2
 
 
+@pytest.mark.skipif(
+    str(nvidia.plugin_version()).startswith("jax-cuda12-pjrt 0.6"),
+    reason="XLA's compiler of this plug-in aborts, which preflight tells in a line",
+)
 def test_a_ring_passes_keys_and_values_on_and_their_gradients_back() -> None:
     pytest.importorskip("transformers")
     mesh = ("--nproc_per_node=8", "--cp=4", "--cp_attention=ring", "--tp=2")
