@@ -49,7 +49,7 @@ def find(resume: str, run_dir: Path | None, warn: Callable[[str], None]) -> Path
         RequestError: the named checkpoint does not exist, or all checkpoints are damaged.
     """
     if resume == "auto":
-        return None if run_dir is None else _newest(run_dir, warn)
+        return None if run_dir is None else _newest_to_resume(run_dir, warn)
     path = Path(resume)
     if (path / checkpoint_file.JSON_FILE).exists() or _NAME.fullmatch(path.name):
         try:
@@ -59,28 +59,44 @@ def find(resume: str, run_dir: Path | None, warn: Callable[[str], None]) -> Path
         return path.absolute()
     if not path.is_dir():
         raise RequestError(f"--resume {resume}: there is no such folder")
-    newest = _newest(path, warn)
-    if newest is None:
+    newest_whole = _newest_to_resume(path, warn)
+    if newest_whole is None:
         raise RequestError(f"--resume {resume}: no checkpoint is in it")
-    return newest.absolute()
+    return newest_whole.absolute()
 
 
-def _newest(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
+def _newest_to_resume(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
+    try:
+        return newest(run_dir, warn)
+    except DamagedError as error:
+        raise RequestError(
+            f"no checkpoint in {run_dir / FOLDER} is whole ({error}); to start from the "
+            "beginning choose another --output_dir"
+        ) from None
+
+
+def newest(run_dir: Path, warn: Callable[[str], None]) -> Path | None:
+    """Find a run's newest whole checkpoint; return None if the run has none at all.
+
+    Args:
+        run_dir: the run's folder.
+        warn: called with a line on each damaged checkpoint that is skipped.
+
+    Raises:
+        DamagedError: all are damaged; what is wrong with the newest.
+    """
     damaged = []
     for step in steps_of(run_dir):
         try:
             checkpoint_file.verify(folder_of(run_dir, step))
         except DamagedError as error:
-            damaged.append(str(error))
+            damaged.append(error)
             continue
         for problem in damaged:
             warn(f"passed over a damaged checkpoint: {problem}; going on from step {step}")
         return folder_of(run_dir, step)
     if damaged:
-        raise RequestError(
-            f"no checkpoint in {run_dir / FOLDER} is whole ({damaged[0]}); to start from the "
-            "beginning choose another --output_dir"
-        )
+        raise damaged[0]
     return None
 
 

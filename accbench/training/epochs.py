@@ -51,7 +51,7 @@ class Epochs:
         self._at_step = 0
         self._saved_step: int | None = None
         self._scores: EvalRecord | None = None
-        """Of the weights as they are after the last epoch."""
+        """The scores of the weights as they are after the last epoch."""
         # Steps that the schedule is ahead of the run's.
         self._schedule_lead = 0
         self._is_unscored = False

@@ -88,23 +88,17 @@ def _read_checkpoint(run: Path) -> tuple[Path, checkpoint_file.Checkpoint]:
     """
     if not run.is_dir():
         raise RequestError(f"{run}: there is no such folder")
-    folders = [checkpoints.folder_of(run, step) for step in checkpoints.steps_of(run)]
-    if (run / checkpoint_file.JSON_FILE).exists():
-        folders = [run]
-    damaged = []
-    for folder in folders:
-        try:
-            checkpoint_file.verify(folder)
-            saved = checkpoint_file.read(folder)
-        except checkpoint_file.DamagedError as error:
-            damaged.append(str(error))
-            continue
-        for problem in damaged:
-            print(f"passed over a damaged checkpoint: {problem}; exporting step {saved.facts.step}")
-        return folder.absolute(), saved
-    if damaged:
-        raise RequestError(f"{run}: no checkpoint in it is whole ({damaged[0]})")
-    raise RequestError(f"{run}: no checkpoint is in it")
+    try:
+        if (run / checkpoint_file.JSON_FILE).exists():
+            folder: Path | None = run
+            checkpoint_file.verify(run)
+        else:
+            folder = checkpoints.newest(run, print)
+    except checkpoint_file.DamagedError as error:
+        raise RequestError(f"{run}: no checkpoint in it is whole ({error})") from None
+    if folder is None:
+        raise RequestError(f"{run}: no checkpoint is in it")
+    return folder.absolute(), checkpoint_file.read(folder)
 
 
 def _spec_of(facts: checkpoint_file.CheckpointFacts, config_file: Path) -> Any:

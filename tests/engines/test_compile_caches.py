@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accbench.engines.common import compile_cache_key, python_state
+from accbench.engines.common import compile_cache_key, python_snapshot, python_state
 from tests.conftest import python
 from tests.engine_params import COMPILED
 from tests.engines import changing_models, edited_models
@@ -266,14 +266,14 @@ def test_what_a_trial_changes_is_taken_back():
     net = Nested()
     watch = python_state.PythonStateWatch(net)
     first = watch.state_id()
-    with python_state.restored(net) as saved:
+    with python_snapshot.restored(net) as saved:
         for name, change in CHANGES.items():
             if name not in ("a tensor that is no buffer", "a hook", "a module"):
                 change(net)
         assert watch.state_id() != first
         assert not saved.draws_random_numbers()
     assert watch.state_id() == first
-    saved = python_state.PythonSnapshot(net)
+    saved = python_snapshot.PythonSnapshot(net)
     net.numbers[0], net.table, net.config.cache = 5, torch.ones(2), torch.ones(1)
     table = net.table
     saved.keep_plain()

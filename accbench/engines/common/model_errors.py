@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines.common import python_state
+from accbench.engines.common import python_snapshot
 
 
 def error_of_call(model: nn.Module, call: Callable[[], Any]) -> Exception | None:
@@ -17,7 +17,7 @@ def error_of_call(model: nn.Module, call: Callable[[], Any]) -> Exception | None
     Buffers, the model's attributes and random numbers are restored.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with python_state.restored(model):
+    with python_snapshot.restored(model):
         try:
             with torch.random.fork_rng(devices=()):
                 call()

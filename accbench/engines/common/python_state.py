@@ -6,7 +6,6 @@ captured. Code that keeps such a graph checks here before each step whether they
 
 import argparse
 import collections
-import contextlib
 import enum
 import functools
 import inspect
@@ -16,7 +15,6 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -35,14 +33,14 @@ _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
 # A module's own attributes, which engines watch themselves, or which are no part of a step.
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
 # Limits: depth of nested containers and objects, their length, the number of functions that a model
 # calls and that are read, and the size of an array.
-_MAX_DEPTH, _MAX_ITEMS, _MAX_FUNCTIONS, _MAX_BYTES = 4, 1000, 2000, 4096
+MAX_DEPTH, _MAX_ITEMS, _MAX_FUNCTIONS, _MAX_BYTES = 4, 1000, 2000, 4096
 _MAX_KINDS = 1000  # classes about which something is remembered
 _OPAQUE = "object"  # compared by identity alone
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_OPAQUE_KINDS = (type, nn.Module, types.ModuleType, torch.Tensor, np.ndarray, *_GENERATORS)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_OPAQUE_KINDS = (type, nn.Module, types.ModuleType, torch.Tensor, np.ndarray, *GENERATORS)
 # Packages whose globals hold no state of a model.
 _LIBRARIES = frozenset(
     {"torch", "torchvision", "torch_xla", "jax", "numpy", "accbench", "builtins"}
@@ -78,12 +76,12 @@ class PythonStateWatch:
 
     def state(self) -> PythonState:
         """Return the current state, comparable."""
-        frozen = _Freezer()
+        frozen = Freezer()
         state: PythonState = {}
         for name, module in self.model.named_modules():
             prefix = f"{name}." if name else ""
             for key, value in vars(module).items():
-                if key not in _MODULE_ATTRIBUTES:
+                if key not in MODULE_ATTRIBUTES:
                     state[prefix + key] = frozen.freeze(value)
                 elif value and key in _HOOKS:
                     state[prefix + key] = tuple(map(id, value.values()))
@@ -109,7 +107,7 @@ class PythonStateWatch:
 
     def generators(self) -> list[Any]:
         """Return the generators of random numbers that are globals or closure variables."""
-        return [value for _, read in self._read_outside if isinstance(value := read(), _GENERATORS)]
+        return [value for _, read in self._read_outside if isinstance(value := read(), GENERATORS)]
 
     def state_id(self) -> int:
         """Return the state's id, the same each time that the state is the same."""
@@ -142,12 +140,12 @@ class _Glance:
             value
             for module in modules
             for key, value in vars(module).items()
-            if key not in _MODULE_ATTRIBUTES and _can_change(value)
+            if key not in MODULE_ATTRIBUTES and _can_change(value)
         ]
         self._frozen = self._freeze()
 
     def _freeze(self) -> list[Any]:
-        frozen = _Freezer()
+        frozen = Freezer()
         return [frozen.freeze(value) for value in (*self._mutable, *self._read_outside())]
 
     def is_the_same(self) -> bool:
@@ -176,7 +174,7 @@ def _can_change(value: Any) -> bool:
         return False
     if isinstance(value, (torch.Tensor, np.ndarray, itertools.count)):
         return True
-    return _parts(value) is not None or bool(_slots(value))
+    return parts_of(value) is not None or bool(_slots(value))
 
 
 def changes(before: PythonState, after: PythonState) -> list[str]:
@@ -194,7 +192,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and value[0] in (bool, int, float)
 
 
-class _Freezer:
+class Freezer:
     """Converts values to a form that can be compared and hashed, each object once."""
 
     def __init__(self) -> None:
@@ -221,10 +219,10 @@ class _Freezer:
             return type(value), value.name
         if isinstance(value, itertools.count):
             return int, repr(value)
-        inner = _parts(value)
+        inner = parts_of(value)
         if inner is None and _slots(value):
             return _OPAQUE, id(value), self._plain_slots(value, depth)
-        if inner is None or depth == _MAX_DEPTH or len(inner) > _MAX_ITEMS:
+        if inner is None or depth == MAX_DEPTH or len(inner) > _MAX_ITEMS:
             return _OPAQUE, id(value), 0 if inner is None else len(inner)
         if isinstance(inner, (set, frozenset)):
             return type(value), frozenset(self.freeze(item, depth + 1) for item in inner)
@@ -234,7 +232,7 @@ class _Freezer:
 
     def _plain_slots(self, value: Any, depth: int) -> Any:
         # Tensors that tracing leaves there are not undone, and would be new ones each time.
-        if depth == _MAX_DEPTH:
+        if depth == MAX_DEPTH:
             return None
         values = [getattr(value, name, None) for name in _slots(value)]
         frozen = [self.freeze(item, depth + 1) for item in values]
@@ -247,7 +245,7 @@ def _is_small_array(value: Any) -> bool:
     )
 
 
-def _parts(value: Any) -> Any:
+def parts_of(value: Any) -> Any:
     """Return the container of a value's parts; None if it is treated as one object."""
     if isinstance(value, (list, tuple, collections.deque, set, frozenset, dict)):
         return value
@@ -330,7 +328,7 @@ def _names_read(
 
 def _is_watched(value: Any) -> bool:
     """Return whether a global or closure variable is watched: a library's and code are not."""
-    kinds = (*_CONTAINERS, *_GENERATORS, itertools.count)
+    kinds = (*_CONTAINERS, *GENERATORS, itertools.count)
     return value is None or isinstance(value, kinds) or _is_object(value)
 
 
@@ -387,112 +385,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # empty
         return None
-
-
-class PythonSnapshot:
-    """A snapshot of a model's attributes and buffer slots, and of Python's random numbers.
-
-    It does not hold the values of tensors.
-
-    Args:
-        model: the generators of random numbers among its attributes count, too.
-        generators: others.
-    """
-
-    def __init__(self, model: nn.Module, generators: Iterable[Any] = ()) -> None:
-        self._contents: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-        self._generators = [(each, _generator_state(each)) for each in generators]
-        for module in model.modules():
-            attributes = vars(module)
-            self._contents.append((attributes, dict(attributes)))
-            self._contents.append((module._buffers, dict(module._buffers)))
-            for key, value in attributes.items():
-                if key not in _MODULE_ATTRIBUTES:
-                    self._note(value, 0)
-        self._random = random.getstate(), np.random.get_state()
-
-    def _note(self, value: Any, depth: int) -> None:
-        if isinstance(value, _GENERATORS):
-            self._generators.append((value, _generator_state(value)))
-        inner = _parts(value)
-        if inner is None or id(inner) in self._seen or depth == _MAX_DEPTH:
-            return
-        self._seen.add(id(inner))
-        if not isinstance(inner, (tuple, frozenset)):
-            self._contents.append((inner, inner.copy()))
-        for item in inner.values() if isinstance(inner, dict) else inner:
-            self._note(item, depth + 1)
-
-    def restore(self) -> None:
-        """Undo what forward passes have changed."""
-        for value, copy in self._contents:
-            value.clear()
-            (value.update if hasattr(value, "update") else value.extend)(copy)
-        self._restore_generators()
-
-    def keep_plain(self) -> None:
-        """Undo what forward passes have changed, except numbers, strings and nests of these.
-
-        Tensors that a forward pass leaves belong to its tracing, and to no one else.
-        """
-        for value, copy in self._contents:
-            frozen = _Freezer()
-            if isinstance(value, dict):
-                for key in {**copy, **value}:
-                    new, old = value.get(key, copy), copy.get(key, value)
-                    if new is old or (new is not copy and is_plain(frozen.freeze(new))):
-                        continue
-                    if old is value:
-                        del value[key]
-                    else:
-                        value[key] = old
-            elif not is_plain(frozen.freeze(value)):
-                value.clear()
-                (value.update if hasattr(value, "update") else value.extend)(copy)
-        self._restore_generators()
-
-    def _restore_generators(self) -> None:
-        random.setstate(self._random[0])
-        np.random.set_state(self._random[1])
-        for generator, state in self._generators:
-            _set_generator_state(generator, state)
-
-    def draws_random_numbers(self) -> bool:
-        """Return whether Python's or numpy's random numbers were drawn since."""
-        (python, numpy), now = self._random, np.random.get_state()
-        if any(repr(_generator_state(each)) != repr(state) for each, state in self._generators):
-            return True
-        return random.getstate() != python or not all(
-            np.array_equal(before, after) for before, after in zip(numpy, now, strict=True)
-        )
-
-
-def _generator_state(generator: Any) -> Any:
-    """Return a copy of a generator's state; None if it has none, such as the system's."""
-    if isinstance(generator, random.Random):
-        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return deepcopy(generator.bit_generator.state)
-    return generator.get_state()
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if state is None:
-        return
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-@contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[PythonSnapshot]:
-    """Undo at the end what forward passes in the block change of a model's attributes."""
-    saved = PythonSnapshot(model)
-    try:
-        yield saved
-    finally:
-        saved.restore()

@@ -21,6 +21,7 @@ from accbench.engines.common import (
     extra_state,
     model_errors,
     model_state,
+    python_snapshot,
     python_state,
     source_location,
 )
@@ -120,7 +121,7 @@ def capture(
     parameters = list(model.parameters())
     trained = [index for index, p in enumerate(parameters) if p.requires_grad]
     arguments = model, loss, batch, autocast, decompositions, fused_attention
-    saved = python_state.PythonSnapshot(model)
+    saved = python_snapshot.PythonSnapshot(model)
     try:
         try:
             return _capture(trained, *arguments)
@@ -180,7 +181,7 @@ def _capture(
         trained_tensors, functional.contiguous_clones([*others, *buffers]), loss_of_tensors
     )
     watch = python_state.PythonStateWatch(model, [loss])
-    saved = python_state.PythonSnapshot(model, watch.generators())
+    saved = python_snapshot.PythonSnapshot(model, watch.generators())
     before = python_state.numbers_in(watch.state())
     # Tensors that are plain attributes of the model become constants of the graph.
     with traceable(model, fused_attention), functional.fake_mode(parameters):
@@ -195,7 +196,7 @@ def _capture(
             "or use --engine inductor, xla or ddp"
         )
     if python_state.numbers_in(watch.state()) != before:
-        with python_state.restored(model):
+        with python_snapshot.restored(model):
             _refuse_changing_numbers(watch, trained, model, loss, batch, autocast)
     graph.graph.eliminate_dead_code()
     graph.recompile()

@@ -18,7 +18,7 @@ from accbench.config import TaskConfig, plugins
 from accbench.data import nested
 from accbench.distributed.process_group import Topology
 from accbench.engines import Batch, CompileStats
-from accbench.engines.common import extra_inputs, python_state
+from accbench.engines.common import extra_inputs, python_snapshot, python_state
 from accbench.engines.common.index_ranges import IndexRanges
 from accbench.engines.jax import (
     capture,
@@ -139,7 +139,7 @@ class CompiledSteps:
         batch: Batch, arguments: tuple[Any, ...],
     ) -> CompiledStep:  # fmt: skip
         begun = time.perf_counter()
-        saved = python_state.PythonSnapshot(model, self._watched(model, spec).generators())
+        saved = python_snapshot.PythonSnapshot(model, self._watched(model, spec).generators())
         microbatch = self._microbatch(batch)
         capture.refuse_changing_extra_state(
             model, spec.loss, microbatch, self._precision.host_autocast
@@ -156,7 +156,7 @@ class CompiledSteps:
             return self.build(model, spec, optimizer, batch, arguments[0])
 
         function, reads = build() if key is None else self._load_or_build(key, arguments, build)
-        with python_state.restored(model):  # what cannot be captured was refused above
+        with python_snapshot.restored(model):  # what cannot be captured was refused above
             ranges = functional.trace_index_ranges(
                 model, spec.loss, microbatch, self._precision.capture_autocast
             )
@@ -194,7 +194,7 @@ class CompiledSteps:
         return nested.chunks(batch, self.task.accumulate)[0]
 
     def _cache_key(
-        self, saved: python_state.PythonSnapshot, model: nn.Module, spec: Any,
+        self, saved: python_snapshot.PythonSnapshot, model: nn.Module, spec: Any,
         optimizer: torch.optim.Optimizer, batch: Batch, arguments: tuple[Any, ...],
     ) -> CacheKey | None:  # fmt: skip
         """Return the step's key in the step cache, or None where it has none."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from accbench.data import nested
 from accbench.engines import CompileStats
-from accbench.engines.common import extra_inputs, python_state
+from accbench.engines.common import extra_inputs, python_snapshot, python_state
 from accbench.engines.jax import arrays, capture, functional, lowering
 from accbench.errors import RequestError
 from accbench.recording.terminal import log
@@ -57,7 +57,7 @@ class CompiledEvaluation:
             tuple((buffer.shape, buffer.dtype) for buffer in weights[1]),
         )  # fmt: skip
         if signature not in self._functions:
-            saved = python_state.PythonSnapshot(net, watch.generators())
+            saved = python_snapshot.PythonSnapshot(net, watch.generators())
             self._functions[signature] = self._compile(saved, net, spec, batch, weights, inputs)
         function, ranges = self._functions[signature]
         if function is None:
@@ -68,7 +68,7 @@ class CompiledEvaluation:
         return arrays.PendingTensor.from_array(function(weights, inputs))
 
     def _compile(
-        self, saved: python_state.PythonSnapshot, net: nn.Module, spec: Any, batch: Any,
+        self, saved: python_snapshot.PythonSnapshot, net: nn.Module, spec: Any, batch: Any,
         *arguments: Any,
     ) -> Any:  # fmt: skip
         start = time.perf_counter()
@@ -92,7 +92,7 @@ class CompiledEvaluation:
 
         compiled = jax.jit(function).lower(*arguments).compile()
         self.stats += CompileStats(1, time.perf_counter() - start)
-        with python_state.restored(net):
+        with python_snapshot.restored(net):
             ranges = functional.trace_index_ranges(net, spec.score, batch, self._autocast)
         return compiled, ranges
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accbench.engines.common import python_state
+from accbench.engines.common import python_snapshot, python_state
 
 Slot = tuple[str, int]
 TracedStep = Callable[[], torch.Tensor]
@@ -196,7 +196,8 @@ class Recorder:
             NotReplayable: it cannot; the step has run.
         """
         fallbacks = num_fallbacks()
-        state_before, snapshot = python.state_id(), python_state.PythonSnapshot(python.model)
+        state_before = python.state_id()
+        snapshot = python_snapshot.PythonSnapshot(python.model, python.generators())
         trace = self._trace(step, state)
         num_others = sum(self._lib._check_device_tensor_need_materialization(self._device))
         num_others -= len(trace.roots)

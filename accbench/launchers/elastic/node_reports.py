@@ -25,7 +25,7 @@ _VISIBLE_S = 2.0
 
 @dataclass(frozen=True)
 class Report:
-    """How one node ended."""
+    """A node's end: its failure, and whether it took part in the last meeting."""
 
     failure: Failure | None
     meeting: str | None
