@@ -24,11 +24,12 @@ ENGINES = COMPILED
 # compile in each step.
 LEFT_TO_TORCH = (
     "function", "nested", "global", "class", "set by the first step", "lazily set", "counted",
-    "drawn", "every step",
+    "drawn", "drawn by another", "every step",
 )  # fmt: skip
 REFUSED_BY_JAX = {
     "counted": "every forward pass changes count",
     "drawn": "random numbers of Python's or numpy's",
+    "drawn by another": "random numbers of Python's or numpy's",
     "every step": "temperature changes before every step",
 }
 
